@@ -13,7 +13,7 @@ import tinker
 from src.policy.backend import SavedPaths
 from src.policy.sampling_policy import TinkerPolicy
 
-VOCAB = 4  # tokens 0 to 3 are sampled; other tokens occur only in prompts
+VOCAB = 4  # The sampler returns tokens 0 to 3. Other tokens occur only in prompts.
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,16 @@ class Ready[T]:
 
 
 class BanditTrainingClient:
-    """A training client with the same distribution for every context. `events` records the calls in order."""
+    """A training client whose distribution does not depend on the context.
+
+    `events` contains the names of the calls in order.
+    """
 
     def __init__(self) -> None:
         self.logits = np.zeros(VOCAB)
         self.gradient = np.zeros(VOCAB)
         self.events: list[str] = []
-        self.sent: list[list[tinker.Datum]] = []  # the data of every forward_backward
+        self.sent: list[list[tinker.Datum]] = []  # one list of datums per forward_backward
         self.adam: list[tinker.AdamParams] = []
 
     def forward(self, data, loss_fn, loss_fn_config=None) -> Awaitable[tinker.ForwardBackwardOutput]:
@@ -63,15 +66,16 @@ class BanditTrainingClient:
         for datum in data:
             targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
             advantages = datum.loss_fn_inputs["advantages"].to_numpy()
-            sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
-            values = np.array(
+            sampling_logprobs = datum.loss_fn_inputs["logprobs"].to_numpy()
+            target_logprobs = np.array(
                 [logprobs[token] if token < VOCAB else 0.0 for token in targets], dtype=np.float32
             )
-            for token, advantage, ratio in zip(targets, advantages, np.exp(values - sampled), strict=True):
+            ratios = np.exp(target_logprobs - sampling_logprobs)
+            for token, advantage, ratio in zip(targets, advantages, ratios, strict=True):
                 if advantage:
                     self.gradient += advantage * ratio * (np.eye(VOCAB)[token] - np.exp(logprobs))
                     loss -= advantage * ratio
-            outputs.append({"logprobs": tinker.TensorData.from_numpy(values)})
+            outputs.append({"logprobs": tinker.TensorData.from_numpy(target_logprobs)})
         return Ready(
             tinker.ForwardBackwardOutput(
                 loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": loss}
@@ -88,6 +92,8 @@ class BanditTrainingClient:
 
 
 class BanditSampler:
+    """Samples completions of one token from softmax(logits)."""
+
     def __init__(self, logits: np.ndarray) -> None:
         self.logits = logits
 
@@ -108,13 +114,13 @@ class BanditSampler:
 
 
 class BanditBackend:
-    """Implements `Backend`. `saved` maps the name of a checkpoint to its logits."""
+    """Implements `Backend`. `saved` maps checkpoint names to logits."""
 
     def __init__(self) -> None:
         self.training_client = BanditTrainingClient()
         self.saved: dict[str, np.ndarray] = {}
         self.versions: list[int] = []
-        self.opened: list[str | None] = []  # names of reference models
+        self.opened: list[str | None] = []  # names of the reference models that were opened
 
     async def policy(self, version: int) -> TinkerPolicy:
         self.versions.append(version)

@@ -1,4 +1,4 @@
-"""Mutated request bodies, and the checks that every parser must pass for them.
+"""Mutated request bodies, and the checks that every request parser must pass.
 
 This module imports hypothesis but neither a test framework nor jax, so that `tests.stress.fuzz` can run the
 same checks with atheris.
@@ -279,9 +279,10 @@ def messages(draw: st.DrawFn) -> bytes:
     return draw(st.sampled_from((body, body[:position], body[:position] + inserted + body[position:])))
 
 
-def json_holds(name: str, body: object) -> bool:
-    """Return whether the parser `name` accepts the body. Any error except a `UserError` is a bug and is
-    raised.
+def json_is_accepted(name: str, body: object) -> bool:
+    """Return whether the parser `name` accepts the body.
+
+    The parser may raise only `UserError`. Any other error propagates.
     """
     try:
         parsed = PARSERS[name](body)
@@ -293,8 +294,8 @@ def json_holds(name: str, body: object) -> bool:
     return True
 
 
-def protobuf_holds(body: bytes) -> bool:
-    """Check the protobuf parser in the same way as `json_holds`."""
+def protobuf_is_accepted(body: bytes) -> bool:
+    """Return whether the protobuf parser accepts the body. Any error except `UserError` propagates."""
     try:
         check_training(parse_training_proto(body, LIMITS).op)
     except UserError as error:
@@ -304,7 +305,7 @@ def protobuf_holds(body: bytes) -> bool:
 
 
 def check_training(op: ForwardBackward) -> None:
-    """Check the conditions on which the losses rely."""
+    """Check the lengths, dtypes and ranges that the losses require."""
     assert op.data and op.model_id
     for datum in op.data:
         assert 0 < len(datum.tokens) == len(datum.target_tokens) <= LIMITS.max_context_length

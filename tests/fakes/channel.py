@@ -11,15 +11,15 @@ KEY = b"k" * 32
 
 
 def channels(*, process: int = 1) -> tuple[Channel, Channel]:
-    """Return (end of process 0, end of the other process)."""
+    """Return the channel of process 0 and the channel of the process with number `process`."""
     return over(*socket.socketpair(), process=process)
 
 
-def over(ours: socket.socket, theirs: socket.socket, *, process: int = 1) -> tuple[Channel, Channel]:
-    """Authenticate a connection over two connected sockets and return its ends, as `channels` does."""
+def over(accepting: socket.socket, connecting: socket.socket, *, process: int = 1) -> tuple[Channel, Channel]:
+    """Authenticate both ends of a socket pair. Returns the same two channels as `channels`."""
     with ThreadPoolExecutor(1) as threads:
-        accepting = threads.submit(accept, ours, KEY, timeout_s=60)
-        joined = connect(theirs, KEY, process=process, timeout_s=60)
-        number, accepted = accepting.result()
+        future = threads.submit(accept, accepting, KEY, timeout_s=60)
+        connected = connect(connecting, KEY, process=process, timeout_s=60)
+        number, accepted = future.result()
     assert number == process
-    return accepted, joined
+    return accepted, connected

@@ -1,7 +1,7 @@
 """Tokenizers with the chat templates of model families, and the checks that each template must pass.
 
-The templates in tests/fixtures/chat_templates have the special tokens, the order and the call form of the
-published ones. The sentences that introduce the tools are original.
+The templates in tests/fixtures/chat_templates have the special tokens, the message order and the tool call
+format of the published templates. Their sentences that introduce the tools differ.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ OPENING = [SYSTEM, QUESTION]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    name: str  # the name of the template's file without the extension
+    """A model family and the properties of its chat template."""
+
+    name: str  # the template file is {name}.jinja
     special_tokens: Sequence[str]
     bos: str | None = None
     turn_end: str
     generation_prompt: str  # with thinking off
     after_result: str | None = None  # the prompt after a tool's result; None: `generation_prompt`
     thinking_prompt: str | None = None  # with thinking on; None: the template has no thinking
-    call: str  # a call of ORDER
+    call: str  # the text of the tool call ORDER
     strategy: Strategy
-    shows_tools: bool = True
+    shows_tools: bool = True  # whether the template renders `tools`
 
 
 QWEN_CALL = f"<tool_call>\n{CALL}\n</tool_call>"
@@ -126,7 +128,7 @@ FAMILIES = (
 
 
 def family_tokenizer(family: Family, template: str | None = None) -> HubTokenizer:
-    """Return a byte-level tokenizer of the family. `template=None` selects the family's own template."""
+    """Return a byte-level tokenizer with the tokens of the family. `template` replaces its chat template."""
     return hub_tokenizer(
         family.special_tokens,
         bos_token=family.bos,
@@ -167,9 +169,9 @@ def check_extend_equals_render(family: Family, tokenizer: HubTokenizer) -> None:
     removes from the history.
     """
     chat = Chat(tokenizer)
-    steps = [(family.call, RESULTS), ("It is on its way.", [REPLY]), (family.call, RESULTS[:1])]
+    exchanges = [(family.call, RESULTS), ("It is on its way.", [REPLY]), (family.call, RESULTS[:1])]
     history, prompt = list(OPENING), chat.render(OPENING, tools=TOOLS)
-    for answer, messages in steps:
+    for answer, messages in exchanges:
         completion = [*tokenizer.encode(answer, add_special_tokens=False), chat.turn_end_id]
         prompt = chat.extend(prompt, completion, messages)
         history += [_assistant(answer), *messages]
@@ -198,7 +200,7 @@ def check_calls_are_read_back(family: Family, tokenizer: HubTokenizer) -> None:
 
 
 def conversations() -> Mapping[str, Sequence[Message]]:
-    """Return the conversations with which the templates here are compared with the published ones."""
+    """Return test conversations by name. Tests render them with the fixtures and the published templates."""
     replied = [*OPENING, _assistant("It is on its way."), REPLY]
     return {
         "question": OPENING,
@@ -217,7 +219,7 @@ def _assistant(content: str) -> Message:
 
 
 def _user_turn_end(family: Family) -> str:
-    """Return the end of a user's message."""
+    """Return the text that the template renders after the content of a user message."""
     if family.name == "deepseek_v3_1":
         return ""
     return family.turn_end + ("\n" if family.turn_end == "<|im_end|>" else "")

@@ -1,4 +1,4 @@
-"""A bandit backend with checkpoints on disk, which contain a hash of every batch of the training."""
+"""A bandit backend that saves checkpoints to disk. A checkpoint contains a hash of every training batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from src.policy.backend import SavedPaths
 from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.backend import VOCAB, BanditSampler, BanditTrainingClient, Ready
 
-Tick = Callable[[], None]  # called at every moment at which a crash is tested
+Tick = Callable[[], None]  # called at each point at which a test can kill the process
 
 
 class DiskBanditClient(BanditTrainingClient):
-    """A bandit with momentum, so that the result changes if the optimizer state is not restored. `history`
-    contains a hash of every batch.
+    """A bandit training client with momentum. `history` contains a hash of every batch.
+
+    Because of the momentum, a resumed run gives other results if its optimizer state is not restored.
     """
 
     def __init__(self, tick: Tick) -> None:
@@ -45,6 +46,8 @@ class DiskBanditClient(BanditTrainingClient):
 
 
 class TickingSampler(BanditSampler):
+    """Calls `tick` before every sample."""
+
     def __init__(self, logits: np.ndarray, tick: Tick) -> None:
         super().__init__(logits)
         self.tick = tick

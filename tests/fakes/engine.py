@@ -40,13 +40,13 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 UNLUCKY_TOKEN = 13
-"""A prompt or datum that begins with this token fails in the engine."""
+"""The engine raises UserError for a prompt or datum that begins with this token."""
 
 FACTORS = {
     "base_model.model.lm_head.lora_A.weight": np.ones((4, 2), np.float32),
     "base_model.model.lm_head.lora_B.weight": np.zeros((3, 4), np.float32),
 }
-"""The arrays of every adapter."""
+"""The LoRA arrays of every checkpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class FakeEngine:
 
     def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:
         self.info = EngineInfo(base_model=base_model, max_context_length=128, max_lora_rank=8, vocab_size=64)
-        self.gate = threading.Event()
+        self.gate = threading.Event()  # operations wait until this event is set
         self.gate.set()
         self.executed: list[Operation[Any]] = []
         self.submitted: list[tuple[str, Operation[Any]]] = []  # the tenant and the operation
@@ -90,6 +90,7 @@ class FakeEngine:
         self._thread.shutdown()
 
     def of_type[T](self, op_type: type[T]) -> list[T]:
+        """Return the executed operations of this type, in order."""
         return [op for op in self.executed if isinstance(op, op_type)]
 
     def _run(self, op: Operation[Any]) -> Any:

@@ -12,7 +12,7 @@ from src.policy.chat import Message
 def saying(
     *texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float
 ) -> StepResult:
-    """Return a result with one message per text."""
+    """Return a step result with one message per text."""
     return StepResult(
         messages=[{"role": role, "content": text} for text in texts],
         reward=reward,
@@ -22,14 +22,15 @@ def saying(
 
 
 def ending(reward: float = 1.0) -> StepResult:
+    """Return the last step result of an episode, without messages."""
     return StepResult(reward=reward, is_done=True)
 
 
 class ScriptedEnv:
-    """Starts with `opening` and returns one result of the script per answer.
+    """An environment whose reset returns `opening` and whose n-th step returns the n-th entry of `script`.
 
-    Raises the exceptions that the script contains, and IndexError after its end. Step number `hang_at`,
-    counted from 1, never returns.
+    If the entry or `opening` is an exception, the call raises it. A step after the end of the script raises
+    IndexError. Step number `hang_at`, counted from 1, sets the event `hangs` and never returns.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class ScriptedEnv:
         if self._hang_at == len(self.answers):
             self.hangs.set()
             await asyncio.Event().wait()
-        observation = self._script[len(self.answers) - 1]
-        if isinstance(observation, Exception):
-            raise observation
-        return observation
+        result = self._script[len(self.answers) - 1]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def close(self) -> None:
         self.num_closed += 1

@@ -34,19 +34,22 @@ def limits(max_input: int = 1000, *, generate: int = 50) -> LengthLimits:
 async def run_script(
     script: Sequence[StepResult | Exception],
     replies: Sequence[str],
-    within: LengthLimits | None = None,
+    length_limits: LengthLimits | None = None,
     settings: EpisodeSettings = SETTINGS,
     *,
     chat: Chat | None = None,
     policy: FakePolicy | None = None,
-    **env: Any,
+    **env_options: Any,
 ) -> tuple[Trajectory | TrialFailure, FakePolicy, ScriptedEnv]:
-    """Run an episode in an environment that answers from `script`, and check that it is closed once."""
+    """Run an episode in a `ScriptedEnv` with `env_options`, and check that the environment is closed once.
+
+    `replies` are the completions of the policy. They are unused if `policy` is given.
+    """
     chat = chat or toy_chat()
     policy = policy or FakePolicy(chat, replies)
-    environment = ScriptedEnv(script, **env)
+    environment = ScriptedEnv(script, **env_options)
     result = await run_episode(
-        environment, policy, chat, within or limits(), settings, task_id="a", trial_name="n"
+        environment, policy, chat, length_limits or limits(), settings, task_id="a", trial_name="n"
     )
     assert environment.num_closed == 1
     return result, policy, environment

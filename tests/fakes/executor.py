@@ -1,11 +1,9 @@
-"""A fake executor without devices. It records every operation in `log`, and an operation succeeds unless
-`errors` contains an error for its entry.
-"""
+"""`FakeExecutor`: an executor without devices that logs its calls and raises the errors that a test sets."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from skyrl_tx_server.engine.executor_protocol import (
     EngineInfo,
     FinishedSequence,
+    Job,
     PrefillResult,
     RunningSequence,
 )
@@ -51,10 +50,11 @@ def open_gate() -> threading.Event:
 
 @dataclass(kw_only=True)
 class FakeExecutor:
-    """The tokens of a sample count up from the last prompt token, and all logprobs are -1. A ForwardBackward
-    yields between its datums.
+    """An executor that computes its results without a model.
 
-    A dispatch adds `block` tokens to every sequence. A sequence ends after `max_tokens` (default 4) tokens.
+    The tokens of a sample count up from the last prompt token, and all logprobs are -1. Each dispatch adds
+    `block` tokens to every sequence, and a sequence ends after `max_tokens` (default 4) tokens. `run` yields
+    between the datums of a ForwardBackward.
     """
 
     num_slots: int = 4
@@ -65,11 +65,11 @@ class FakeExecutor:
         )
     )
     gate: threading.Event = field(default_factory=open_gate)  # operations wait until this event is set
-    # Maps an entry of `log` to the error that is raised instead.
+    # Maps an entry of `log` to the error that the call raises after it has logged the entry.
     errors: dict[str, Exception] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     dispatched_next: list[bool] = field(default_factory=list)  # the argument of every `poll`
-    threads: set[int] = field(default_factory=set)  # ids of the threads that made calls
+    threads: set[int] = field(default_factory=set)  # ids of the threads that called the executor
     models: dict[str, LoraSpec] = field(default_factory=dict)
     # Maps (request id, sample index) to the operation and the number of sampled tokens.
     active: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class FakeExecutor:
     def num_running(self) -> int:
         return len(self.active)
 
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
+    def run(self, op: Op) -> Job[OpResult]:
         match op:
             case CreateModel(model_id=model_id, lora=lora):
                 self._enter(f"create {model_id}")
@@ -138,6 +138,10 @@ class FakeExecutor:
         ]
 
     def admit_one(self, request_id: int, op: Sample, *, first: int, count: int) -> PrefillResult:
+        """Start the samples `first` to `first + count - 1` of a request.
+
+        Raises UserError if the prompt and `max_tokens` exceed the context length.
+        """
         self._enter(f"admit {op.weights} {first}+{count}")
         if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")
@@ -206,6 +210,7 @@ class FakeExecutor:
         return {"slots": self.num_slots, "slots_used": self.num_running, "compilations": {}}
 
     def _enter(self, entry: str) -> None:
+        """Wait for `gate`, append `entry` to `log`, and raise the error of this entry in `errors`."""
         self.gate.wait()
         self.threads.add(threading.get_ident())
         self.log.append(entry)

@@ -1,6 +1,6 @@
-"""A fake vLLM or SGLang: the routes that the server uses, with a Qwen3 in numpy.
+"""A fake vLLM or SGLang server with a Qwen3 in numpy. It has only the routes that skyrl_tx_server calls.
 
-The base weights are read from Hugging Face files and adapters from PEFT folders.
+It reads the base weights from Hugging Face files and the adapters from PEFT folders.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NumpyQwen3:
         self.base.setdefault("lm_head.weight", self.base["model.embed_tokens.weight"])
 
     def with_adapter(self, directory: Path) -> Weights:
-        """Return the base weights plus alpha / r * B @ A for every module in a PEFT folder."""
+        """Return the base weights with alpha / r * B @ A added to each module of a PEFT folder."""
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
         weights = dict(self.base)
@@ -54,7 +54,7 @@ class NumpyQwen3:
         return weights
 
     def logprobs(self, weights: Weights, tokens: list[int]) -> np.ndarray:
-        """Return the logprobs [T, V] of the token that follows each position."""
+        """Return the logprobs [T, V] of the next token at each position."""
         config, width = self.config, self.config["head_dim"]
         hidden = weights["model.embed_tokens.weight"][tokens]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
@@ -99,13 +99,14 @@ class Completion:
     """One sampled completion."""
 
     tokens: list[int]
-    logprobs: list[float]
-    finish: str
+    logprobs: list[float]  # one per token
+    finish: str  # "stop" or "length"
 
 
 class ExternalSampler:
-    """Serves the routes of vLLM and SGLang. `kind` selects the server that it reports and the adapter routes.
-    `seen` contains the sampling parameters of every request.
+    """Serves the sampling routes of vLLM and SGLang, and the adapter routes of `kind` (`vllm` or `sglang`).
+
+    `seen` contains the sampling parameters of every request. Tests change the other public attributes.
     """
 
     def __init__(
@@ -121,10 +122,12 @@ class ExternalSampler:
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self.adapters: dict[str, tuple[str, Weights]] = {}
         self.seen: list[dict] = []
-        self.spoil: Callable[[dict], object] = lambda answer: None  # changes an answer before it is sent
-        self.leaves_adapters_out = False  # if true, samples use the base weights only
+        self.spoil: Callable[[dict], object] = lambda answer: (
+            None
+        )  # modifies the body of each completion response
+        self.leaves_adapters_out = False  # if true, all samples use the base weights
         self.loads_adapters = True  # if false, the adapter routes do not exist
-        self.hold = False  # if true, completions never return
+        self.hold = False  # if true, a request waits until its client disconnects
         self.changed = threading.Condition()
         self.aborted = 0  # number of completions whose client disconnected
 
@@ -306,7 +309,7 @@ class ExternalSampler:
 
 @contextlib.contextmanager
 def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
-    """Serve the sampler on a loopback port and yield its URL. All adapters are unloaded at the end."""
+    """Serve the sampler on a loopback port and yield its URL. On exit, unload all adapters."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""GGUF files of small models, written with the `gguf` package as llama.cpp's converter writes them."""
+"""Writes small models as GGUF files in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def write_gguf(
     metadata: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> None:
-    """Write a Hugging Face model as a GGUF file. Matrices are stored as `kind`. `metadata` and `tensors` are
-    additional entries; a value of `metadata` contains the further arguments of `GGUFWriter.add_key_value`.
+    """Write a Hugging Face model as a GGUF file. Tensors with more than one dimension are stored as `kind`.
+
+    `metadata` and `tensors` are additional entries of the file. A value of `metadata` contains the arguments
+    of `GGUFWriter.add_key_value` after the key.
     """
     architecture = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, architecture)
@@ -75,9 +77,7 @@ def write_gguf(
 
 
 def stored_tensors(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors under their GGUF names. For `llama`, the rows of q and k are permuted as in GGUF
-    files.
-    """
+    """Return the tensors under their GGUF names. For `llama`, the rows of q and k have the order of GGUF."""
     stored = {TOP[name]: value for name, value in weights.items() if name in TOP}
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for layer in range(config["num_hidden_layers"]):
@@ -104,7 +104,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def read_fixture(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config.json and the weights of a fixture."""
+    """Return the content of config.json and the weights of a model folder."""
     config = json.loads((directory / "config.json").read_text())
     weights: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("model*.safetensors")):

@@ -33,9 +33,7 @@ def harbor_tasks(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 
 def remaining_files(tasks: HarborTasks) -> set[str]:
-    """Return the file names in the directory of the run. After its trials, only the lock and shared files may
-    remain.
-    """
+    """Return the names of the files in the run directory."""
     return {path.name for path in run_directory(tasks.run_label).iterdir()}
 
 
@@ -44,7 +42,7 @@ async def play(
     script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]],
     tasks: HarborTasks | None = None,
 ) -> tuple[Trajectory | TrialFailure, ScriptedPolicy]:
-    """Run one trial of the first task, and check that it leaves nothing in the directory of the run."""
+    """Run one trial of the first task. Only the lock and shared files may remain in the run directory."""
     tasks = tasks or harbor_tasks()
     policy = ScriptedPolicy(byte_chat(), script if isinstance(script, Mapping) else {"": script})
     trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
@@ -56,7 +54,7 @@ async def play(
 def variant(
     tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None
 ) -> Path:
-    """Copy the hello task with another verifier, configuration or image, and return the folder."""
+    """Copy the task `hello-file`, replace the given files, and return the folder. `test` is shell code."""
     folder = tmp_path / "tasks" / "variant"
     shutil.copytree(HELLO, folder)
     if test is not None:

@@ -2,9 +2,9 @@
 
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
-A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint.
-Every run is a forked child process, so SIGKILL ends it without cleanup, and the resumed run has only the
-files on disk.
+Points are before, within and after each write of a record, before and after each replacement of a file, and
+at each call of the sampler, the training client and `save`. Every run is a forked child process. SIGKILL ends
+it without cleanup, so that the resumed run has only the files on disk.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ MODES = {
         "kl_penalty_coef=0",
     ),
 }
-CURSED = "say-03"  # the task whose trials always fail, so that it is quarantined
+CURSED = "say-03"  # All trials of this task fail, so that the trainer quarantines it.
 
 
 @dataclass(kw_only=True)
 class Killer:
-    """Counts points and kills this process at `kill_point`. A write at this point stores half of its data."""
+    """Counts points and kills this process at point number `kill_point` (None: never)."""
 
     kill_point: int | None
     count: int = 0
 
-    def tick(self, torn: tuple[int, bytes] | None = None) -> None:
+    def tick(self, torn_write: tuple[int, bytes] | None = None) -> None:
+        """Count a point. Before a kill, write the first half of `torn_write` (descriptor, data)."""
         self.count += 1
         if self.count == self.kill_point:
-            if torn is not None:
-                os_write(torn[0], torn[1][: len(torn[1]) // 2])
+            if torn_write is not None:
+                descriptor, data = torn_write
+                os_write(descriptor, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -80,7 +82,7 @@ def play_in_child(path: Path, kill_point: int | None, *options: str) -> int:
 
 
 def count_in_child(run: Callable[[], int]) -> int:
-    """Call `run`, which counts points, in a child process. Returns 0 if the child was killed."""
+    """Call `run` in a child process and return its number of points, or 0 if the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -102,7 +104,7 @@ def count_in_child(run: Callable[[], int]) -> int:
 
 
 def count_writes(killer: Killer) -> None:
-    """Make every write of a record and every replacement of a file in this process a point."""
+    """Patch `os.write` and `Path.replace` so that they call `killer.tick` for records and replaced files."""
 
     def write(descriptor: int, data: bytes) -> int:
         is_record = data.startswith(b"{")
@@ -129,14 +131,14 @@ def play(path: Path, kill_point: int | None, *options: str) -> int:
     """Run the trainer in `path` and kill this process at `kill_point`. Returns the number of points."""
     killer = Killer(kill_point=kill_point)
     count_writes(killer)
-    tries: Counter[int] = Counter()
+    num_attempts: Counter[int] = Counter()
 
     async def sometimes_failing(trial, policy):
-        tries[trial.seed] += 1
+        num_attempts[trial.seed] += 1
         if (
             trial.task.id == CURSED
             or trial.seed % 11 == 0
-            or (trial.seed % 4 == 0 and tries[trial.seed] % 3 == 1)
+            or (trial.seed % 4 == 0 and num_attempts[trial.seed] % 3 == 1)
         ):
             return failure(trial.task.id, FailureKind.SANDBOX)
         await asyncio.sleep(0)
@@ -200,11 +202,10 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 
 
 def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *options: str) -> list[str]:
-    """Kill a new run at each point of `kills` in turn, let it finish, and return its differences from the
-    uninterrupted run.
+    """Kill a run at each point of `kills` in turn, finish it, and return its differences from `unbroken`.
 
-    In asynchronous modes, the groups of a step depend on timing. Only the number of times that each group was
-    trained is compared.
+    In asynchronous modes, the groups of a step depend on timing. In these modes the function compares only
+    how often each group was trained.
     """
     faults = []
     for kill_point in [*kills, None]:

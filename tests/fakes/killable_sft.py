@@ -40,7 +40,7 @@ OPTIONS = (
 
 
 class UnigramClient:
-    """A training client for `cross_entropy` with the same distribution for every context, and momentum."""
+    """A training client for `cross_entropy` with momentum. Its distribution ignores the context."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self.logits, self.momentum, self.gradient = (np.zeros(VOCAB) for _ in range(3))
@@ -84,7 +84,7 @@ class UnigramClient:
 
 
 class UnigramBackend:
-    """Implements `Backend`. A checkpoint is a file that contains a hash of every batch of the training."""
+    """Implements `Backend`. A checkpoint is a file that contains a hash of every training batch."""
 
     def __init__(
         self, folder: Path, *, load: str | None = None, tick: Callable[[], None] = lambda: None
@@ -143,7 +143,7 @@ class SftRun:
 
 
 def write_chats(path: Path, count: int = 9) -> Path:
-    """Write chats in which the user names a number and the answer repeats it."""
+    """Write `count` chats of one question and one answer to `path`, as JSON lines."""
     chats = [
         [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} {n}"}]
         for n in range(count)
@@ -154,6 +154,7 @@ def write_chats(path: Path, count: int = 9) -> Path:
 
 
 def play(path: Path, kill_point: int | None, *options: str) -> int:
+    """Run `src.sft` in `path` and kill this process at `kill_point`. Returns the number of points."""
     killer = Killer(kill_point=kill_point)
     data = write_chats(path / "chats.jsonl")
     count_writes(killer)

@@ -1,4 +1,4 @@
-"""The MCP server of examples/fleet with additional tools: one tool per key, and tools that fail.
+"""The MCP server of examples/fleet with additional tools: one per keyboard character, and tools that fail.
 
     python -m tests.fakes.mcp_server PORT [MARKER NUMBER]
 
@@ -58,7 +58,7 @@ HOSTILE = {
     "hang": Tool(lambda inventory: None, "Does not return."),
     "freeze": Tool(freeze, "Does not return, and blocks the server."),
     "crash": Tool(lambda inventory: None, "Answers with the HTTP status 500."),
-    "forget": Tool(lambda inventory: None, "Ends the session."),
+    "forget": Tool(lambda inventory: None, "Ends all sessions."),
     "long": Tool(lambda inventory: "x" * 50_000, "Returns 50,000 characters."),
     "flood": Tool(lambda inventory: "x" * FLOOD_BYTES, "Returns 20 MiB."),
     "garbage": Tool(lambda inventory: None, "Returns no JSON."),
@@ -70,7 +70,7 @@ class FailingServer(McpServer):
     """An `McpServer` whose path selects the behaviour: /streamed/mcp answers with server-sent events,
     /stateless/mcp has no sessions, /closed/mcp returns the status 503, and /locked/mcp requires a key.
 
-    With `marker`, tool call `die_at` creates this file and ends the process, unless the file exists.
+    If `marker` is set and does not exist, tool call number `die_at` creates this file and ends the process.
     """
 
     def __init__(self, marker: Path | None = None, die_at: int = 0) -> None:
@@ -80,7 +80,7 @@ class FailingServer(McpServer):
         self._num_calls = 0
 
     def answer(self, inventory: Inventory, method: str, params: dict) -> dict[str, object]:
-        """Answer as `McpServer` does, but return the list of tools in pages."""
+        """Answer as `McpServer` does, but return the list of tools in pages of PAGE tools."""
         if method != "tools/list":
             return super().answer(inventory, method, params)
         start = int(params.get("cursor", "0"))

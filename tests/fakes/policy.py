@@ -10,9 +10,9 @@ from src.policy.sampling_policy import SampleRequest
 
 
 class FakePolicy:
-    """Samples `replies` in order, each truncated at `max_tokens`, and repeats the last one.
+    """Samples `replies` in order, each truncated to `max_tokens` tokens, and repeats the last reply.
 
-    Raises the exceptions that `replies` contains. Every token has the logprob -0.5. `calls` contains all
+    If a reply is an exception, `sample` raises it. Every token has the logprob -0.5. `calls` contains all
     requests.
     """
 

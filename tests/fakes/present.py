@@ -1,9 +1,9 @@
-"""`present`, for optional results that a test has requested."""
+"""`present`: narrows an optional value to its type."""
 
 from __future__ import annotations
 
 
 def present[T](value: T | None) -> T:
-    """Check that a value is not None."""
+    """Return `value` after a check that it is not None."""
     assert value is not None
     return value

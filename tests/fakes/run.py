@@ -1,4 +1,4 @@
-"""`FakeRun`: the real trainer with all its files, on a task source and a back end that the test creates."""
+"""`FakeRun`: runs the real trainer with a task source and a backend that the test creates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeRun:
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run without times. They are equal for an uninterrupted and a resumed run."""
+    """Return the metrics of each step without times. A resumed run must have the same as an unbroken run."""
     lines = records(log_path / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 

@@ -25,11 +25,11 @@ def solving(*commands: str) -> list[str]:
 
 
 class ScriptedPolicy:
-    """Samples from the first script whose key occurs in the prompt. The number of answers in the prompt is
-    the index of the reply, and the last reply is repeated.
+    """Samples from the first script whose key occurs in the prompt.
 
-    Raises the exceptions that a script contains. Replies are truncated at max_tokens, and every token has the
-    logprob -0.5.
+    The index of the reply is the number of earlier answers in the prompt; the last reply is repeated. If a
+    reply is an exception, `sample` raises it. Replies are truncated to `max_tokens` tokens, and every token
+    has the logprob -0.5.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Data of the SDK with lists and arrays as loss inputs."""
+"""Creates datums of the SDK from lists and arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinker import types
 def sdk_datum(
     prompt: Sequence[int] | types.ModelInput, **loss_fn_inputs: Sequence[float] | np.ndarray
 ) -> types.Datum:
-    """Return a datum. The SDK converts lists and arrays to tensors, which its types do not declare."""
+    """Return a datum. The SDK converts lists and arrays to tensors, which its type hints omit."""
     if not isinstance(prompt, types.ModelInput):
         prompt = types.ModelInput.from_ints(list(prompt))
     return types.Datum(model_input=prompt, loss_fn_inputs=cast(dict[str, types.TensorData], loss_fn_inputs))

@@ -1,6 +1,4 @@
-"""The HTTP server with a fake engine: an application state for tests of routes, and a loopback server for the
-SDK.
-"""
+"""The HTTP server with a fake engine: its application state, and a loopback server in a thread."""
 
 from __future__ import annotations
 
@@ -48,13 +46,13 @@ def fake_engine(context: AppState) -> FakeEngine:
 
 
 class LoopbackServer(uvicorn.Server):
-    """A server that sets an event when it listens, so that tests need not poll."""
+    """A uvicorn server that sets the event `listening` when it accepts connections."""
 
     def __init__(self, app: ASGIApp, *, log_level: str = "error", grace_s: int = 1) -> None:
         config = uvicorn.Config(
             app,
-            # Otherwise uvicorn closes the handlers of other libraries, such as that of absl, and with them
-            # the output of pytest.
+            # With its default log_config, uvicorn closes the log handlers of other libraries, for example of
+            # absl, and this closes the output of pytest.
             log_config=None,
             log_level=log_level,
             access_log=False,
@@ -82,9 +80,7 @@ class LoopbackServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserve a port, so that the kernel assigns it to no other process. A socket with SO_REUSEADDR can
-    listen on it.
-    """
+    """Yield a port that the kernel gives to no other process. A socket with SO_REUSEADDR can listen on it."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -93,7 +89,7 @@ def reserved_port() -> Iterator[int]:
 
 @contextlib.contextmanager
 def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
-    """Run the application under uvicorn in a thread and yield its URL. Port 0 selects a free one."""
+    """Run the application under uvicorn in a thread and yield its URL. Port 0 selects a free port."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,8 +1,8 @@
 """A replacement for the tau2 worker: one small domain with the same requests, replies and failures.
 
 The reward is 1 if the agent has called `save`. The tool `calculate` ends the worker with SIGALRM, as a
-timeout does in the real worker, and the tool `die` ends it with the status 3. The task `judged` needs a
-judge, and the task `broken` cannot be evaluated.
+timeout does in the real worker. The tool `die` ends the worker with status 3. The task `judged` requires a
+judge, and `finish` reports an evaluation error for the task `broken`.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""A worker for `src/envs/service/subprocess_pool.py` that sums numbers and fails on request.
+"""A worker for `src/envs/service/subprocess_pool.py` that adds numbers and fails on request.
 
 add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
 hang {episode}           never answers
 alarm {episode}          runs until SIGALRM ends the process, as in tau2's worker
-die {episode}            exits during a request, with a message on stderr
-nonsense {episode}       writes a line that is not a reply
+die {episode}            exits with status 3 and a message on stderr
+nonsense {episode}       writes a line that is not a reply, then hangs
 once {episode, how, flag}  creates the file `flag` and fails as operation `how`; adds 0 if the file exists
 forget {episode}         discards the sum of the episode
-known {episode}          {"episodes": [...]}, all episodes that have a sum
+known {episode}          {"episodes": [...]}, the sorted episodes that have a sum
 """
 
 import json

@@ -8,6 +8,7 @@ from src.policy.openai_client import ChatReply
 
 
 def called(name: str, **arguments: object) -> str:
+    """Return the text of a tool call."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 

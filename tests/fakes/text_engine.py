@@ -1,6 +1,4 @@
-"""A fake engine that returns fixed texts in blocks of tokens, and a tokenizer with a chat template, for tests
-of the OpenAI routes.
-"""
+"""A fake engine that samples fixed texts, and a tokenizer with a chat template, for the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -57,11 +55,11 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 class TextEngine:
-    """Samples `texts[i]` as sample i of a request and reports it in blocks of `block` tokens. A text ends
-    early at a stop string or at max_tokens.
+    """Returns `texts[i % len(texts)]` as sample i of a request.
 
-    Every token has the logprob -0.5. Each block except the first waits for `gate`. `seen` contains all
-    requests.
+    The watcher receives each sample in blocks of `block` tokens, without the last block. A text is truncated
+    at a stop string or at `max_tokens` tokens. Every token has the logprob -0.5. Each block except the first
+    waits for `gate`. `seen` contains all requests.
     """
 
     def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:

@@ -1,4 +1,4 @@
-"""A two-layer random Qwen3 with a byte-level tokenizer, in a Hugging Face directory."""
+"""Writes a two-layer random Qwen3 with a byte-level tokenizer as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
 
 
 def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
-    """Save a random model. Its weights are scaled up so that its distributions are far from uniform."""
+    """Save a random model. Its matrices are scaled by 6, so that its distributions are far from uniform."""
     params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
     save_model(
         jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory

@@ -1,4 +1,4 @@
-"""Two tokenizers with ChatML templates, built in memory: a byte-level one and `ToyTokenizer`."""
+"""Two tokenizers that need no files: a byte-level tokenizer with a ChatML template, and `ToyTokenizer`."""
 
 from __future__ import annotations
 
@@ -78,8 +78,10 @@ def byte_chat() -> Chat:
 
 
 class ToyTokenizer:
-    """Maps every character to one id: 1 begins a message, 2 ends it, and 3 is the newline. The id of any
-    other character is its code point. A role is rendered as its first letter.
+    """Maps every character to one id: 3 for the newline, otherwise the code point of the character.
+
+    The chat template renders a message as id 1, the first letter of its role, a newline, its content, id 2
+    and a newline.
 
     >>> ToyTokenizer().encode("\x01u\nob\x02\n", add_special_tokens=False)
     [1, 117, 3, 111, 98, 2, 3]

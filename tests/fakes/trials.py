@@ -1,4 +1,4 @@
-"""`FakeTasks`: a task source without sandboxes, whose trials are a function of the policy."""
+"""`FakeTasks`: a task source without sandboxes, whose trials run a function of the test."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class FakeTrial:
 
 @dataclass(kw_only=True)
 class FakeTasks:
-    """A task source. `made` contains every trial that was requested."""
+    """A task source. `made` contains every trial that `trial` returned, in order."""
 
     train: Sequence[Task]
     eval: Sequence[Task] = ()

@@ -1,10 +1,10 @@
-"""A server that does not answer some requests correctly, programs that use it, and their environment.
+"""A server with faulty responses, and a process that forks programs that use this server.
 
     python -m tests.fakes.unresponsive
 
-The command imports the programs once and starts each as a fork, which takes milliseconds. Each line of its
-input is a JSON object with `module`, `argv` and `log`. It prints `{"number": n, "pid": p}` when program n has
-started and `{"number": n, "status": s}` when it has ended.
+The command imports the programs once and starts each program as a fork, which takes milliseconds. Each line
+of its input is a JSON object with `module`, `argv` and `log`. The command prints `{"number": n, "pid": p}`
+when program n has started and `{"number": n, "status": s}` when it has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy, SampleRequest
 from tests.fakes.trials import FakeTasks, task, trajectory
 
-# Requests of the SDK before the training client is opened
+# Paths that the SDK requests before it creates the training client
 START = (
     "/healthz",
     "/client/config",
@@ -49,8 +49,9 @@ class Fault(StrEnum):
 
 
 class Unresponsive:
-    """Wraps an ASGI application and applies `fault` to the requests whose path `is_bad` accepts. `reached` is
-    set at the first of them.
+    """Wraps an ASGI application and applies `fault` to the requests whose path `is_bad` accepts.
+
+    The first such request sets the event `reached`.
     """
 
     def __init__(self, app: Callable, fault: Fault, is_bad: Callable[[str], bool]) -> None:
@@ -104,7 +105,7 @@ def unresponsive(
 
 
 def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """Return tasks with one turn each. The reward of a trial is the parity of its seed."""
+    """Return tasks whose trials have one turn. The reward of a trial is its seed modulo 2."""
 
     async def play(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
@@ -116,7 +117,7 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
 
 def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """Open an environment with a request that the server never answers."""
+    """Send a request that the server must not answer. Raises AssertionError if it answers."""
     with urllib.request.urlopen(f"{config.skyrl_tx_url}/opening") as reply:
         reply.read()
     raise AssertionError("the server answered")

@@ -1,4 +1,4 @@
-"""Checkpoints whose files all encode a version, which determines the rank and every weight."""
+"""Writes and checks checkpoints in which a version number determines the rank and every weight."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def save_version(store: CheckpointStore, path: str, version: int, *, columns: in
 
 
 def version_of(arrays: Mapping[str, np.ndarray], rank: int) -> int:
-    """Return the version of the arrays. Raises ValueError if they are of several versions, and AssertionError
-    if `rank` or their shapes belong to another version.
+    """Return the version of the arrays.
+
+    Raises ValueError if the arrays have more than one version, and AssertionError if `rank` or the shape of
+    lora_A belongs to another version.
     """
     (version,) = {float(number) for array in arrays.values() for number in (array.min(), array.max())}
     assert rank == 1 + version % 7 == arrays[NAME.format("A")].shape[0], (

@@ -1,5 +1,6 @@
-"""Runs the real trainer on a virtual clock that advances directly to the next event. Hours of training take
-seconds, and the runs are deterministic.
+"""Runs the real trainer in virtual time: the clock advances directly to the next timer.
+
+Hours of training take seconds, and the runs are deterministic.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 TURNS = 20  # per trial
-SLOWEST = 0.1  # the share of the tasks, by duration, that `Result.slowest` contains
+SLOWEST = 0.1  # `Result.slowest` contains this share of the tasks, those with the longest durations
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose sleeps advance a virtual clock. Functions for executor threads run directly in the
-    loop.
-    """
+    """An event loop whose sleeps advance a virtual clock. `run_in_executor` calls its function directly."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -43,12 +42,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             super().run_forever()
 
     def run_in_executor(self, executor, func, *args):
-        done = self.create_future()
+        future = self.create_future()
         try:
-            done.set_result(func(*args))
+            future.set_result(func(*args))
         except Exception as error:
-            done.set_exception(error)
-        return done
+            future.set_exception(error)
+        return future
 
 
 class _AdvancingSelector(selectors.DefaultSelector):
@@ -66,7 +65,7 @@ class _AdvancingSelector(selectors.DefaultSelector):
 
 
 def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
-    """Decorate an async test to run in virtual time: its waits end in order and take no real time."""
+    """Decorate an async test so that it runs in a `VirtualTimeLoop`."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -89,8 +88,9 @@ class SlowFuture[T]:
 
 
 class SlowTrainingClient(BanditTrainingClient):
-    """Trains at a speed of `num_datums` datums per `train_s` seconds. `ages` contains the age of every
-    trained token, in optimizer updates.
+    """Trains on `num_datums` datums in `train_s` virtual seconds.
+
+    `ages` contains the age of every trained token, in optimizer updates.
     """
 
     def __init__(self, train_s: float, num_datums: int) -> None:
@@ -158,8 +158,10 @@ def simulate(
     seed: int = 0,
     turns: int = TURNS,
 ) -> Result:
-    """Run the real trainer on `num_steps * batch_size` tasks with one trial each. `minutes` draws the
-    duration of a trial, all of whose turns are equally long. Training on a batch takes `train_minutes`.
+    """Run the real trainer on `num_steps * batch_size` tasks with one trial each.
+
+    `minutes` draws the duration of a trial in minutes. All turns of a trial are equally long. Training on a
+    batch takes `train_minutes`.
     """
     rng = random.Random(seed)
     names = [f"task-{number}" for number in range(num_steps * batch_size)]
@@ -167,24 +169,24 @@ def simulate(
     played: Counter[str] = Counter()
 
     async def play(trial, policy):
-        sampled = []
+        trial_turns = []
         for _ in range(turns):
             await asyncio.sleep(duration_s[trial.task.id] / turns)
             version = policy.version
             prompt = [
-                *(sampled[-1].prompt_ids + sampled[-1].completion_ids if sampled else []),
+                *(trial_turns[-1].prompt_ids + trial_turns[-1].completion_ids if trial_turns else []),
                 FIRST_VERSION + version,
             ]
             turn = await policy.sample(
                 SampleRequest(
-                    prompt_ids=prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(sampled)
+                    prompt_ids=prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(trial_turns)
                 )
             )
             assert turn.policy_version == version
-            sampled.append(turn)
+            trial_turns.append(turn)
         if trial.directory.name.startswith("step"):
             played[trial.task.id] += 1
-        return trajectory(trial.task.id, 1.0, sampled, name=f"{trial.task.id}-{trial.seed}")
+        return trajectory(trial.task.id, 1.0, trial_turns, name=f"{trial.task.id}-{trial.seed}")
 
     backend, client = BanditBackend(), SlowTrainingClient(60 * train_minutes, batch_size)
     backend.training_client = client
@@ -210,13 +212,13 @@ def simulate(
         elapsed_s = loop.time()
     finally:
         loop.close()
-    by_length = sorted(names, key=lambda name: duration_s[name])
+    by_duration = sorted(names, key=lambda name: duration_s[name])
     return Result(
         minutes_per_step=elapsed_s / 60 / num_steps,
         num_steps=num_steps,
         played=played,
         trained=Counter(name for _, name in groups_trained(path).elements()),
-        slowest=set(by_length[-max(1, int(len(names) * SLOWEST)) :]),
+        slowest=set(by_duration[-max(1, int(len(names) * SLOWEST)) :]),
         ages=client.ages,
         metrics=fake_run.lines("metrics.jsonl"),
     )
@@ -224,7 +226,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The random parameters of a run."""
+    """The random parameters of a simulated run."""
 
     max_staleness: int
     stream_groups: bool
@@ -266,7 +268,7 @@ class Schedule:
         )
 
     def faults(self, result: Result) -> list[str]:
-        """Return the violations of the staleness limit and of training each group once."""
+        """Return a message if a token exceeds the staleness limit or a group is not trained exactly once."""
         violations = []
         if max(result.ages, default=0) > self.max_staleness:
             violations.append(f"trained a token {max(result.ages)} updates old")

@@ -1,7 +1,8 @@
-"""Reads the file of an offline wandb run. wandb itself has no reader in Python.
+"""Reads the file of an offline wandb run. The wandb package has no reader in Python.
 
-The file has the format of LevelDB's log: blocks of 32 KiB with chunks of a header (checksum, length, type)
-and data. A record is one chunk of type FULL, or several chunks, of which the last has the type LAST.
+The file has the format of a LevelDB log. It consists of blocks of 32 KiB, which contain chunks. A chunk is a
+header (checksum, length, type) and data. A record is one chunk of type FULL, or several chunks of which the
+last has the type LAST.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
-Record = vars(wandb_internal_pb2)["Record"]  # a module without stubs, which creates its classes when imported
+Record = vars(wandb_internal_pb2)["Record"]  # the module has no stubs and creates its classes at import
 
 FILE_HEADER_BYTES = 7
 HEADER = struct.Struct("<IHB")
@@ -23,6 +24,7 @@ FULL, LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
+    """Yield the protobuf records of the file."""
     data, parts, position = path.read_bytes(), [], FILE_HEADER_BYTES
     while position + HEADER.size <= len(data):
         rest_of_block = BLOCK_BYTES - position % BLOCK_BYTES
@@ -39,7 +41,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[list[tuple[str, float]]]:
-    """Return the (name, value) pairs of each logged step, as they are in the file."""
+    """Return the (name, value) pairs of each logged step, in the order of the file."""
     steps = [record.history for record in records(path) if record.HasField("history")]
     return [
         [(item.key or ".".join(item.nested_key), json.loads(item.value_json)) for item in step.item]

@@ -7,8 +7,9 @@ import types
 
 
 class FakeWandb(types.ModuleType):
-    """Records the ids of all runs in `ids` and their (step, metrics) in `logged`. `finish` waits up to 10
-    seconds for `released`.
+    """Records the ids of all runs in `ids` and the arguments (step, metrics) of `log` in `logged`.
+
+    `init` raises `Error` if `is_down` is true. `finish` waits up to 10 seconds for the event `released`.
     """
 
     Error = RuntimeError

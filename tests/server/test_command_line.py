@@ -269,6 +269,7 @@ def test_the_memory_plan_is_exact_for_weights_cache_and_adapters() -> None:
         for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
     )
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
+    assert settings.max_models is not None
     assert plan.items[2].num_bytes == (settings.max_models * 5 + 5) * adapter
 
 

@@ -22,10 +22,10 @@ from tests.fakes.bodies import (
     ROUTES,
     VALID,
     VALID_MESSAGES,
-    json_holds,
+    json_is_accepted,
     messages,
     mutated,
-    protobuf_holds,
+    protobuf_is_accepted,
     values,
 )
 from tests.fakes.server import fake_context, fake_engine
@@ -36,21 +36,21 @@ FUZZED = settings(max_examples=120, deadline=None, derandomize=True)
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_valid_body_is_accepted(name: str) -> None:
-    assert json_holds(name, VALID[name])
-    assert all(protobuf_holds(message) for message in VALID_MESSAGES)
+    assert json_is_accepted(name, VALID[name])
+    assert all(protobuf_is_accepted(message) for message in VALID_MESSAGES)
 
 
 @FUZZED
 @given(body=st.one_of(messages(), st.binary(max_size=60)))
 def test_a_protobuf_body_is_parsed_or_refused(body: bytes) -> None:
-    protobuf_holds(body)
+    protobuf_is_accepted(body)
 
 
 @pytest.mark.parametrize("name", PARSERS)
 @FUZZED
 @given(data=st.data())
 def test_a_json_body_is_parsed_or_refused(name: str, data: st.DataObject) -> None:
-    json_holds(name, data.draw(st.one_of(mutated(VALID[name]), values)))
+    json_is_accepted(name, data.draw(st.one_of(mutated(VALID[name]), values)))
 
 
 FIELDS: dict[str, object] = {

@@ -2,11 +2,12 @@
 
     python -m tests.stress.checkpoint_kills DIRECTORY [EVERY]
 
-Each run is a forked child, which is killed at the n-th of its calls that change the disk. The runs cover
-every n, or every EVERY-th. The child reports each completed step to its parent. After a kill, the checkpoint
-must be the last acknowledged version or the one that was being written. The list of checkpoints must be
-readable, and the archive must contain the version that is read. The next save, archive and sweep must leave
-no other files. Prints one line. The exit status is 0 if all checks pass.
+Each run is a forked child, which kills itself at its n-th call that changes the disk. The runs use every
+EVERY-th n (default: every n). The child acknowledges each completed step to its parent. After a kill, the
+checkpoint must have the version of the last acknowledged step or of the next step. The list of checkpoints
+must be readable, and the archive must have the same version as the checkpoint. After the next save, archive
+and sweep, no other files may remain. A failed check raises AssertionError; otherwise the program prints one
+line and its exit status is 0.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def archived_version(store: CheckpointStore) -> int:
 
 
 def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
-    """Return the steps of a run. A step is the version after it and the function that performs it."""
+    """Return the steps of a run as (version after the step, function that performs the step)."""
     return [
         (1, lambda: save_version(store, PATH, 1)),
         (1, lambda: archived_version(store)),
@@ -53,9 +54,10 @@ def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
     ]
 
 
-def run_until_killed(directory: Path, at: int) -> tuple[int, bool]:
-    """Run the steps in a child that is killed at call `at`. Returns the number of acknowledged steps, and
-    whether the child completed all steps.
+def run_until_killed(directory: Path, kill_at: int) -> tuple[int, bool]:
+    """Run the steps in a child that kills itself at call number `kill_at`, counted from 1.
+
+    Returns the number of acknowledged steps, and whether the child completed all steps.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -63,13 +65,13 @@ def run_until_killed(directory: Path, at: int) -> tuple[int, bool]:
         os.close(reader)
         count = 0
 
-        def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def counted(function: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **kwargs: object) -> object:
                 nonlocal count
                 count += 1
-                if count == at:
+                if count == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
+                return function(*args, **kwargs)
 
             return call
 
@@ -94,7 +96,7 @@ def saved_version(store: CheckpointStore) -> int:
 
 
 def check(directory: Path, num_acknowledged: int) -> None:
-    """Check the state on disk after a kill."""
+    """Check the state on disk after a kill or a complete run. Raises AssertionError if it is wrong."""
     store = store_at(directory)
     versions = [GONE, *(version for version, _ in steps(store))]
     version = saved_version(store)
@@ -114,16 +116,16 @@ def check(directory: Path, num_acknowledged: int) -> None:
 
 
 def main(directory: Path, every: int) -> int:
-    at, completed = 1, False
+    kill_at, completed = 1, False
     while not completed:
-        num_acknowledged, completed = run_until_killed(directory / str(at), at)
+        num_acknowledged, completed = run_until_killed(directory / str(kill_at), kill_at)
         if completed:
-            check(directory / str(at), num_acknowledged)
+            check(directory / str(kill_at), num_acknowledged)
             break
-        check(directory / str(at), num_acknowledged)
-        at += every
+        check(directory / str(kill_at), num_acknowledged)
+        kill_at += every
     print(
-        f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: no version "
+        f"killed at {len(range(1, kill_at, every))} points of {ARCHIVE}, saves and deletions: no version "
         f"was lost or mixed with another"
     )
     return 0

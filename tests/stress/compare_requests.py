@@ -2,9 +2,10 @@
 
     python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
 
-OTHER_TREE is a checkout, or a `git archive`, of another commit. Every body is given to the same parser or
-route of both versions. Both must return the same operation or an error of the same class. Errors with other
-words are counted separately, except for the differences that `TERMS` lists.
+OTHER_TREE is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
+every body to the same parser or route of both versions. Both must return the same operation, or an error of
+the same class or status. Errors that differ only in the message count as reworded, unless `TERMS` lists the
+difference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMS = (("(ask=", "(sampling="),)
-"""Intended differences: pairs of a text of the other tree and its replacement in this tree."""
+"""Intended differences as (text in the other tree, text in this tree)."""
 SPECIAL = (
     None,
     True,
@@ -67,7 +68,7 @@ def mutate(rng: random.Random, value: object) -> object:
 
 
 def outcomes(number: int, seed: int) -> list[str]:
-    """Return the outcomes of `number` bodies in the version that `sys.path` contains."""
+    """Return the outcomes of `number` bodies in the version that `sys.path` selects."""
     bodies = importlib.import_module("tests.fakes.bodies")
     errors = importlib.import_module("skyrl_tx_server.errors")
     fuzz = importlib.import_module("tests.server.test_fuzz")
@@ -107,7 +108,7 @@ async def replies(
     futures = importlib.import_module("skyrl_tx_server.engine.futures")
     app = importlib.import_module("skyrl_tx_server.http.app")
     startup = importlib.import_module("skyrl_tx_server.http.http_handler").StartupState
-    first_field = dataclasses.fields(startup)[0].name  # its name depends on the version
+    first_field = dataclasses.fields(startup)[0].name  # the name of this field depends on the version
     results = []
     with tempfile.TemporaryDirectory() as folder:
         context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
@@ -126,8 +127,10 @@ async def replies(
 
 
 def error_kind(result: str) -> str | None:
-    """Return the parser or route and the class or status of an error, without its message. None if the body
-    was accepted."""
+    """Return the parser or route and the error class or status, without the message.
+
+    Returns None if the parser or route accepted the body.
+    """
     error = re.match(r"\w+: (\w+Error: |[45]\d\d )", result)
     return None if error is None else error[0]
 
@@ -147,9 +150,9 @@ def main(argv: list[str]) -> int:
         for old, new in TERMS:
             expected = expected.replace(old, new)
         if expected != result:
-            words_only = (kind := error_kind(result)) is not None and kind == error_kind(expected)
-            different, reworded = different + (not words_only), reworded + words_only
-            print(f"{'reworded' if words_only else 'DIFFERENT'}\n- {other_result[:400]}\n+ {result[:400]}")
+            message_only = (kind := error_kind(result)) is not None and kind == error_kind(expected)
+            different, reworded = different + (not message_only), reworded + message_only
+            print(f"{'reworded' if message_only else 'DIFFERENT'}\n- {other_result[:400]}\n+ {result[:400]}")
     accepted = sum("Error: " not in result and ": 4" not in result for result in results[1])
     print(f"{len(results[1])} bodies, {accepted} accepted, {different} different, {reworded} errors reworded")
     return int(different > 0)

@@ -14,14 +14,14 @@
 | `routes`   | a body for a route of the server: byte 0 selects the route, byte 1 the encoding            |
 | `files`    | a file that the server or the trainer reads when it starts: byte 0 selects the reader      |
 
-These are findings: an exception that is not an intended error, a status of 500 or more, an input that takes
-more than ROUTE_CPU_S or FILE_CPU_S, and resident memory that grows by more than MAX_GROWTH_MIB after the
-first quarter of the time. The time of an input is the CPU time of the whole process. A loaded machine
-therefore causes no finding, but a call that only waits is not detected.
+A finding is one of the following: an exception that is not an intended error, a status of 500 or more, an
+input that takes more than ROUTE_CPU_S or FILE_CPU_S, or resident memory that grows by more than
+MAX_GROWTH_MIB after the first quarter of the time. The time of an input is the CPU time of the whole process.
+Therefore a loaded machine causes no finding, and a call that only waits is not detected.
 
 A finding ends its target with a traceback, and libFuzzer writes the input to a file (by default in the
-current folder). `all` runs the targets one after another and prints one line for each. For a finding it also
-prints the traceback and the path of the file, which is kept.
+current folder). `all` runs the targets one after another and prints one line for each target. For a finding
+it also prints the traceback and the path of the input file, which it does not delete.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def cpu_time_limit(limit_s: float) -> Iterator[None]:
 
 
 def resident_mib() -> float:
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -202,8 +203,9 @@ def route_seeds() -> list[bytes]:
 
 
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
-    """Return the readers of all files that may exist when a program starts, by name. A reader takes the
-    content of the file.
+    """Return a reader for each file that a program reads at its start, by a short name.
+
+    A reader writes its argument to the file and then reads the file.
     """
     from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.files.run_index import RunIndex
@@ -342,6 +344,7 @@ def parse_everywhere(parsers: Iterable[str], check: Callable[[str, object], bool
 
 
 def fuzz(name: str, options: list[str]) -> None:
+    """Fuzz the target `name` with libFuzzer options. atheris then ends the process."""
     import atheris  # pyright: ignore[reportMissingImports]
 
     with atheris.instrument_imports(include=["skyrl_tx_server", "src"]):  # pyright: ignore[reportAttributeAccessIssue]
@@ -358,16 +361,16 @@ def fuzz(name: str, options: list[str]) -> None:
         with atheris.instrument_imports(include=["skyrl_tx_server", "src"]):  # pyright: ignore[reportAttributeAccessIssue]
             match name:
                 case "bytes":
-                    target, seeds = bodies.protobuf_holds, list(bodies.VALID_MESSAGES)
+                    target, seeds = bodies.protobuf_is_accepted, list(bodies.VALID_MESSAGES)
                 case "text":
-                    target = partial(parse_everywhere, bodies.PARSERS, bodies.json_holds)
+                    target = partial(parse_everywhere, bodies.PARSERS, bodies.json_is_accepted)
                     seeds = [json.dumps(body).encode() for body in bodies.VALID.values()]
                 case "messages":
 
                     @settings(deadline=None)
                     @given(body=bodies.messages())
                     def drawn_messages(body: bytes) -> None:
-                        bodies.protobuf_holds(body)
+                        bodies.protobuf_is_accepted(body)
 
                     target = drawn_messages.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
                 case "json":
@@ -375,7 +378,7 @@ def fuzz(name: str, options: list[str]) -> None:
                     @settings(deadline=None)
                     @given(parser=st.sampled_from(sorted(bodies.PARSERS)), data=st.data())
                     def drawn_json(parser: str, data: st.DataObject) -> None:
-                        bodies.json_holds(
+                        bodies.json_is_accepted(
                             parser,
                             data.draw(
                                 st.one_of(bodies.mutated(bodies.VALID[parser], changes=4), bodies.values)
@@ -409,7 +412,7 @@ def fuzz_all(*, minutes: float, targets: list[str]) -> int:
     status = 0
     for name in targets:
         options = [f"-max_total_time={60 * minutes:.0f}", f"-artifact_prefix={findings}/{name}-"]
-        # The target's process ends without removing its temporary folders.
+        # The process of the target does not delete its temporary folders.
         with tempfile.TemporaryDirectory() as folder:
             process = subprocess.run(
                 [sys.executable, "-m", "tests.stress.fuzz", name, *options],
@@ -437,9 +440,9 @@ def fuzz_all(*, minutes: float, targets: list[str]) -> int:
 
 
 def finding_report(stdout: str, stderr: str) -> str:
-    """Return the uncaught exception with its traceback, and the path of the input.
+    """Return the traceback of the uncaught exception and the paths of the input files.
 
-    Returns the last 40 lines of the output if the target ended without an exception.
+    Without an exception, the last 40 lines of the output replace the traceback.
     """
     start = stdout.find(UNCAUGHT)
     report = [stdout[start:].strip()] if start >= 0 else (stdout + stderr).splitlines()[-40:]

@@ -1,5 +1,4 @@
-"""Runs a training loop and hostile clients on one server, which must not crash, leak memory or change a
-result.
+"""Runs a training loop and hostile clients on one server, and checks that the clients do no harm.
 
     python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
@@ -49,8 +48,8 @@ SIZES = (
     "max_context_length=512",
     "train_tokens_per_batch=512",
 )
-SNAPSHOT_EVERY = 50  # steps; a snapshot is kept until its session ends
-SAVE_EVERY = 25
+SNAPSHOT_EVERY = 50  # steps; the server keeps a snapshot until its session ends
+SAVE_EVERY = 25  # steps
 TIMEOUT_S = 300
 DRAIN_S = 180
 
@@ -65,7 +64,7 @@ class Step:
 
 
 class Server:
-    """A server process, its URL and its log file."""
+    """A server process with its URL and its log file."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self.process, self.url, self.log = process, url, log
@@ -73,7 +72,10 @@ class Server:
 
 @contextlib.contextmanager
 def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
-    """Run a server with the files `name` and `name`.log in `folder`. Yields it when it is ready."""
+    """Run a server with the checkpoint folder `name` and the log `name`.log in `folder`.
+
+    Yields when the server is ready. Raises SystemExit if it stops before that.
+    """
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
     options = (
         f"base_model={QUICKSTART / 'model'}",
@@ -136,7 +138,7 @@ def training_loop(
     api_key: str = "tml-dummy",
     on_start: Callable[[str], None] = lambda model_id: None,
 ) -> list[Step]:
-    """Take `num_steps` steps, or steps until the monotonic time `until`, one every `pace_s` seconds.
+    """Take at most one step every `pace_s` seconds, until `num_steps` steps or the monotonic time `until`.
 
     `on_start` is called with the model id before the first step.
     """
@@ -180,10 +182,10 @@ def one_step(training: tinker.TrainingClient, number: int) -> Step:
 
 
 class Watch:
-    """Observes the server until `stop`.
+    """Observes the server in a thread until `stop`.
 
-    It records the resident memory and the number of training models and snapshots that the server holds
-    every ten seconds, and the latency of `/healthz` every second.
+    Every second it measures the latency of `/healthz`. Every RSS_EVERY_S seconds it records the resident
+    memory and the number of training models and snapshots that the server holds.
     """
 
     def __init__(self, running: Server, headers: Mapping[str, str] | None = None) -> None:
@@ -202,7 +204,7 @@ class Watch:
         with httpx.Client(base_url=self._url, timeout=60) as http, contextlib.suppress(psutil.NoSuchProcess):
             while not self._is_stopping.wait(1):
                 sent_at = time.monotonic()
-                with contextlib.suppress(httpx.HTTPError):  # an error counts as an answer
+                with contextlib.suppress(httpx.HTTPError):  # the latency of an error also counts
                     http.get("/api/v1/healthz")
                 self.health_ms.append(1e3 * (time.monotonic() - sent_at))
                 if not self.rss or sent_at - began - self.rss[-1][0] >= RSS_EVERY_S:
@@ -219,8 +221,8 @@ class Watch:
     def memory_by_objects(self) -> tuple[float, float]:
         """Return (MiB per object, MiB per hour) of a least-squares fit after the first third.
 
-        The fit is `memory = constant + a * objects + b * time`. `b` is the growth that the number of training
-        models and snapshots does not explain, that is, a leak.
+        The fit is `memory = constant + a * objects + b * time`. `b` is the growth that does not depend on the
+        number of training models and snapshots, that is, a leak.
         """
         late = np.array(self.objects[len(self.objects) // 3 :])
         columns = np.stack([np.ones(len(late)), late[:, 2], late[:, 0]], axis=1)
@@ -230,8 +232,8 @@ class Watch:
     def slope(self) -> float:
         """Return the slope in MiB per hour of the minimum of resident memory after the first third.
 
-        A leak raises this minimum; sessions that begin and end do not. The slope is a least-squares fit to
-        the minima of eight equal parts.
+        A leak raises this minimum, but the start and end of sessions do not. The slope is a least-squares fit
+        to the minima of eight equal parts.
         """
         late = np.array(self.rss[len(self.rss) // 3 :])
         minima = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, min(8, len(late)))])
@@ -297,7 +299,7 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
 
 
 def remaining_objects(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Wait up to DRAIN_S seconds until the server holds no objects. Returns the remaining counts."""
+    """Wait up to DRAIN_S seconds until the server holds no objects. Returns the counts that are not 0."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()

@@ -2,10 +2,10 @@
 
     python -m tests.stress.hostile_requests URL SECONDS RATE SEED
 
-The clients send RATE attacks per second, which are drawn from ATTACKS, with at most MAX_UNDER_WAY at the same
-time. They print a JSON object once per minute and at the end: the number of attacks of each kind (`attacks`),
-the number of responses with each status (`statuses`), and every response that a correct server never sends
-(`faults`).
+The program starts RATE random attacks of ATTACKS per second and runs at most MAX_UNDER_WAY attacks at a time.
+Once per minute and at the end it prints a JSON object: the number of attacks of each kind (`attacks`), the
+number of responses with each status (`statuses`), and the responses that a correct server never sends
+(`faults`, at most 200).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def wild_training(world: World) -> None:
 
 
 async def diverged(world: World) -> None:
-    """Makes the weights of a model diverge and requests 16 samples from it."""
+    """Makes the weights of a model diverge and requests 16 samples from the model."""
     tenant = await new_tenant(world)
     await world.send(
         "POST",
@@ -210,7 +210,7 @@ async def duplicates_and_reordered(world: World) -> None:
     )
     ids = [reply.json()["request_id"] for reply in replies if reply.status_code == 200]
     if len(ids) == 5 and not (ids[0] == ids[2] and ids[1] == ids[3] == ids[4]):
-        world.fault(f"a request sent twice ran twice: {ids}")
+        world.fault(f"the server ran a repeated request twice: {ids}")
     await world.post("optim_step", {"model_id": tenant.model_id, "seq_id": tenant.seq_id, "adam_params": {}})
     await asyncio.gather(*(world.outcome(request_id) for request_id in ids))
 
@@ -234,6 +234,7 @@ async def fire_and_forget(world: World) -> None:
 
 
 async def abandoned_session(world: World) -> None:
+    """Sends requests in a new session and retrieves no results. Finishes the session in half of the cases."""
     tenant = await new_tenant(world)
     for _ in range(2):
         await world.send(
@@ -294,6 +295,7 @@ async def openai_routes(world: World) -> None:
 
 
 async def stream_left(world: World) -> None:
+    """Disconnects after the first bytes of a streamed chat completion."""
     body = json.dumps(chat_json(world) | {"stream": True, "max_tokens": 300}).encode()
     async with world.http.stream("POST", "/v1/chat/completions", content=body, headers=JSON) as response:
         world.statuses[f"{response.status_code} left"] += 1
@@ -302,6 +304,7 @@ async def stream_left(world: World) -> None:
 
 
 async def half_open_poll(world: World) -> None:
+    """Polls a future on a raw connection and disconnects, at once with RST or after at most 3 seconds."""
     reply = await world.post("asample", sample_json(world, await tenant_of(world)))
     request_id = reply.json().get("request_id", "x") if reply.status_code == 200 else "x"
     body = json.dumps({"request_id": request_id}).encode()
@@ -313,6 +316,7 @@ async def half_open_poll(world: World) -> None:
 
 
 async def dies_mid_chunk(world: World) -> None:
+    """Resets the connection in the middle of a request body."""
     body = training_proto(world, await tenant_of(world)).SerializeToString()
     head = _post(world, "forward_backward", len(body), content_type=PROTOBUF["content-type"])
     await _raw(world, head + body[: world.random.randrange(len(body))], then=_reset)
@@ -400,9 +404,9 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def burst(world: World) -> None:
-    """Requests BURST samples at once, all of which must succeed.
+    """Requests BURST samples at once. All of them must succeed.
 
-    The requests are divided among several clients, because searching a large connection pool is slow.
+    Each client sends BURST_PART requests, because the search in a large connection pool is slow.
     """
     tenant = await new_tenant(world)
     heartbeat = asyncio.create_task(_heartbeat(world, tenant))
@@ -481,13 +485,13 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
 # --- the run ---
 
 
-async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: asyncio.Semaphore) -> None:
-    """Run one attack and record how it ended."""
+async def attack(world: World, run: Callable[[World], Awaitable[None]], slots: asyncio.Semaphore) -> None:
+    """Run one attack and record its outcome in `world`."""
     async with slots:
-        world.attacks[make.__name__] += 1
+        world.attacks[run.__name__] += 1
         try:
             async with asyncio.timeout(4 * ANSWER_WITHIN_S):
-                await make(world)
+                await run(world)
         except (httpx.InvalidURL, httpx.LocalProtocolError):
             world.statuses["not sent"] += 1  # httpx rejected the request
         except (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError) as error:
@@ -496,9 +500,9 @@ async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: 
             if world.is_queued_per_tenant:
                 world.statuses[f"client gave up {type(error).__name__}"] += 1
             else:
-                world.fault(f"{make.__name__}: {type(error).__name__}: {error}")
+                world.fault(f"{run.__name__}: {type(error).__name__}: {error}")
         except Exception as error:
-            world.fault(f"{make.__name__}: {type(error).__name__}: {error}")
+            world.fault(f"{run.__name__}: {type(error).__name__}: {error}")
 
 
 def report(world: World) -> None:

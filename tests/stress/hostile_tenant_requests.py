@@ -2,12 +2,13 @@
 
     python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED KEYS.json VICTIM_MODEL_ID
 
-Every tenant sends the attacks of `hostile_requests` with its own key, and attacks on other tenants: it
-requests more than its share, creates many objects, and sends requests for the objects of the victim, whose
-ids it has, to every route. RATE is the number of attacks per second of all tenants together. The last line of
-the output is a JSON object with the number of attacks of each kind (`attacks`), the number of responses with
-each status (`statuses`) and every response that a correct server never sends (`faults`). A fault that
-begins with "cross-tenant" shows or changes an object of the victim.
+Every tenant sends the attacks of `hostile_requests` with its own key. It also attacks other tenants: it
+requests more than its share of the server, creates many objects, and sends requests with the ids of the
+victim's objects to the routes of VICTIM_ROUTES. RATE is the number of attacks per second of all tenants.
+The last line of the output is a JSON object with the number of attacks of each kind (`attacks`), the number
+of responses with each status (`statuses`) and the responses that a correct server never sends (`faults`, at
+most 200). A fault that begins with "cross-tenant" is a response that shows or changes an object of the
+victim.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Victim:
 
 
 async def huge_sample(world: World) -> None:
-    """Requests more samples than there are slots, each almost as long as the context, and retrieves none."""
+    """Requests more samples than the server has slots, each almost as long as the context."""
     tenant = await tenant_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
     await world.post(
@@ -109,7 +110,7 @@ LISTINGS = (
     "/metrics",
 )
 SILENT = ("/cancel_future", "/finish", "/checkpoints")
-"""Routes that also send an empty response if the object does not exist."""
+"""Routes that send an empty response, not an error, if the object does not exist."""
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
@@ -153,9 +154,7 @@ VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
 
 
 def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
-    """Return an attack that sends a request for an object of the victim, or searches a listing for the
-    session of the victim.
-    """
+    """Return an attack that requests an object of the victim, or searches a listing for its session."""
 
     def fill(text: str) -> str:
         return text.format(session=victim.session_id, model=victim.model_id, checkpoint=victim.checkpoint)
@@ -232,7 +231,7 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
                 task.add_done_callback(under_way.discard)
                 num_sent += 1
                 await asyncio.sleep(max(0.0, began + num_sent * period - time.monotonic()))
-            for task in under_way:  # the clients disconnect during their requests
+            for task in under_way:  # a cancelled client disconnects during its request
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 

@@ -10,8 +10,8 @@ only if
 
 - the server survived, sent no response that a correct server never sends and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
-- the 99th percentile of the latency of a 4-token sample is at most MAX_LATENCY_RATIO times that without other
-  clients,
+- the 99th percentile of the latency of a 4-token sample is at most MAX_LATENCY_RATIO times the value without
+  other clients,
 - no hostile tenant read or changed an object of another tenant,
 - the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
   after all sessions have ended.
@@ -86,7 +86,7 @@ class LatencyProbe:
         self.failures: list[str] = []
 
     def sample(self) -> float:
-        """Sample 4 tokens. Returns the seconds until the result arrived."""
+        """Sample 4 tokens. Returns the latency in seconds and adds a failed sample to `failures`."""
         self._seq_id += 1
         body: dict[str, object] = {
             "sampling_session_id": self._sampler_id,
@@ -160,7 +160,7 @@ def run_with_tenants(
         contextlib.ExitStack() as stack,
     ):
         probe = LatencyProbe(running.url, keys[PROBE])
-        for _ in range(20):  # compiles the programs that the measurement uses
+        for _ in range(20):  # the server compiles the programs that the measurement uses
             probe.sample()
         alone_s = [probe.sample() for _ in range(SAMPLES_ALONE)]
         watch = Watch(running, {"x-api-key": operator_key})
@@ -261,7 +261,8 @@ def report(run: Run, undisturbed: list[Step]) -> int:
         == len(cross_tenant),
         f"reads and writes across tenants: {len(cross_tenant)}": not cross_tenant,
         f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,
-        f"p99 of a 4-token sample: {ratio:.1f} times that without other clients": ratio <= MAX_LATENCY_RATIO,
+        f"p99 of a 4-token sample: {ratio:.1f} times the value without other clients": ratio
+        <= MAX_LATENCY_RATIO,
         f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
         f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
         < MAX_SLOPE_MIB_PER_HOUR,

@@ -1,6 +1,4 @@
-"""The state of the attacks of `hostile_requests`: the server, the objects of the attacker, and valid bodies
-to mutate.
-"""
+"""`World`: the state of the attacks of `hostile_requests`, and functions that create and mutate bodies."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ class World:
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     is_queued_per_tenant: bool = False
-    """Whether the requests of a tenant wait for its earlier requests. A read timeout is then not a fault."""
+    """Whether the requests of a tenant wait for its earlier requests. If true, a read timeout is no fault."""
 
     def post(self, route: str, body: object) -> Awaitable[httpx.Response]:
         return self.send(
@@ -102,7 +100,7 @@ class World:
         )
 
     async def send(self, method: str, path: str, **rest: object) -> httpx.Response:
-        """Send one request and return the response. A status >= 500 and an internal error are faults."""
+        """Send a request and return its response, which `record` checks for faults."""
         response = await self.http.request(method, path, **rest)  # pyright: ignore[reportArgumentType]
         self.record(
             f"{method} {path}",
@@ -112,12 +110,13 @@ class World:
         return response
 
     def record(self, request: str, status: int, text: str) -> None:
-        """Count a response and record a fault of the server."""
+        """Count a response. A status >= 500 or the text "internal error" is a fault."""
         self.statuses[str(status)] += 1
         if status >= 500 or "internal error" in text:
             self.fault(f"{request}: {status} {text[:300]}")
 
     def fault(self, text: str) -> None:
+        """Add a fault of the server, up to 200 faults."""
         if len(self.faults) < 200:
             self.faults.append(text)
 
@@ -165,7 +164,7 @@ async def new_tenant(world: World) -> Tenant:
 
 
 async def tenant_of(world: World) -> Tenant:
-    """Return the current tenant, which is replaced in one of 100 calls."""
+    """Return the current tenant. Replaces it with a new tenant in 1 % of the calls."""
     if world.tenant is None or world.random.random() < 0.01:
         world.tenant = await new_tenant(world)
     return world.tenant

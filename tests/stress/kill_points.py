@@ -3,7 +3,7 @@
     python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
 The run uses the real trainer and the bandit backend of the tests. MODE is synchronous, asynchronous or
-streaming. The last line of the output summarizes the runs. The exit status is 1 if any run differs.
+streaming. The last line of the output is a summary. The exit status is 1 if any resumed run differs.
 """
 
 from __future__ import annotations

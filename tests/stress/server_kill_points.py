@@ -3,9 +3,9 @@
     python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
 
 After every step, a training job saves its state, overwrites one checkpoint, saves sampler weights and
-samples. Other clients sample from the base model at the same time. The server is killed in the first seconds
-after its start, or up to two seconds after a completed step. It is then started again in the same directory,
-and the job resumes from the last state whose save was acknowledged.
+samples. Other clients sample from the base model at the same time. A kill occurs in the first five seconds
+after the job starts, or up to two seconds after a completed step. Then the server starts again in the same
+directory, and the job resumes from the last state whose save the server acknowledged.
 
 After every restart, each acknowledged checkpoint must exist with unchanged contents, and every listed
 checkpoint must be readable. At the end, losses and final state (adapter, moments, step) must equal those of
@@ -49,13 +49,13 @@ SIZES = (
 )
 TIMEOUT_S = 120
 STEPS_AFTER_LAST_KILL = 3
-SAMPLERS = 2
-EARLY_KILLS = 0.2
+SAMPLERS = 2  # background clients
+EARLY_KILLS = 0.2  # the share of kills that do not wait for a completed step
 
 
 @dataclass(kw_only=True)
 class RestartableServer:
-    """A server that is killed and started again with the same port and directories."""
+    """A server that tests can kill and start again with the same port and directories."""
 
     folder: Path
     model: Path
@@ -119,11 +119,13 @@ def running_server(folder: Path, model: Path) -> Iterator[RestartableServer]:
 
 @dataclass(kw_only=True)
 class Job:
-    """The results of the training job, all of which the server has acknowledged."""
+    """The results of the training job that the server has acknowledged."""
 
     losses: list[float] = field(default_factory=list)  # one per step
     states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
-    digests: dict[str, str] = field(default_factory=dict)  # by path, without the overwritten checkpoint
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # path -> digest, except for the checkpoint `last`, which each step overwrites
 
     @property
     def steps(self) -> int:
@@ -142,8 +144,9 @@ def datum(step: int) -> types.Datum:
 
 
 def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.Event) -> None:
-    """Resume from the last acknowledged state and take steps until the job has `until` steps. Every step sets
-    `stepped`.
+    """Resume from the last acknowledged state and take steps until the job has `until` steps.
+
+    Sets `stepped` after every step.
     """
     with tinker.ServiceClient(base_url=server.url, api_key="tml-dummy") as service:
         if job.states:
@@ -173,7 +176,7 @@ def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.
 
 
 def digest(store: CheckpointStore, path: str) -> str:
-    """Read a checkpoint as the server does and return its hash. Raises an error if it is incomplete."""
+    """Return the hash of a checkpoint. Raises the errors of `CheckpointStore.read` if it is incomplete."""
     info, arrays = store.read(path)
     sha = hashlib.sha256(repr((info.step, info.lora, info.kind)).encode())
     for name in sorted(arrays):
@@ -183,7 +186,7 @@ def digest(store: CheckpointStore, path: str) -> str:
 
 @contextlib.contextmanager
 def background_clients(url: str) -> Iterator[None]:
-    """Run clients that sample from the base model continuously and ignore errors."""
+    """Run SAMPLERS clients that sample from the base model continuously and ignore HTTP errors."""
     is_stopping = threading.Event()
 
     def sample() -> None:
@@ -245,12 +248,13 @@ def killed_run(server: RestartableServer, points: int, seed: int) -> tuple[Job, 
 
 
 def _until_killed(server: RestartableServer, job: Job, stepped: threading.Event) -> None:
+    """Run the job until a request fails because the server was killed."""
     with contextlib.suppress(tinker.TinkerError, RetryableException, httpx.HTTPError, TimeoutError, OSError):
         work(server, job, until=sys.maxsize, stepped=stepped)
 
 
 def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
-    """Compare the checkpoints on disk with those that the server acknowledged."""
+    """Compare the checkpoints on disk with the acknowledged checkpoints and record faults in `figures`."""
     listed: list[CheckpointInfo] = store.list()
     for info in listed:
         try:
@@ -266,6 +270,7 @@ def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
 
 
 def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
+    """Run the job with and without kills, print a comparison, and return 0 if all checks pass."""
     with running_server(folder / "killed", model) as server:
         job, figures = killed_run(server, points, seed)
         killed_digest = digest(server.store, job.states[-1])
