@@ -2,8 +2,8 @@
 
     python -m scripts.hardware
 
-The script needs no device and no weights. For a training batch the table shows only the memory of the layer
-inputs, which is the minimum. A server with `dry_run=true` compiles the program and prints the whole plan.
+The script needs no device and no weights. The memory of a training batch is an estimate with recomputed
+layers, which is the minimum. A server with `dry_run=true` compiles the program and prints its plan.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from scripts.check_gpu import MODELS
+from scripts.bench.gpu_models import MODELS
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
-from skyrl_tx_server.executor.device_memory import CACHE_SHARE_OF_FREE_DEVICE_MEMORY, copied_layers_bytes
-from skyrl_tx_server.executor.memory_plan import COPIES_PER_MODEL, COPIES_PER_STEP
-from skyrl_tx_server.executor.resolved_model import DEFAULT_MAX_CONTEXT_LENGTH, ResolvedModel
+from skyrl_tx_server.executor.device_memory import (
+    COPIES_PER_MODEL,
+    lora_slots_bytes,
+    training_models_bytes,
+    weights_bytes,
+)
+from skyrl_tx_server.executor.memory_division import (
+    RESERVED_SHARE_OF_GPU_MEMORY,
+    fixed_bytes,
+    minimum_training_bytes,
+    with_fitting_limits,
+)
 from skyrl_tx_server.model.lora.adapter import adapter_size
-from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import PAGE_SIZE, train_shapes
-from skyrl_tx_server.model.weights import check_divisible, param_shapes
+from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.shapes import PAGE_SIZE
+from skyrl_tx_server.model.weights import check_divisible
 
-SHARE_OF_MEMORY = 0.75
-"""The share of a GPU's memory that JAX reserves. XLA_PYTHON_CLIENT_MEM_FRACTION changes it."""
-GPUS = {"RTX 4090": 24.0, "H100": 79.6, "H200": 140.4}
+GPUS = {"RTX 4080": 16.0, "RTX 4090": 24.0, "H100": 79.6, "H200": 140.4}
 """Memory in GiB by GPU, as nvidia-smi reports it. An A100 with 80 GB has the memory of an H100."""
 BF16 = np.dtype("bfloat16")
 
@@ -76,30 +82,24 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_ONE_MODEL = {"max_models": 1, "max_loras": 2}
-_LARGE = {"max_models": 1, "max_context_length": 16_384}
 _30B, _235B = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
 _EIGHT = {"tensor_parallel": 4, "expert_parallel": 2}
 SETUPS = (
-    Setup(model="Qwen/Qwen3-4B", gpu="RTX 4090", options=_ONE_MODEL | {"max_context_length": 8192}),
-    Setup(
-        model="Qwen/Qwen2.5-3B-Instruct", gpu="RTX 4090", options=_ONE_MODEL | {"max_context_length": 8192}
-    ),
+    Setup(model="Qwen/Qwen2.5-3B-Instruct", gpu="RTX 4080"),
+    Setup(model="Qwen/Qwen2.5-3B-Instruct", gpu="RTX 4090"),
+    Setup(model="Qwen/Qwen3-4B", gpu="RTX 4090"),
     Setup(model="Qwen/Qwen3-4B", gpu="H100"),
+    Setup(model="Qwen/Qwen3-4B", gpu="H200"),
     Setup(model="Qwen/Qwen3-4B", gpu="H200", options={"max_context_length": 131_072, "yarn": True}),
     Setup(model="Qwen/Qwen2.5-7B-Instruct", gpu="H100"),
     Setup(model="meta-llama/Llama-3.1-8B-Instruct", gpu="H100"),
     Setup(model="Qwen/Qwen3-8B", gpu="H100"),
     Setup(model="Qwen/Qwen3-8B", gpu="H200", options={"max_lora_rank": 64}),
-    Setup(model="Qwen/Qwen3-32B", gpu="H200", options=_LARGE | {"cache_tokens": 32_768}),
-    Setup(
-        model="Qwen/Qwen3-32B",
-        gpu="H100",
-        options={"tensor_parallel": 4} | _LARGE | {"cache_tokens": 131_072},
-    ),
-    Setup(model=_30B, gpu="H200", options=_ONE_MODEL),
+    Setup(model="Qwen/Qwen3-32B", gpu="H200"),
+    Setup(model="Qwen/Qwen3-32B", gpu="H100", options={"tensor_parallel": 4}),
+    Setup(model=_30B, gpu="H200"),
     Setup(model=_30B, gpu="H100", options=_EIGHT),
-    Setup(model=_235B, gpu="H200", options=_EIGHT | _LARGE | {"max_loras": 2, "cache_tokens": 131_072}),
+    Setup(model=_235B, gpu="H200", options=_EIGHT),
 )
 
 
@@ -110,8 +110,8 @@ def main() -> None:
 
 def table() -> list[str]:
     """Return the lines of the table. Sizes are GiB on each GPU."""
-    header = ("command", "GPUs", "base weights", "adapters (one training model)", "KV cache (tokens)")
-    header += ("left for a batch", "its layer inputs")
+    header = ("command", "GPUs", "base weights", "adapters (one training model)", "training batch")
+    header += ("KV cache (tokens)", "max_num_seqs", "max_context_length")
     rows = [[f"`{command(setup)}`", *sizes(setup)] for setup in SETUPS]
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
@@ -123,40 +123,30 @@ def command(setup: Setup) -> str:
 
 
 def sizes(setup: Setup) -> list[str]:
-    """Return the cells of a row after the command. Raises ConfigError if a training batch does not fit."""
+    """Return the cells of a row after the command. Raises ConfigError if the KV cache does not fit."""
     settings = EngineOptions(base_model=setup.model, **setup.options)
     mesh, config = settings.mesh, CONFIGS[setup.model]
-    check_divisible(config, mesh, max_num_seqs=settings.max_num_seqs)
+    check_divisible(config, mesh, max_num_seqs=settings.max_num_seqs or mesh.batch)
     if mesh.devices > 1:
         config = replace(config, mesh=AbstractMesh(tuple(asdict(mesh).values()), tuple(asdict(mesh))))
-    length = settings.max_context_length or min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
-    shapes = train_shapes(
-        max_context_length=length, tokens_per_batch=settings.train_tokens_per_batch, dp_ranks=mesh.batch
-    )
-    model = ResolvedModel(
-        settings=settings, config=config, dtype=BF16, max_context_length=length, train_shapes=shapes
-    )
-    available = GPUS[setup.gpu] * 2**30 * SHARE_OF_MEMORY
-    weights = bytes_per_device(param_shapes(config, BF16))
-    adapter = adapter_size(config, settings.max_lora_rank)
-    slots = (settings.max_loras + 1) * BF16.itemsize * adapter
-    adapters = slots + (settings.max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter
-    free = available - weights - slots - 4 * adapter - copied_layers_bytes(model)
-    cache = fitting_cache(model, free * CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
-    left = available - weights - adapters - cache.pages_bytes
-    inputs = shapes.shapes[-1].length * config.num_layers * config.hidden_size * BF16.itemsize
-    if left < inputs:
-        raise ConfigError(
-            f"{command(setup)}: {gib(left)} GiB are left for a training batch, but the layer inputs need "
-            f"{gib(inputs)} GiB; lower max_context_length or cache_tokens, or use more GPUs"
-        )
+    if settings.yarn and settings.max_context_length is not None:
+        config = yarn_context(config, settings.max_context_length)
+    available = GPUS[setup.gpu] * 2**30 * settings.gpu_memory_utilization
+    model = with_fitting_limits(settings, config, BF16, available)
+    training = minimum_training_bytes(model)
+    rest = available * (1 - RESERVED_SHARE_OF_GPU_MEMORY) - fixed_bytes(model) - training
+    cache = fitting_cache(model, rest)
+    if cache.pages_bytes > rest:
+        raise ConfigError(f"{command(setup)}: {gib(rest)} GiB are left for the KV cache; lower cache_tokens")
+    one_model = COPIES_PER_MODEL * 4 * adapter_size(config, settings.max_lora_rank)
     return [
         f"{mesh.devices} {setup.gpu}",
-        gib(weights),
-        f"{gib(adapters)} ({gib(COPIES_PER_MODEL * 4 * adapter)})",
+        gib(weights_bytes(model)),
+        f"{gib(lora_slots_bytes(model) + training_models_bytes(model))} ({gib(one_model)})",
+        gib(training),
         f"{gib(cache.pages_bytes)} ({(cache.pages - 1) * PAGE_SIZE * mesh.batch:,})",
-        gib(left),
-        gib(inputs),
+        str(cache.slots * mesh.batch),
+        f"{model.max_context_length:,}",
     ]
 
 

@@ -27,6 +27,7 @@ import uvicorn
 import uvloop
 
 from skyrl_tx_server.config.command_line import help_text, move_secrets, parse, print_help, with_secrets
+from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
 from skyrl_tx_server.engine.engine import STOPPING, Engine
@@ -146,6 +147,8 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
         os.environ.setdefault(
             "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     model_dir = resolve_model(config.base_model).resolve()
     return chz.replace(config, base_model=str(model_dir), model_alias=config.alias)
 
@@ -288,7 +291,9 @@ def _app_state(
     sample_requests = EXTERNAL_SAMPLE_REQUESTS
     if config.sampler_url is None:
         # Enough requests wait to fill every slot as soon as it is free. More would only add polls.
-        sample_requests = max(64, 8 * config.max_num_seqs)
+        slots = engine.stats()["slots"]
+        assert isinstance(slots, int)
+        sample_requests = max(64, 8 * slots)
     return AppState(
         engine=engine,
         registry=Registry(session_timeout_s=config.session_timeout_s),
@@ -320,7 +325,7 @@ def _external_sampling(config: ServerConfig, state: AppState, sampler: ExternalS
         state.checkpoints,
         config,
         adapters=config.adapters_dir,
-        max_adapters=config.max_loras,
+        max_adapters=config.max_loras or DEFAULT_MAX_LORAS,
         model_dir=state.settings.model_dir,
     )
 

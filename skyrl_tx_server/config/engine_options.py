@@ -12,6 +12,9 @@ from skyrl_tx_server.config.bounds import MAX_DEVICES, MAX_TOKENS, between, posi
 from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.errors import ConfigError
 
+DEFAULT_MAX_MODELS = 4
+DEFAULT_MAX_LORAS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
@@ -78,17 +81,18 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Largest sum of prompt and completion in tokens; default: the model's own limit, but at most "
-        "32768",
+        "32768, or less on a small GPU",
     )
     yarn: bool = chz.field(
         default=False,
         doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; this "
         "may lower the quality on short texts",
     )
-    max_num_seqs: int = chz.field(
-        default=32,
+    max_num_seqs: int | None = chz.field(
+        default=None,
         metadata=positive(1_000_000),
-        doc="Slots of the decode batch: the number of sequences that are decoded together",
+        doc="Slots of the decode batch: the number of sequences that are decoded together; default: 32 on a "
+        "CPU, up to 256 on a GPU, one for each 2,048 tokens of the KV cache",
     )
     cache_tokens: int | None = chz.field(
         default=None,
@@ -96,6 +100,12 @@ class EngineOptions(TenantOptions):
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
         "max_context_length for each of max_num_seqs, or as many as fit. If no KV page is free, the sequence "
         "that came last is preempted",
+    )
+    gpu_memory_utilization: float = chz.field(
+        default=0.92,
+        metadata=between(0.05, 0.99),
+        doc="Share of the memory of each GPU that the server allocates. The environment variable "
+        "XLA_CLIENT_MEM_FRACTION takes precedence",
     )
     decode_steps_per_dispatch: int = chz.field(
         default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
@@ -116,16 +126,17 @@ class EngineOptions(TenantOptions):
         metadata=positive(MAX_TOKENS),
         doc="Tokens per training micro-batch; a shared prefix counts once",
     )
-    max_models: int = chz.field(
-        default=4,
+    max_models: int | None = chz.field(
+        default=None,
         metadata=positive(10_000),
-        doc="Training models kept on the device; further ones are kept in host memory",
+        doc="Training models kept on the device; further ones are kept in host memory; default: 4, or fewer "
+        "on a small GPU",
     )
-    max_loras: int = chz.field(
-        default=8,
+    max_loras: int | None = chz.field(
+        default=None,
         metadata=positive(10_000),
         doc="LoRA slots: sampler snapshots that are kept on the device; others are kept in host memory or on "
-        "disk",
+        "disk; default: 8, or fewer on a small GPU",
     )
     tensor_parallel: int = chz.field(
         default=1,

@@ -27,7 +27,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -38,6 +38,7 @@ from skyrl_tx_server.engine.executor_protocol import (
     ON_ALL_RANKS,
     EngineInfo,
     Executor,
+    Job,
     Sampler,
     SequencesLostError,
 )
@@ -122,7 +123,7 @@ class _Operations:
     """The running operations of one rank, by number."""
 
     executor: Executor
-    running: dict[int, Generator[None, None, OpResult]] = field(default_factory=dict)
+    running: dict[int, Job[OpResult]] = field(default_factory=dict)
 
     def make(self, call: Call) -> object:
         """Make a call on this rank's executor."""
@@ -138,7 +139,9 @@ class _Operations:
     def advance(self, number: int) -> OpResult | None:
         """Continue an operation. Return None if it has yielded again."""
         try:
-            return next(self.running[number])
+            future = next(self.running[number])
+            assert future is None, "with several ranks, all of them wait for rank 0"
+            return None
         except StopIteration as finished:
             del self.running[number]
             return finished.value
@@ -270,7 +273,7 @@ class MultihostExecutor:
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
 
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
+    def run(self, op: Op) -> Job[OpResult]:
         number = next(self._numbers)
         result = self._call(Call(method="run", args=(number, op)))
         while result is None:

@@ -16,8 +16,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -26,6 +26,7 @@ from skyrl_tx_server.engine.executor_protocol import (
     Executor,
     FailedSequence,
     FinishedSequence,
+    Job,
     PrefillResult,
     SequencesLostError,
 )
@@ -131,7 +132,8 @@ class Engine:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         # Used by the engine's thread only:
-        self._jobs: dict[int, Generator[None, None, OpResult]] = {}
+        self._jobs: dict[int, Job[OpResult]] = {}
+        self._waits: dict[int, tuple[Step, Future[Any]]] = {}  # jobs that wait for another thread
         self._sampling: dict[int, _Sampling] = {}
         token_counters = (
             "tokens_sampled",
@@ -220,6 +222,10 @@ class Engine:
                 self._seconds[kind] += seconds
                 with self._work:
                     self._scheduler.count_time(work, seconds)
+            while self._waits:
+                step, future = next(iter(self._waits.values()))
+                wait([future])
+                self._step(step)
         except BaseException:  # a bug; fail the futures so that clients do not wait forever
             logger.exception("the engine thread failed")
             self.abandon(STOPPING)
@@ -240,10 +246,16 @@ class Engine:
         if step.request_id not in self._jobs and not self._begin(step.request_id):
             self._finish(step)
             return
+        self._waits.pop(step.request_id, None)
         try:
             if step.request_id not in self._jobs:
                 self._jobs[step.request_id] = self._executor.run(step.op)
-            next(self._jobs[step.request_id])
+            future = next(self._jobs[step.request_id])
+            if future is not None:
+                self._waits[step.request_id] = step, future
+                with self._work:
+                    self._scheduler.suspend(step.request_id)
+                future.add_done_callback(lambda _: self._resume(step.request_id))
         except StopIteration as finished:
             self._finish(step)
             if isinstance(step.op, ForwardBackward):
@@ -253,6 +265,11 @@ class Engine:
         except Exception as error:
             self._finish(step)
             self._fail(step.request_id, error, operation=type(step.op).__name__)
+
+    def _resume(self, request_id: int) -> None:
+        with self._work:
+            self._scheduler.resume(request_id)
+            self._work.notify()
 
     def _finish(self, step: Step) -> None:
         self._jobs.pop(step.request_id, None)

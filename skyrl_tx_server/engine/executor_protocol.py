@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from skyrl_tx_server.engine.operations import CsrMatrix, Op, OpResult, SampledSequence, TopkLogprobs
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import ServerError
+
+type Job[Result] = Generator[Future[Any] | None, None, Result]
+"""The execution of an operation. The engine continues it when the future that it yields is done. Without a
+future, it continues at its next turn."""
 
 ON_ALL_RANKS: set[str] = set()
 """Names of the sampler's methods that every rank must call."""
@@ -152,8 +157,9 @@ class Executor(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
-        """Execute an operation other than `Sample`. Yields after each micro-batch and returns the result."""
+    def run(self, op: Op) -> Job[OpResult]:
+        """Execute an operation other than `Sample`. Yields after each micro-batch, or a future when the
+        operation waits for another thread, and returns the result."""
         ...
 
     def stats(self) -> dict[str, object]: ...

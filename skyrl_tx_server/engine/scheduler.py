@@ -85,6 +85,7 @@ class Scheduler:
             max_partial_prefill_tokens=max_partial_prefill_tokens,
             is_being_saved=self._operations.is_being_saved,
         )
+        self._suspended: set[int] = set()  # operations that wait for another thread, by request_id
         self._prefills_per_dispatch = prefills_per_dispatch
         self._train_share = train_share
         self._training_ahead_s = 0.0  # the time of training above its share
@@ -170,6 +171,14 @@ class Scheduler:
         else:
             self._training_ahead_s = max(0.0, self._training_ahead_s - share * counted_s)
 
+    def suspend(self, request_id: int) -> None:
+        """Note that the operation waits for another thread. It has no turns until `resume`. Operations of
+        other models do."""
+        self._suspended.add(request_id)
+
+    def resume(self, request_id: int) -> None:
+        self._suspended.discard(request_id)
+
     def finish(self, step: Step) -> None:
         """Note that the operation of `step` has ended. The next operation of its model may run."""
         self._operations.finish(step)
@@ -218,6 +227,8 @@ class Scheduler:
         return len(self._operations)
 
     def _may_run(self, step: Step) -> bool:
+        if step.request_id in self._suspended:
+            return False
         match step.op:
             case DropSnapshot(weights=weights):
                 waiting = self._samples.waiting_for(weights)

@@ -13,13 +13,18 @@ from skyrl_tx_server.sampling.model_runner import CacheSize, decodes_in_place
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_SLOTS = 32
+DEFAULT_SLOTS_ON_GPU = 256
+TOKENS_PER_DEFAULT_SLOT = 2048
+
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
     """Return the requested size: `cache_tokens`, by default the maximum context of `max_num_seqs`
     sequences."""
     settings, config = model.settings, model.config
     dp_ranks, context_pages = settings.mesh.batch, -(-model.max_context_length // PAGE_SIZE)
-    slots = settings.max_num_seqs // dp_ranks
+    default_slots = DEFAULT_SLOTS_ON_GPU if decodes_in_place(config) else DEFAULT_SLOTS
+    slots = max(1, (settings.max_num_seqs or default_slots) // dp_ranks)
     pages = slots * (context_pages + 1)
     if settings.cache_tokens is not None:
         pages = -(-settings.cache_tokens // PAGE_SIZE // dp_ranks)
@@ -42,6 +47,11 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         # a sequence takes only the pages that it fills, so fewer pages cost less than fewer slots
         pages = min(requested.pages, budget_pages)
         slots = min(requested.slots, pages - 1 - context_pages)
+        if settings.max_num_seqs is None:
+            pages_per_slot = min(TOKENS_PER_DEFAULT_SLOT // PAGE_SIZE, context_pages + 1)
+            default_slots = max(DEFAULT_SLOTS, pages // pages_per_slot)
+            slots = min(slots, 1 << (default_slots.bit_length() - 1))
+            requested = replace(requested, slots=slots)
     elif settings.cache_tokens is None:
         slots = min(requested.slots, budget_pages // (context_pages + 1 + copied))
         pages = 1 + slots * (context_pages + 1)
@@ -68,7 +78,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         logger.warning(
             "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; set a smaller "
             "max_context_length for more",
-            settings.max_num_seqs,
+            requested.slots * settings.mesh.batch,
             slots * settings.mesh.batch,
             max_length,
             settings.mesh.batch * budget_bytes / 2**30,
@@ -77,6 +87,6 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         logger.info(
             "the KV cache holds %d tokens of up to %d sequences",
             (pages - 1) * PAGE_SIZE * settings.mesh.batch,
-            settings.max_num_seqs,
+            slots * settings.mesh.batch,
         )
     return replace(requested, slots=slots, pages=pages)

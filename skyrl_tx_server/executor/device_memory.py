@@ -1,4 +1,4 @@
-"""Free memory of a device, and its division between activations and the KV cache."""
+"""The free memory of a device, and the sizes of the arrays of a model on it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import jax
 
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.executor.resolved_model import ResolvedModel
+from skyrl_tx_server.model.lora.adapter import adapter_size
 from skyrl_tx_server.model.mesh import bytes_per_device, weight_stationary
-from skyrl_tx_server.model.transformer import Remat, reads_in_place, split_stack
+from skyrl_tx_server.model.transformer import reads_in_place, split_stack
 from skyrl_tx_server.model.weights import param_shapes
 
-CACHE_SHARE_OF_CPU_MEMORY = 0.25
-CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
-ACTIVATIONS_SHARE_OF_MEMORY = 0.1
+COPIES_PER_MODEL = 5
+"""Arrays of the adapter's size that each training model needs: the adapter, the summed gradient, the gradient
+of the current operation, and Adam's two moments."""
+COPIES_PER_STEP = 5
+"""Arrays of the adapter's size that one optimizer step needs: the new adapter, its two new moments, the
+masked gradient, and zeros in place of a missing gradient."""
 
 
 def free_bytes(settings: EngineOptions) -> float:
@@ -38,11 +42,6 @@ def stats() -> dict[str, object]:
     return {name: counts[key] for key, name in names.items() if key in counts}
 
 
-def cache_budget_bytes(model: ResolvedModel, available_bytes: float) -> float:
-    share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
-    return max(0.0, available_bytes - copied_layers_bytes(model)) * share
-
-
 def copied_layers_bytes(model: ResolvedModel) -> int:
     """Return the bytes of weights that a decode dispatch copies on each device: all layers without their
     experts, or nothing if the program reads them in place."""
@@ -53,30 +52,20 @@ def copied_layers_bytes(model: ResolvedModel) -> int:
     return bytes_per_device([split_stack(config, stack)[0] for stack in layers])
 
 
-def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
-    """Return ACTIVATIONS if the matrix products of a batch fit into memory, else LAYERS, which takes about
-    1.2 times as long."""
-    fits = _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
-    return Remat.ACTIVATIONS if fits else Remat.LAYERS
+def weights_bytes(model: ResolvedModel) -> int:
+    return bytes_per_device(param_shapes(model.config, model.dtype))
 
 
-def _bytes_with_products(model: ResolvedModel) -> int:
-    """Estimate the bytes that the layers keep on one device for a training batch (mostly matrix products),
-    plus the bytes of one recomputed layer.
+def training_models_bytes(model: ResolvedModel) -> int:
+    """Return the bytes of `max_models` training models and one Adam step."""
+    adapter = adapter_size(model.config, model.settings.max_lora_rank)
+    return (model.max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter
 
-    The estimate needs no compilation and is the same on every rank.
-    """
-    config, settings = model.config, model.settings
-    experts = config.experts
-    copies = 1 if experts is None else experts.per_token + experts.shared
-    expert_states = 0 if experts is None else 2 * copies * config.hidden_size
-    divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
-    one_layer = 6 * config.hidden_size + expert_states + divided // config.tensor_shards
-    gate_up = 2 * config.num_layers * config.intermediate_size
-    if experts is not None:
-        shared = (config.num_layers - experts.dense_layers) * experts.shared * config.intermediate_size
-        gate_up = 2 * (shared + experts.dense_layers * experts.dense_width)
-    products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
-    kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
-    tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
-    return tokens * (kept + one_layer) * model.dtype.itemsize
+
+def lora_slots_bytes(model: ResolvedModel) -> int:
+    """Return the bytes of the LoRA slots of the sampler."""
+    return (
+        (model.max_loras + 1)
+        * model.dtype.itemsize
+        * adapter_size(model.config, model.settings.max_lora_rank)
+    )

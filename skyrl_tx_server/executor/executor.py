@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
-from skyrl_tx_server.engine.executor_protocol import EngineInfo
+from skyrl_tx_server.engine.executor_protocol import EngineInfo, Job
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -49,7 +50,8 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
-from skyrl_tx_server.executor.resolved_model import resolve_model, use_compilation_cache
+from skyrl_tx_server.executor.memory_division import divide_memory, fitting_model
+from skyrl_tx_server.executor.resolved_model import use_compilation_cache
 from skyrl_tx_server.executor.warmup import start_warmup
 from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.files.checkpoint_record import (
@@ -102,12 +104,15 @@ class DeviceExecutor:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
-        model = resolve_model(settings)
+        available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
+        model = fitting_model(settings, available)
         dtype = model.dtype
         if on_gpu() and dtype == np.float32:
             # by default NVIDIA GPUs round the factors of a float32 product to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
         self._config = model.config
+        self._memory = divide_memory(model, available, ranks)
+        cache_size = fitting_cache(model, self._memory.cache_bytes)
         logger.info("loading %s", settings.model_dir)
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
@@ -117,29 +122,24 @@ class DeviceExecutor:
             quota_bytes=settings.checkpoint_quota_bytes,
             tenant_quota=settings.tenant_quota,
         )
+        self._writer = ThreadPoolExecutor(1, "checkpoints")
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
-        self._remat = device_memory.fitting_remat(
-            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
-        )
-        self._models = TrainingModelPool(on_device=settings.max_models, ranks=ranks)
+        self._models = TrainingModelPool(on_device=model.max_models, ranks=ranks)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self.adapters = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
-            slots=settings.max_loras,
+            slots=model.max_loras,
             dtype=dtype,
             read=self._read,
             free_host_bytes=lambda: ranks.broadcast_from_rank0(available_host_bytes),
-        )
-        cache_budget = device_memory.cache_budget_bytes(
-            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         )
         self.sampler = BatchRunner(
             self._config,
             self._params,
             self.adapters,
-            size=fitting_cache(model, cache_budget),
+            size=cache_size,
             dp_ranks=settings.mesh.batch,
             max_context_length=model.max_context_length,
             steps=settings.decode_steps_per_dispatch,
@@ -178,14 +178,16 @@ class DeviceExecutor:
             arguments = (self._no_gradient, self._no_gradient, self._params, batch, loss)
             yield (
                 f"forward_backward, {shape.length} tokens",
-                forward_backward.lower(*arguments, config=self._config, remat=self._remat),
+                forward_backward.lower(
+                    *arguments, config=self._config, remat=self._memory.remat(shape.length)
+                ),
             )
             yield (
                 f"forward, {shape.length} tokens",
                 forward.lower(self._no_gradient, self._params, batch, loss, config=self._config),
             )
 
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
+    def run(self, op: Op) -> Job[OpResult]:
         match op:
             case ForwardBackward():
                 return (yield from self._forward_backward(op))
@@ -196,11 +198,11 @@ class DeviceExecutor:
             case LoadWeights():
                 return self._load(op)
             case SaveWeights():
-                return self._save(op)
+                return (yield from self._save(op))
             case SaveSampler():
-                return self._save_sampler(op)
+                return (yield from self._save_sampler(op))
             case SaveExternal():
-                return self._save_external(op)
+                return (yield from self._save_external(op))
             case UnloadModel():
                 self._models.drop(op.model_id)
                 return Done()
@@ -223,7 +225,7 @@ class DeviceExecutor:
             **device_memory.stats(),
         }
 
-    def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
+    def _forward_backward(self, op: ForwardBackward) -> Job[ForwardBackwardResult]:
         model = self._models.get(op.model_id)
         loss, spec = select_loss(op.loss_fn, op.settings), LOSSES[op.loss_fn]
         trained = [spec.has_gradient(datum) for datum in op.data]
@@ -249,7 +251,7 @@ class DeviceExecutor:
                 packed.arrays,
                 loss,
                 config=self._config,
-                remat=self._remat,
+                remat=self._memory.remat(np.shape(packed.arrays.tokens)[1]),
             )
             outputs.append(to_host(output))
         self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
@@ -259,7 +261,7 @@ class DeviceExecutor:
 
     def _forward(
         self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
-    ) -> Generator[None, None, tuple[tuple[np.ndarray, ...], float]]:
+    ) -> Job[tuple[tuple[np.ndarray, ...], float]]:
         """Return (logprobs of each datum, summed loss). The model does not change."""
         outputs: list[TokenOutputs] = []
         for packed in batches:
@@ -321,15 +323,15 @@ class DeviceExecutor:
         self._models.put(op.model_id, loaded)
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
-    def _save(self, op: SaveWeights) -> WeightsSaved:
+    def _save(self, op: SaveWeights) -> Job[WeightsSaved]:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(
             model.adam, self._config, model.lora
         )
         path = checkpoint_path(op.model_id, CheckpointKind.TRAINING, op.name)
-        return self._write(path, model, arrays, op.user_metadata, overwrite=op.overwrite)
+        return (yield from self._write(path, model, arrays, op.user_metadata, overwrite=op.overwrite))
 
-    def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
+    def _save_sampler(self, op: SaveSampler) -> Job[WeightsSaved]:
         model = self._models.get(op.model_id)
         on_disk = is_on_disk(op.weights)
         arrays = (
@@ -339,21 +341,20 @@ class DeviceExecutor:
         )
         if op.peft_directory is not None:
             directory = Path(op.peft_directory)
-            self._ranks.broadcast_from_rank0(
+            yield from self._on_rank0(
                 lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32")
             )
-        saved = (
-            self._write(op.weights, model, arrays, op.user_metadata)
-            if on_disk
-            else WeightsSaved(path=None, size_bytes=0)
-        )
-        self.adapters.put(op.weights, model.adapter)
+        saved = WeightsSaved(path=None, size_bytes=0)
+        if on_disk:
+            saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
+        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # the wait may have moved it
         return saved
 
-    def _save_external(self, op: SaveExternal) -> WeightsSaved:
+    def _save_external(self, op: SaveExternal) -> Job[WeightsSaved]:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
-        return self._write(checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name), model, arrays, {})
+        path = checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name)
+        return (yield from self._write(path, model, arrays, {}))
 
     def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
         return self._ranks.broadcast_from_rank0(lambda: self._store.read(path))
@@ -366,7 +367,7 @@ class DeviceExecutor:
         user_metadata: Mapping[str, str],
         *,
         overwrite: bool = False,
-    ) -> WeightsSaved:
+    ) -> Job[WeightsSaved]:
         step = int(model.adam.step)
         write = partial(
             self._store.write,
@@ -377,7 +378,17 @@ class DeviceExecutor:
             user_metadata=user_metadata,
             overwrite=overwrite,
         )
-        return WeightsSaved(path=path, size_bytes=self._ranks.broadcast_from_rank0(write).size_bytes)
+        info = yield from self._on_rank0(write)
+        return WeightsSaved(path=path, size_bytes=info.size_bytes)
+
+    def _on_rank0[Value](self, write: Callable[[], Value]) -> Job[Value]:
+        """Call `write` in a thread, so that sequences decode and other models train in the meantime. With
+        several ranks, all of them wait for rank 0."""
+        if jax.process_count() > 1:
+            return self._ranks.broadcast_from_rank0(write)
+        written = self._writer.submit(write)
+        yield written
+        return written.result()
 
     def _new_model(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
         """Return a model on the device with the initial optimizer state."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.config.engine_options import EngineOptions
+from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS, DEFAULT_MAX_MODELS, EngineOptions
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.mesh import check_device, make_mesh
@@ -20,9 +20,25 @@ from skyrl_tx_server.model.weights import check_divisible
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_CONTEXT_LENGTH = 32768
-"""The default limit for models with a longer context. It bounds the default size of the KV cache, which is
-proportional to the context length."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits that follow the memory of the device unless an option sets them."""
+
+    max_models: int
+    max_loras: int
+    max_context_length: int  # for models with a longer context
+
+
+DEFAULT_LIMITS = (
+    Limits(max_models=DEFAULT_MAX_MODELS, max_loras=DEFAULT_MAX_LORAS, max_context_length=32_768),
+    Limits(max_models=2, max_loras=4, max_context_length=32_768),
+    Limits(max_models=1, max_loras=2, max_context_length=32_768),
+    Limits(max_models=1, max_loras=2, max_context_length=16_384),
+    Limits(max_models=1, max_loras=2, max_context_length=8_192),
+    Limits(max_models=1, max_loras=2, max_context_length=4_096),
+)
+"""The default limits, largest first. A CPU uses the first, a GPU the first that fit into its memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,21 +46,38 @@ class ResolvedModel:
     settings: EngineOptions
     config: ModelConfig  # includes the mesh
     dtype: np.dtype  # the type of base weights and activations
+    max_models: int
+    max_loras: int
     max_context_length: int  # the maximum number of tokens of prompt and completion together
     train_shapes: BucketShapes
 
 
 def resolve_model(settings: EngineOptions) -> ResolvedModel:
-    """Resolve the options. Raises ConfigError if the model or the devices do not support them."""
-    dtype, config = _dtype(settings), _with_mesh(settings, _model_config(settings))
-    length = _max_context_length(settings, config)
+    """Resolve the options, with the largest default limits. Raises ConfigError if the model or the devices do
+    not support them."""
+    return with_limits(
+        settings, _with_mesh(settings, _model_config(settings)), _dtype(settings), DEFAULT_LIMITS[0]
+    )
+
+
+def with_limits(
+    settings: EngineOptions, config: ModelConfig, dtype: np.dtype, limits: Limits
+) -> ResolvedModel:
+    """Return a model with `limits`, except those that options set."""
+    length = _max_context_length(settings, config, limits)
     shapes = train_shapes(
         max_context_length=length,
         tokens_per_batch=settings.train_tokens_per_batch,
         dp_ranks=settings.mesh.batch,
     )
     return ResolvedModel(
-        settings=settings, config=config, dtype=dtype, max_context_length=length, train_shapes=shapes
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_models=settings.max_models or limits.max_models,
+        max_loras=settings.max_loras or limits.max_loras,
+        max_context_length=length,
+        train_shapes=shapes,
     )
 
 
@@ -77,13 +110,13 @@ def _model_config(settings: EngineOptions) -> ModelConfig:
 
 def _with_mesh(settings: EngineOptions, config: ModelConfig) -> ModelConfig:
     check_device()
-    check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs)
+    check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs or settings.mesh.batch)
     return replace(config, mesh=make_mesh(settings.mesh))
 
 
-def _max_context_length(settings: EngineOptions, config: ModelConfig) -> int:
+def _max_context_length(settings: EngineOptions, config: ModelConfig, limits: Limits) -> int:
     if settings.max_context_length is None:
-        return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
+        return min(config.context_length, limits.max_context_length)
     if not 1 <= settings.max_context_length <= config.context_length:
         raise ConfigError(
             f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the "

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,9 @@ class Segment:
     values: jax.Array  # [B, K, n, hd]
 
 
+UNIQUE: Any = {"unique_indices": True, "mode": "drop"}
+"""Arguments of scatters to unique positions. Without them, XLA's programs for GPUs write elements of 16 bits
+by compare-and-swap loops."""
 EVERYWHERE = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
@@ -205,8 +209,8 @@ def _write_own_layer(
 ) -> KVCache:
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
-        keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2)),
-        values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3)),
+        keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2), **UNIQUE),
+        values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3), **UNIQUE),
     )
 
 
@@ -220,8 +224,8 @@ def _scatter_own_positions(
 ) -> KVCache:
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
-        keys=cache.keys.at[:, pages, :, :, places].set(new.keys.transpose(1, 4, 0, 2, 3)),
-        values=cache.values.at[:, pages, :, places].set(new.values.transpose(1, 3, 0, 2, 4)),
+        keys=cache.keys.at[:, pages, :, :, places].set(new.keys.transpose(1, 4, 0, 2, 3), **UNIQUE),
+        values=cache.values.at[:, pages, :, places].set(new.values.transpose(1, 3, 0, 2, 4), **UNIQUE),
     )
 
 
@@ -233,14 +237,16 @@ def _places(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (page, position in the page), both [B, n], of each new position. Positions from `counts_B` on
-    are in the null page."""
+    """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Positions
+    from `counts_B` on, of other devices and of the null page have pages after the last one, which a scatter
+    drops."""
     local, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
-    return jnp.where(
-        columns < counts_B[:, None], jnp.take_along_axis(local, positions // PAGE_SIZE, axis=1), 0
-    ), positions % PAGE_SIZE
+    page = jnp.take_along_axis(local, positions // PAGE_SIZE, axis=1)
+    after_last = cache.keys.shape[1] + jnp.arange(positions.size).reshape(positions.shape)
+    is_written = (page > 0) & (columns < counts_B[:, None])
+    return jnp.where(is_written, page, after_last), positions % PAGE_SIZE
 
 
 def _write_own_positions(

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -41,6 +43,8 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 """The sharding of the embedding and the head, [V, D]."""
 MIN_COMPUTE_CAPABILITY = 8
 """The lowest major compute capability that Triton supports (Ampere)."""
+MAX_HOST_BYTES = 1 << 30
+"""The size of the blocks in which the weights of a GPU are read, if a layer is smaller."""
 
 
 def on_gpu() -> bool:
@@ -80,9 +84,9 @@ def place(
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
     """Create a sharded array from the parts that `read(index)` returns. Host memory holds the part of one
-    device at a time."""
+    device at a time; on a GPU, at most about MAX_HOST_BYTES of it."""
     if config.mesh is None:
-        return jax.device_put(read(tuple(slice(0, size) for size in shape)))
+        return _read_to_device(read, tuple(slice(0, size) for size in shape), None)
     sharding = NamedSharding(config.mesh, spec)
     bounds = {
         device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -91,11 +95,39 @@ def place(
     }
     host, last, arrays = np.empty(0), None, []
     for device in sorted(bounds, key=lambda device: bounds[device]):
+        index = tuple(slice(*bound) for bound in bounds[device])
+        if on_gpu() and list(bounds.values()).count(bounds[device]) == 1:
+            arrays.append(_read_to_device(read, index, device))
+            continue
         if bounds[device] != last:
             last = bounds[device]
-            host = read(tuple(slice(*bound) for bound in last))
+            host = read(index)
         arrays.append(jax.block_until_ready(jax.device_put(host, device)))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _read_to_device(
+    read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...], device: Any
+) -> jax.Array:
+    """Read one part of an array. On a GPU, the rows of a large part are read and sent in blocks."""
+    rows, num_rows = index[0], index[0].stop - index[0].start
+    if not on_gpu() or num_rows == 1:
+        return jax.device_put(read(index), device)
+    row = read((slice(rows.start, rows.start + 1), *index[1:]))
+    step = max(1, MAX_HOST_BYTES // row.nbytes)
+    if step >= num_rows:
+        return jax.device_put(read(index), device)
+    array = jnp.zeros((num_rows, *row.shape[1:]), row.dtype, device=device)
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        block = read((slice(rows.start + first, rows.start + last), *index[1:]))
+        array = jax.block_until_ready(_write_rows(array, jax.device_put(block, device), first))
+    return array
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write_rows(array: jax.Array, block: jax.Array, first: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, block, first, 0)
 
 
 def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:

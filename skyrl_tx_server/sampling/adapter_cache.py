@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import jax
@@ -53,7 +54,9 @@ class AdapterCache:
         self._free_host_bytes = free_host_bytes
         self._max_lora_rank = max_lora_rank
         self._read = read
-        self._in_host_memory: dict[str, Adapter] = {}  # ephemeral snapshots, least recently used first
+        # ephemeral snapshots, least recently used first; a thread copies them to host memory
+        self._in_host_memory: dict[str, Future[Adapter]] = {}
+        self._copier = ThreadPoolExecutor(1, "snapshots")
         # the LoRA slot of each snapshot on the device, least recently used first
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
@@ -97,7 +100,7 @@ class AdapterCache:
         if weights in self._slots:
             self._evict(weights)
         if not is_on_disk(weights):
-            self._store_in_host_memory(weights, to_host(adapter))
+            self._store_in_host_memory(weights, adapter)
         self._saves[weights] += 1
         slot = self._free_slot()
         if slot is not None:  # if all slots are pinned, `pin` loads the snapshot later
@@ -177,19 +180,23 @@ class AdapterCache:
             "snapshots_in_host_memory": len(self._in_host_memory),
         }
 
-    def _store_in_host_memory(self, weights: str, copy: Adapter) -> None:
-        needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
+    def _store_in_host_memory(self, weights: str, adapter: Adapter) -> None:
+        """Copy the adapter to host memory in a thread, beside decoding and training. The arrays stay on the
+        device until the copy is complete. With several processes, all of them copy at once."""
+        needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(adapter))
         self._in_host_memory.pop(weights, None)
         for unused in [name for name in self._in_host_memory if not self._is_used(name)]:
             if self._free_host_bytes() >= needed:
                 break
             logger.warning("dropped the sampler snapshot %s because host memory is full", unused)
             del self._in_host_memory[unused]
-        self._in_host_memory[weights] = copy
+        copy = self._in_host_memory[weights] = self._copier.submit(to_host, adapter)
+        if jax.process_count() > 1:
+            wait([copy])
 
     def _fetch(self, weights: str) -> Adapter:
         if weights in self._in_host_memory:
-            return self._in_host_memory[weights]
+            return self._in_host_memory[weights].result()
         if not is_on_disk(weights):
             raise NotFoundError(
                 f"no sampler weights {weights}: they were never saved, were freed with their session, or "

@@ -1,5 +1,6 @@
 """Sampler snapshots in LoRA slots and in host memory: lookup, pins and eviction."""
 
+import threading
 from collections.abc import Callable
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError
 from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
+from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.sampling import adapter_cache
 from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, AdapterCache
 from tests.fakes.tiny_model import CONFIG
 
@@ -62,6 +65,22 @@ def test_every_snapshot_has_the_values_it_was_saved_with() -> None:
         assert pinned_values(cache, name) == {float(ord(name))}
     assert pinned_values(cache, None) == {0.0} and cache.pin(None) == BASE_SLOT
     assert cache.stats() == {"snapshots_on_device": 2, "snapshots_in_host_memory": 4}
+
+
+def test_a_save_does_not_wait_for_the_copy_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy = threading.Event()
+
+    def slow_copy(tree: Adapter) -> Adapter:
+        assert may_copy.wait(60)
+        return to_host(tree)
+
+    monkeypatch.setattr(adapter_cache, "to_host", slow_copy)
+    cache = open_cache()
+    save(cache, *"ab")
+    assert pinned_values(cache, "a") == {float(ord("a"))}, "the LoRA slot can be used at once"
+    may_copy.set()
+    save(cache, *"cd")
+    assert pinned_values(cache, "a") == {float(ord("a"))}, "loaded from the copy in host memory"
 
 
 def test_saving_a_name_again_replaces_its_weights() -> None:

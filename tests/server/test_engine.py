@@ -2,6 +2,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.engine import Engine, WithdrawnError
-from skyrl_tx_server.engine.executor_protocol import FailedSequence, SequencesLostError
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, Job, SequencesLostError
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
@@ -18,6 +19,8 @@ from skyrl_tx_server.engine.operations import (
     ForwardBackward,
     LoraSpec,
     LossFn,
+    Op,
+    OpResult,
     OptimStep,
     Sample,
     SampleResult,
@@ -410,6 +413,55 @@ def test_stop_waits_for_the_running_operation():
     threading.Timer(0.05, executor.gate.set).start()
     engine.stop()
     assert future.result(0) == Done()
+
+
+class WaitingExecutor(FakeExecutor):
+    """Operations of the model `waiting` wait for a future before they finish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: Future[None] = Future()
+        self.waits = threading.Event()  # an operation of `waiting` has begun
+
+    def run(self, op: Op) -> Job[OpResult]:
+        if getattr(op, "model_id", None) == "waiting":
+            self.waits.set()
+            yield self.written
+            self.written.result()
+        return (yield from super().run(op))
+
+
+def test_others_run_while_an_operation_waits_for_a_thread():
+    executor = WaitingExecutor()
+    with running(executor) as engine:
+        waiting, later = engine.submit(optim("waiting")), engine.submit(optim("waiting"))
+        executor.waits.wait(TIMEOUT_S)
+        engine.submit(optim("other")).result(TIMEOUT_S)
+        engine.submit(sample()).result(TIMEOUT_S)
+        assert not waiting.done() and executor.log.count("optim waiting") == 0
+        executor.written.set_result(None)
+        waiting.result(TIMEOUT_S)
+        later.result(TIMEOUT_S)
+    assert executor.log[0] == "optim other" and executor.log[-2:] == ["optim waiting"] * 2
+
+
+def test_an_error_of_the_other_thread_fails_the_operation():
+    executor = WaitingExecutor()
+    executor.written.set_exception(UserError("the disk is full"))
+    with running(executor) as engine:
+        assert str(engine.submit(optim("waiting")).exception(TIMEOUT_S)) == "the disk is full"
+        engine.submit(optim("other")).result(TIMEOUT_S)
+
+
+def test_stop_waits_for_the_other_thread():
+    executor = WaitingExecutor()
+    engine = Engine(executor)
+    engine.start()
+    future = engine.submit(optim("waiting"))
+    executor.waits.wait(TIMEOUT_S)
+    threading.Timer(0.05, executor.written.set_result, [None]).start()
+    engine.stop()
+    assert future.exception(0) is None
 
 
 def test_an_operation_abandoned_while_running_resolves_once():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, Se
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor import executor as executor_module
 from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.executor.memory_division import CACHE_SHARE_OF_CPU_MEMORY
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.model.shapes import PAGE_SIZE
@@ -185,6 +188,31 @@ def sample_one(engine: Engine, weights: str | None) -> tuple[list[int], list[flo
 
 def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
     return run(engine, SaveSampler(model_id=model_id, weights=weights))
+
+
+def test_others_train_and_sample_while_a_checkpoint_is_written(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    is_writing, may_end = threading.Event(), threading.Event()
+    write = CheckpointStore.write
+
+    def slow_write(*args: Any, **kwargs: Any) -> CheckpointInfo:
+        is_writing.set()
+        assert may_end.wait(TIMEOUT_S)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointStore, "write", slow_write)
+    create(engine, "saved")
+    create(engine, "trains")
+    saving = engine.submit(SaveWeights(model_id="saved", name="slow"))
+    stepping = engine.submit(OptimStep(model_id="saved", adam=AdamSettings(learning_rate=0.1)))
+    assert is_writing.wait(TIMEOUT_S)
+    accumulate(engine, "trains", data())
+    run(engine, sample_op(None, max_tokens=8))
+    assert not saving.done() and not stepping.done()
+    may_end.set()
+    assert saving.result(TIMEOUT_S).path == "tinker://saved/weights/slow"
+    stepping.result(TIMEOUT_S)
 
 
 def test_training_and_sampling_compile_each_function_once(model_dir: Path, checkpoints_dir: Path):
@@ -662,11 +690,15 @@ def test_the_number_of_slots_is_reduced_to_the_free_memory(
 ):
     # the KV pages of a sequence of 600 tokens, the maximum context
     sequence_bytes = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
-    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * sequence_bytes)
+    monkeypatch.setattr(
+        device_memory, "free_bytes", lambda _: 7.5 * sequence_bytes / CACHE_SHARE_OF_CPU_MEMORY
+    )
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).sampler.num_slots == 3
     assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text
-    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * sequence_bytes)
+    monkeypatch.setattr(
+        device_memory, "free_bytes", lambda _: 0.5 * sequence_bytes / CACHE_SHARE_OF_CPU_MEMORY
+    )
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))
 

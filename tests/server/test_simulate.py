@@ -8,7 +8,7 @@ import chz
 import numpy as np
 import pytest
 
-from scripts.bench.gpu import heads_size, matrix_size
+from scripts.bench.gpu_models import heads_size, matrix_size
 from scripts.simulate.costs import DEVICES, Measured, ModelSize, step_flops
 from scripts.simulate.simulation import SimulateConfig, simulate
 from skyrl_tx_server.executor.executor import DeviceExecutor

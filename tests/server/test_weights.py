@@ -1,14 +1,19 @@
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.model import mesh, weights
 from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.weights import (
     adapter_from_arrays,
     adapter_to_arrays,
@@ -49,6 +54,36 @@ def test_shards_load_like_one_file(tmp_path) -> None:
     save_model(sharded, config, tmp_path)
     assert not (tmp_path / "model.safetensors.index.json").exists()
     assert_same(load_params(tmp_path, config, "float32"), sharded)
+
+
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_a_gpu_reads_large_weights_in_blocks(has_mesh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_model_config(FIXTURES / "untied")
+    if has_mesh:
+        axes = ("data", "fsdp", "tensor", "expert")
+        config = replace(config, mesh=Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), axes))
+    whole = load_params(FIXTURES / "untied", config, "float32")
+    block_bytes = max(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(whole.layers))
+    read_bytes = []
+
+    def recorded_place(
+        config: ModelConfig,
+        shape: tuple[int, ...],
+        spec: PartitionSpec,
+        read: Callable[[tuple[slice, ...]], np.ndarray],
+    ) -> jax.Array:
+        def recorded(index: tuple[slice, ...]) -> np.ndarray:
+            part = read(index)
+            read_bytes.append(part.nbytes)
+            return part
+
+        return mesh.place(config, shape, spec, recorded)
+
+    monkeypatch.setattr(mesh, "on_gpu", lambda: True)
+    monkeypatch.setattr(mesh, "MAX_HOST_BYTES", block_bytes)
+    monkeypatch.setattr(weights, "place", recorded_place)
+    assert_same(load_params(FIXTURES / "untied", config, "float32"), whole)
+    assert max(read_bytes) <= block_bytes < max(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
 def test_bfloat16_weights_survive_a_round_trip(tmp_path) -> None:

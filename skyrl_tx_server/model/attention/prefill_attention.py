@@ -1,7 +1,7 @@
 """Attention of prefill. Tiles of prompts attend to the KV pages of their prompts, which already hold the keys
 and values of the tiles.
 
-Keys are always read in the same groups of pages, so the result is bit-identical for all batches and all
+Keys are always read in the same groups of pages, so attention is bit-identical for all batches and all
 boundaries of prefill chunks. Keys and values that decode steps compute differ from those of prefill in the
 last bits.
 """

@@ -88,7 +88,8 @@ def paged_attention(
         out_shape=tuple(
             jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
         ),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        # the number of a page is loaded two stages before the page; with four stages nothing would overlap
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
         interpret=interpret,
         name="paged_attention",
     )(
@@ -206,7 +207,7 @@ def prefill_attention(
         ),
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
-        compiler_params=compiler_params(q),
+        compiler_params=compiler_params(q, stages=5),
         interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)

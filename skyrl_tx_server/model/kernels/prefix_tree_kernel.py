@@ -46,7 +46,7 @@ def forward(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        compiler_params=compiler_params(q),
+        compiler_params=compiler_params(q, stages=3),
         interpret=interpret,
         name="tree_attention_forward",
     )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v)
@@ -72,7 +72,11 @@ def backward(
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
-    options: dict[str, Any] = {"compiler_params": compiler_params(q), "interpret": interpret}
+    options: dict[str, Any] = {
+        # with 64 queries, eight warps would divide the products into narrower ones
+        "compiler_params": compiler_params(q, stages=2, warps=4),
+        "interpret": interpret,
+    }
     layout_specs, tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=scale),
@@ -112,11 +116,24 @@ def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)
     return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
 
-def compiler_params(q: jax.Array) -> triton.CompilerParams:
-    """Return the parameters of a kernel over queries [..., hd]. With wide heads, only one tile of keys at a
-    time fits into the shared memory of many GPUs."""
-    wide = q.shape[-1] * q.dtype.itemsize > WIDE_HEAD
-    return triton.CompilerParams(num_warps=4 if q.shape[-1] <= 64 else 8, num_stages=1 if wide else 2)
+def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.CompilerParams:
+    """Return the parameters of a kernel over queries [..., hd].
+
+    `stages` is the number of stages of the software pipeline on GPUs with at least 160 KiB of shared memory
+    per program. Two stages, which fit into 99 KiB, do not overlap loads with products. Tiles of wide heads
+    fit only once.
+    """
+    if q.shape[-1] * q.dtype.itemsize > WIDE_HEAD:
+        return triton.CompilerParams(num_warps=8, num_stages=1)
+    return triton.CompilerParams(
+        num_warps=4 if q.shape[-1] <= 64 else warps, num_stages=min(stages, 2) if _has_99_kib() else stages
+    )
+
+
+def _has_99_kib() -> bool:
+    """Return whether a program on this GPU has at most 99 KiB of shared memory (CUDA C++ Programming Guide,
+    Technical Specifications per Compute Capability). Without a GPU, programs are compiled for an H200."""
+    return getattr(jax.local_devices()[0], "compute_capability", None) in ("8.6", "8.9", "12.0", "12.1")
 
 
 def _query_specs(

@@ -20,7 +20,7 @@ from src.policy.backend import check_alive
 MIN_PYTHON = (3, 12)  # requires-python of pyproject.toml
 JAX_TIMEOUT_S = 120.0  # the first initialisation of a GPU takes up to a minute
 KEYS = ("TINKER_API_KEY", "SKYRL_TX_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN")
-# In a process of its own, which ends and frees the device.
+# A separate process runs it, so that the device is free afterwards.
 JAX_PROGRAM = "import jax; print(*(f'{d.platform}:{d.device_kind}' for d in jax.devices()), sep=', ')"
 
 
@@ -61,7 +61,7 @@ def jax_devices() -> Finding:
 
 
 def sandbox() -> Finding:
-    """Start a sandbox and ask the Docker engine."""
+    """Start a sandbox, and connect to the Docker engine."""
     missing = {"bubblewrap": why_no_sandbox(), "Docker": why_no_engine()}
     figure = "; ".join(f"{name}: {reason or 'works'}" for name, reason in missing.items())
     if all(missing.values()):
@@ -81,7 +81,7 @@ def disk() -> Finding:
 
 
 def keys() -> Finding:
-    """Say which keys are set, without their values."""
+    """Report which keys are set, without their values."""
     present = (f"{name} {'yes' if os.environ.get(name) else 'no'}" for name in KEYS)
     return Finding(name="keys", figure=", ".join(present))
 
