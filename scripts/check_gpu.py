@@ -6,22 +6,35 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
     ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight devices
 
-The script prints the compilation time, the memory that XLA allocates in addition to the inputs, the number of
-places where the device waits for the host, the largest message between devices, and the names of the Pallas
-kernels in the program. With XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*", DIR
-contains their PTX; `ptxas -v -arch=sm_90a` counts registers and spills. The programs are not run.
-`tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas' interpreter.
+The script prints for each program: the compilation time, the memory that XLA allocates in addition to the
+inputs, the number of places where the device waits for the host, the largest message between devices, the
+operations and command buffers of the longest loop body (a layer or a decode step), and the registers, spilled
+bytes and waits of each Pallas kernel. It exits with status 1 if a check fails:
+
+- no write by compare-and-swap
+- no operation of a decode step outside a command buffer
+- no spilled registers
+- loads of the next tile overlap with products, in the kernels of PIPELINED
+
+The programs are not run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas'
+interpreter.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import chz
 import jax
@@ -31,7 +44,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.stages import Wrapped
 
-from scripts.bench import gpu
+from scripts.bench.gpu_models import MODELS
 from scripts.bench.small_model import RANK
 from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LossFn
@@ -41,7 +54,7 @@ from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
-from skyrl_tx_server.model.model_config import Experts, ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import GPU_PREFILL, PAGE_SIZE, PREFILL_TILE, BucketShape
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
@@ -63,32 +76,16 @@ gpu_device_info {
   device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
 """The description of the GPU for XLA, a text of GpuTargetConfigProto in
-xla/stream_executor/device_description.proto."""
+xla/stream_executor/device_description.proto. Without the versions, XLA records fewer operations in command
+buffers."""
 
-MODELS = gpu.MODELS | {
-    "32b": replace(
-        gpu.QWEN3,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_layers=64,
-        num_heads=64,
-        tie_word_embeddings=False,
-    ),
-    "30b-a3b": replace(
-        gpu.QWEN3,
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        intermediate_size=768,
-        num_layers=48,
-        num_kv_heads=4,
-        experts=Experts(count=128, per_token=8, normalized=True),
-        tie_word_embeddings=False,
-    ),
-}
+PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
+KERNELS = (*PIPELINED, "tree_attention_query_gradient", "tree_attention_key_gradient")
 
 
 @chz.chz
@@ -103,13 +100,25 @@ class CheckConfig:
 
 
 def main(config: CheckConfig) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_dump_to={folder} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"  # before XLA reads it
+        failures = compile_programs(config, Path(folder))
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    sys.exit(1 if failures else 0)
+
+
+def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
+    """Compile all programs. Returns the failed checks."""
     jax.default_backend = lambda: "gpu"  # the server selects its decode program by the backend
+    failures: list[str] = []
     axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
     devices = topologies.get_topology_desc(
         "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"
     ).devices
     mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
-    compile_for = partial(compile_and_report, mesh)
+    compile_for = partial(compile_and_report, mesh, folder, failures)
     model = MODELS[config.model]
     model = replace(
         model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None
@@ -123,7 +132,7 @@ def main(config: CheckConfig) -> None:
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
     compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:
-        return
+        return failures
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
@@ -140,6 +149,7 @@ def main(config: CheckConfig) -> None:
         tables,
         splits,
     )
+    return failures
 
 
 def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
@@ -225,9 +235,16 @@ def compile_sampling(
 
 
 def compile_and_report(
-    mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object
+    mesh: Mesh,
+    folder: Path,
+    failures: list[str],
+    name: str,
+    function: Wrapped,
+    *arguments: object,
+    **options: object,
 ) -> None:
-    """Compile a program and print its figures."""
+    """Compile a program and print its figures. Appends failed checks to `failures`."""
+    before = set(folder.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -252,12 +269,99 @@ def compile_and_report(
     if messages:
         kind, longest = max(messages, key=lambda message: prod(map(int, message[1].split(","))))
         print(f"  {len(messages)} messages between devices, the longest {kind}[{longest}]")
-    kernels = {
-        line.split('name = "')[1].split('"')[0]
-        for line in text.splitlines()
-        if "xla.gpu.triton" in line and 'name = "' in line
-    }
-    print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
+    files = [path for path in folder.iterdir() if path not in before]
+    for path in files:
+        if path.name.endswith("thunk_sequence_after_thunk_passes.txt") and (body := longest_body(path)):
+            print(f"  {body}")
+            if body.outside:
+                failures.append(f"{name}: {body.outside} operations of a loop body are in no command buffer")
+    for path in sorted(path for path in files if path.suffix == ".ptx"):
+        if ".cas" in path.read_text():
+            failures.append(f"{name}: {path.name} writes by compare-and-swap")
+        if kernel := read_kernel(path):
+            print(f"  {kernel}", flush=True)
+            failures.extend(f"{name}: {kernel.name} {failure}" for failure in kernel.failures())
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopBody:
+    """The operations of a loop body, by kind. Operations of nested loops and branches are included."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    command_buffers: int = 0
+    outside: int = 0  # operations that no command buffer contains
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common())
+        return f"longest loop body: {self.command_buffers} command buffers, {self.outside} outside; {counts}"
+
+
+def longest_body(path: Path) -> LoopBody | None:
+    """Return the loop body with the most operations in XLA's list of operations. None: there is no loop."""
+    bodies: list[LoopBody] = []
+    open_bodies: list[tuple[int, LoopBody]] = []  # with the indentation
+    buffer_indentation = sys.maxsize  # of the current command buffer
+    for line in path.read_text().splitlines():
+        indentation = len(line) - len(line.lstrip())
+        while open_bodies and indentation <= open_bodies[-1][0]:
+            open_bodies.pop()
+        if indentation <= buffer_indentation:
+            buffer_indentation = sys.maxsize
+        operation = re.match(r"\s*\d+: k(\w+)", line)
+        if line.strip() == "body:":
+            bodies.append(LoopBody())
+            open_bodies.append((indentation, bodies[-1]))
+        elif operation is not None and operation[1] == "CommandBuffer":
+            buffer_indentation = indentation
+            for _, body in open_bodies:
+                body.command_buffers += 1
+        elif operation is not None:
+            for _, body in open_bodies:
+                body.counts[operation[1]] += 1
+                body.outside += indentation <= buffer_indentation
+    return max(bodies, key=lambda body: body.counts.total(), default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """The machine code of a Pallas kernel."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    waits: list[int]  # for each wait: the number of groups of copies that may still be in progress
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.registers} registers, {self.spilled_bytes} bytes spilled, "
+            f"copies in progress at waits: {', '.join(map(str, self.waits))}"
+        )
+
+    def failures(self) -> Iterator[str]:
+        if self.spilled_bytes:
+            yield f"spills {self.spilled_bytes} bytes"
+        if self.name in PIPELINED and not any(self.waits):
+            yield "does not overlap loads with products"
+
+
+def read_kernel(path: Path) -> Kernel | None:
+    """Return the Pallas kernel of a PTX file, assembled by ptxas. None: the file has another program."""
+    text = path.read_text()
+    name = re.search(r"\.entry (\w+)", text)
+    if name is None or name[1] not in KERNELS:
+        return None
+    ptxas = Path(importlib.import_module("nvidia.cuda_nvcc").__path__[0], "bin", "ptxas")  # of jax[cuda]
+    command = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
+    report = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
+    spilled = re.findall(r"(\d+) bytes spill stores", report)
+    registers = re.findall(r"Used (\d+) registers", report)
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", text)
+    return Kernel(
+        name=name[1],
+        registers=max(map(int, registers)),
+        spilled_bytes=max(map(int, spilled)),
+        waits=list(map(int, waits)),
+    )
 
 
 if __name__ == "__main__":

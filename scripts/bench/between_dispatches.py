@@ -18,7 +18,8 @@ from unittest import mock
 import chz
 
 from scripts.bench.compare import figure
-from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
+from scripts.bench.driver import Driver, opened
+from scripts.bench.gpu_models import MODELS
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.sampling import decode, model_runner
 
@@ -36,8 +37,8 @@ def main(config: BetweenDispatches) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
         new = (2 * config.rounds * DISPATCHES + 4) * 16
-        sizes = GpuConfig(model="tiny", rows=config.rows, context=config.context + new, train_length=256)
-        with opened(model_dir, sizes, "float32", decode_steps_per_dispatch=16) as driver:
+        sizes = {"max_num_seqs": config.rows, "max_context_length": config.context + new}
+        with opened(model_dir, train_tokens_per_batch=256, **sizes) as driver:
             driver.admit(driver.fresh([config.context] * config.rows), new=new)
             driver.decode(dispatch_next=False)
             waiting, following = zip(

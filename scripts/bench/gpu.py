@@ -1,315 +1,323 @@
-"""Compare the engine on one GPU with the limits of the hardware: decoding, prefill, LoRA training, shared
-prefixes, adapters and host time.
+"""Measure the engine on one GPU, row by row, next to calculated times.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 python -m scripts.bench.gpu model=8b hf=PYTHON
-    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256
+    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 longest=512      # tests the script on a CPU
 
-`hf` is a Python with torch for CUDA, which uses a part of the GPU memory. The last command needs no GPU and
-tests the script.
-
-The models have the shapes of Qwen3 and random weights in the dtype in which they run. Only calls of the
-executor are timed. The limits were measured on an H200: 4.3 TB/s, and 790 TFLOP/s in bfloat16. The minimum
-numbers of bytes or operations are (N parameters, T tokens, L layers, H heads, K key-value
-heads, hd head dimensions):
+A line has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200, and the share
+of the limit: the time in which 4.3 TB/s and 790 TFLOP/s move the bytes or compute the operations of the row,
+divided by the measured time. The numbers of bytes or operations are (N parameters, T tokens, L layers, H
+heads, K key-value heads, hd head dimensions, 2 bytes per value):
 
     decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
     prefill        per token                                         2 N + 2 L H hd T
-    LoRA training  per token, no gradient of the base weights        4 N + 6 N_lora + 6 L H hd T
+    LoRA training  per token, no gradient of the base weights        4 N + 6 L H hd T
+
+A row that fails prints its error, and the next row follows. The exit status is 1 if a row failed. The models
+have the shapes of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
+import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import chz
 import jax
 import numpy as np
 
-from scripts.bench.compare import figure, interleave, random_sequences, report, side, timed
-from scripts.bench.sides.ours import LORA, datum, settings
-from scripts.bench.small_model import CONFIG, RANK, make_model
-from skyrl_tx_server.engine.operations import (
-    CreateModel,
-    ForwardBackward,
-    LossFn,
-    Op,
-    Sample,
-    SamplingSettings,
-    SaveSampler,
-)
-from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
-from skyrl_tx_server.engine.scheduled_work import PrefillRequest
-from skyrl_tx_server.executor.executor import DeviceExecutor
-from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.lora.adapter import adapter_size
-from skyrl_tx_server.model.model_config import ModelConfig
+from scripts.bench.compare import timed, verdict
+from scripts.bench.driver import NUM_ADAPTERS, Driver, opened
+from scripts.bench.gpu_models import MODELS, heads_size, matrix_size
+from scripts.bench.kernel_differences import paged_difference, tree_difference
+from scripts.bench.sides.ours import settings
+from scripts.bench.small_model import make_model
+from scripts.simulate.costs import DEVICES, ModelSize, Roofline
+from scripts.simulate.simulation import SimulateConfig, simulate
+from scripts.simulate.workload import run_workload
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import SaveSampler, SaveWeights
+from skyrl_tx_server.executor import device_memory, memory_division
+from skyrl_tx_server.executor.memory_plan import plan_memory
+from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.mesh import on_gpu
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
 
-BYTES_PER_S, FLOPS = 4.3e12, 790e12
-QWEN3 = replace(
-    CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960
-)
-MODELS = {
-    "4b": replace(QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36),
-    "8b": replace(
-        QWEN3, hidden_size=4096, intermediate_size=12_288, num_layers=36, tie_word_embeddings=False
-    ),
-    "tiny": replace(CONFIG, hidden_size=64, intermediate_size=128, num_layers=2, head_dim=16),
-}
-GROUP, ACTIVE = 16, 4
+ROWS, LENGTHS, CONTEXT, STEPS = (1, 8, 64, 256), (1024, 4096, 8192, 32_768), 2048, 16
+DECODE_SHARES = {64: 0.65, 256: 0.75}  # the minimum share of the limit, by number of sequences
+TRAIN_SHARES = {4096: 0.45}  # by number of tokens
+MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
 
 
 @chz.chz
 class GpuConfig:
-    model: str = chz.field(default="4b", doc="4b, 8b or tiny")
-    rows: int = chz.field(default=64, doc="Sequences that are decoded together")
-    context: int = chz.field(default=2048, doc="Tokens of each sequence when decoding starts")
-    train_length: int = chz.field(
-        default=4096, doc="Tokens of a training sequence and of a prompt to prefill"
-    )
+    model: str = chz.field(default="4b", doc="4b, 8b, 32b, 30b-a3b or tiny")
+    rows: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
+    longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
     repeats: int = 5
-    hf: str | None = chz.field(
-        default=None, doc="Python with torch for CUDA, transformers and peft; None: not compared"
-    )
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for length in LENGTHS if length <= self.longest] or [self.longest]
+
+    @property
+    def context(self) -> int:
+        """The number of tokens of each sequence when decoding starts."""
+        return min(CONTEXT, self.longest)
 
 
-class Driver:
-    """Calls an executor without the engine. The adapters have the names `adapter-0`, `adapter-1`, ..."""
+class Rows:
+    """Measures and prints the rows."""
 
-    def __init__(self, executor: DeviceExecutor) -> None:
-        self.executor = executor
-        self._tickets, self._seeds = itertools.count(), itertools.count()
-        self.run(CreateModel(model_id="model", lora=LORA))
-        for number in range(ACTIVE):
-            self.run(SaveSampler(model_id="model", weights=f"adapter-{number}"))
+    def __init__(self, config: GpuConfig) -> None:
+        self.config = config
+        self.num_failed = 0
+        model, rates = MODELS[config.model], DEVICES["h200"]
+        assert isinstance(rates, Roofline)
+        size = ModelSize(
+            weights=matrix_size(model),
+            kv_bytes=page_bytes(model, np.dtype("bfloat16")) / PAGE_SIZE,
+            attention=heads_size(model),
+            layers=model.num_layers,
+        )
+        self.predicted = replace(rates, model=size)
+        self.limit = replace(self.predicted, bytes_per_s=4.3e12, flops_per_s=790e12, launch_s=0.0)
 
-    def run(self, op: Op) -> object:
-        steps = self.executor.run(op)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as finished:
-                return finished.value
-
-    def train(self, length: int, count: int) -> None:
-        data = tuple(datum(sequence) for sequence in self.fresh([length + 1] * count))
-        self.run(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY))
-
-    def fresh(self, lengths: Sequence[int]) -> list[list[int]]:
-        return random_sequences(lengths, seed=next(self._seeds))
-
-    def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
-        """Prefill all prompts and return their request ids."""
-        waiting: list[PrefillRequest] = []
-        for index, prompt in enumerate(prompts):
-            chosen = SamplingSettings(max_tokens=new, seed=index, stop_at_eos=False)
-            op = Sample(
-                weights=f"adapter-{index % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
-            )
-            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
-        request_ids = [admit.request_id for admit in waiting]
-        while waiting:
-            admissions = self.executor.sampler.prefill(waiting[:PROMPTS_PER_PREFILL])
-            waiting = [
-                admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
-            ] + waiting[len(admissions) :]
-        return request_ids
-
-    def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
-        self.admit(prompts, new=new)
-        while self.executor.sampler.num_running:
-            self.decode()
-
-    def decode(self, *, dispatch_next: bool = True) -> None:
-        self.executor.sampler.decode()
-        self.executor.sampler.poll(dispatch_next=dispatch_next)
-
-    def dispatch_s(
+    def time(
         self,
-        prompts: Sequence[Sequence[int]],
+        name: str,
+        measure: Callable[[], float],
+        calculate: Callable[[Roofline], float] | None = None,
         *,
-        dispatches: int,
-        steps: int,
-        adapters: int = 1,
-        dispatch_next: bool = True,
-    ) -> float:
-        """Return the median seconds of a dispatch of decode steps for all prompts, after compilation."""
-        durations_s: list[float] = []
-        for _ in range(2):
-            request_ids = self.admit(prompts, new=(dispatches + 2) * steps, adapters=adapters)
-            durations_s = [
-                timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(dispatches)
-            ]
-            for request_id in request_ids:
-                self.executor.sampler.release(request_id)
-        return median(durations_s)
+        min_share: float | None = None,
+    ) -> float | None:
+        """Print the seconds that `measure` returns, in milliseconds, with the calculated times of the device.
+        Return them, or None if the row failed."""
+        seconds = self._try(name, measure)
+        if seconds is None:
+            return None
+        text = f"{1e3 * seconds:12,.2f} ms"
+        if calculate is not None:
+            share = calculate(self.limit) / seconds
+            bar = "" if min_share is None else verdict(share, at_least=min_share)
+            text += (
+                f"  calculated {1e3 * calculate(self.predicted):12,.2f} ms  {share:7.1%} of the limit  {bar}"
+            )
+        print(f"{name:58} {text}", flush=True)
+        return seconds
+
+    def value(self, name: str, measure: Callable[[], float], *, at_most: float | None = None) -> None:
+        """Print the number that `measure` returns."""
+        value = self._try(name, measure)
+        if value is not None:
+            bar = "" if at_most is None else verdict(value, at_most=at_most)
+            print(f"{name:58} {value:12.4g}     {bar}", flush=True)
+
+    def _try(self, name: str, measure: Callable[[], float]) -> float | None:
+        try:
+            return measure()
+        except Exception as error:
+            self.num_failed += 1
+            reason = (str(error).splitlines() or [""])[0]
+            print(f"{name:58} FAILED: {type(error).__name__}: {reason}", flush=True)
+            return None
+
+    def median_s(self, run: Callable[[], object]) -> float:
+        """Return the median seconds of `run`, without its first call, which compiles."""
+        run()
+        return median(timed(run)().wall_s for _ in range(self.config.repeats))
 
 
-def main(config: GpuConfig) -> None:
-    model = MODELS[config.model]
-    device = jax.local_devices()[0]
-    dtype = "float32" if device.platform == "cpu" else "bfloat16"
-    print(
-        f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, "
-        f"{config.rows} sequences of {config.context} tokens"
-    )
+def main(config: GpuConfig) -> int:
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # the default of the server
+    device, rows = jax.local_devices()[0], Rows(config)
+    dtype = "bfloat16" if on_gpu() else "float32"
+    print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}")
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
-        open_executor = partial(opened, model_dir, config, dtype)
-        with open_executor(decode_steps_per_dispatch=16) as driver:
-            training(config, model, driver)
-            prefill(config, model, driver)
-            dispatch_s = decoding(config, model, driver)
-            against_hugging_face(config, model_dir, driver)
+        model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
+        for section in (sampling, training, recomputed_training, agents, memory):
+            try:
+                section(rows, model_dir, dtype)
+            except Exception as error:  # an executor that cannot start ends its section
+                rows.num_failed += 1
+                print(f"{section.__name__:58} FAILED: {type(error).__name__}: {error}", flush=True)
+            gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
+    kernels(rows)
+    rows.value(
+        "KL of sampling and training in bfloat16, exit status", partial(bf16_status, config), at_most=0
+    )
+    print(f"{rows.num_failed} rows failed")
+    return 1 if rows.num_failed else 0
+
+
+def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
+    """Decoding by sequences and adapters, prefill by length, and saves."""
+    config = rows.config
+    context, new = config.context, (2 * config.repeats + 4) * STEPS
+    with opened(
+        model_dir,
+        dtype=dtype,
+        max_num_seqs=config.rows,
+        max_context_length=max(config.longest, context) + new,
+        train_tokens_per_batch=config.lengths[0],
+        max_models=1,
+        max_loras=NUM_ADAPTERS,
+    ) as driver:
+        for count in [count for count in ROWS if count <= config.rows]:
+            rows.time(
+                f"decode step, {count} sequences of {context} tokens",
+                lambda count=count: step_s(driver, rows, count),
+                lambda device, count=count: device.decode_s([context] * count, steps=1, slots=count),
+                min_share=DECODE_SHARES.get(count),
+            )
+        count = min(64, config.rows)
+        one = rows.time(f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count))
+        for adapters in (2, 4, NUM_ADAPTERS):
+            many = rows.time(
+                f"decode step, {count} sequences, {adapters} adapters",
+                lambda adapters=adapters: step_s(driver, rows, count, adapters=adapters),
+            )
+            if one and many:
+                ratio = many / one
+                rows.value(f"  relative to 1 adapter ({adapters})", lambda ratio=ratio: ratio, at_most=1.1)
+        for length in config.lengths:
+            tiles = -(-length // PREFILL_TILE)
+            rows.time(
+                f"prefill of one prompt of {length} tokens",
+                lambda length=length: rows.median_s(lambda: admit_and_release(driver, length)),
+                lambda device, tiles=tiles, length=length: device.prefill_s(tiles, context=length / 2),
+            )
+        rows.time(
+            "hand-over of weights (save_weights_for_sampler)",
+            lambda: rows.median_s(partial(hand_over, driver)),
+        )
+        rows.time("checkpoint (save_state)", lambda: rows.median_s(partial(save_state, driver)))
+
+
+def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> float:
+    """Return the seconds of one of the decode steps of a dispatch."""
+    prompts = driver.fresh([rows.config.context] * count)
+    return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
+
+
+def admit_and_release(driver: Driver, length: int) -> None:
+    for request_id in driver.admit(driver.fresh([length]), new=1):
+        driver.executor.sampler.release(request_id)
+
+
+def hand_over(driver: Driver) -> None:
+    driver.run(SaveSampler(model_id="model", weights="adapter-0"))
+    jax.block_until_ready(driver.executor.adapters.arrays)
+
+
+def save_state(driver: Driver) -> None:
+    driver.run(SaveWeights(model_id="model", name="benchmark", overwrite=True))
+
+
+def training(rows: Rows, model_dir: Path, dtype: str, *, kept: str = "activations kept") -> None:
+    """forward_backward of one sequence, by length."""
+    config = rows.config
+    for length in config.lengths:
+        options = {"dtype": dtype, "max_context_length": length, "train_tokens_per_batch": length}
+        with opened(model_dir, **options, max_num_seqs=1, max_models=1) as driver:
+            rows.time(
+                f"training of {length} tokens, {kept}",
+                lambda driver=driver, length=length: rows.median_s(lambda: driver.train(length, 1)),
+                lambda device, length=length: device.training_s(length),
+                min_share=TRAIN_SHARES.get(length) if kept == "activations kept" else None,
+            )
         del driver
-        gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
-        with open_executor(decode_steps_per_dispatch=64) as driver:
-            longer_s = driver.dispatch_s(
-                driver.fresh([config.context] * config.rows), dispatches=config.repeats, steps=64
+        gc.collect()
+
+
+def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
+    with (
+        mock.patch.object(memory_division, "TRAINING_SHARE_OF_REST", 0.0),
+        mock.patch.object(memory_division, "ACTIVATIONS_SHARE_OF_CPU_MEMORY", 0.0),
+    ):
+        training(rows, model_dir, dtype, kept="layers recomputed")
+
+
+def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
+    """A load of agents with three turns beside training, on the engine, and in the simulator."""
+    config = rows.config
+    load = SimulateConfig(
+        agents=min(64, config.rows),
+        prompt_tokens=config.context,
+        new_tokens=config.context // 8,
+        turns=3,
+        turn_tokens=config.context // 8,
+        training_ops=4,
+        training_tokens=config.lengths[0],
+        slots=min(64, config.rows),
+        train_tokens_per_batch=config.lengths[0],
+    )
+    with opened(
+        model_dir,
+        dtype=dtype,
+        max_num_seqs=load.slots,
+        max_context_length=load.workload.max_context_length + 1,
+        train_tokens_per_batch=load.train_tokens_per_batch,
+        max_models=1,
+    ) as driver:
+        for number in range(2):  # the first time compiles
+            engine = Engine(driver.executor)
+            seconds = rows.time(
+                f"{load.agents} agents, 3 turns, beside {load.training_ops} training operations"
+                + ("" if number else ", with compilation"),
+                lambda engine=engine: run_workload(load.workload, engine, time.perf_counter).total_s,
             )
-        gap_s = dispatch_s - 16 * (longer_s - dispatch_s) / 48  # the time of a dispatch without its steps
-        figure(
-            "host time between dispatches, share of a dispatch of 16 steps", gap_s / dispatch_s, at_most=0.03
-        )
+            engine.stop()
+        simulated_s = simulate(load, rows.predicted).outcome.total_s
+        print(f"{'  calculated by the simulator':58} {1e3 * simulated_s:12,.2f} ms")
+        if seconds:
+            rows.value("  measured relative to calculated", lambda: seconds / simulated_s)
 
 
-@contextlib.contextmanager
-def opened(
-    model_dir: Path, config: GpuConfig, dtype: str, *, decode_steps_per_dispatch: int
-) -> Iterator[Driver]:
-    longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
-    given = {
-        "max_context_length": longest,
-        "max_num_seqs": config.rows,
-        "train_tokens_per_batch": config.train_length,
-    }
-    given |= {"warmup": False}  # otherwise other programs are compiled and run during the measurement
+def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
+    """The peak of all sections so far, and the plan of a server without options."""
+    peak = device_memory.stats().get("device_peak_bytes")
     with tempfile.TemporaryDirectory() as folder:
-        executor = DeviceExecutor(
-            settings(
-                model_dir,
-                Path(folder),
-                dtype=dtype,
-                decode_steps_per_dispatch=decode_steps_per_dispatch,
-                **given,
-            )
-        )
-        if executor.sampler.num_slots < config.rows:
-            sys.exit(
-                f"only {executor.sampler.num_slots} of {config.rows} sequences fit: "
-                f"set rows={executor.sampler.num_slots} or a smaller context"
-            )
-        yield Driver(executor)
+        unset = dict.fromkeys(("max_num_seqs", "max_models", "max_loras", "max_context_length"))
+        print(plan_memory(settings(model_dir, Path(folder), dtype=dtype, **unset)))
+    if isinstance(peak, int):
+        rows.value("peak of the device memory, GiB", lambda: peak / 2**30)
 
 
-def training(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
-    length, count = config.train_length, 4
-    seconds = measured(partial(driver.train, length, count), config)
-    per_token = 4 * matrix_size(model) + 6 * adapter_size(model, RANK) + 6 * heads_size(model) * length
-    rate = count * length / seconds
-    figure(f"LoRA training of {length} tokens, tokens/s", rate)
-    figure(f"  share of {FLOPS / 1e12:.0f} TFLOP/s", rate * per_token / FLOPS, at_least=0.45)
+def kernels(rows: Rows) -> None:
+    """The largest differences between compiled kernels and Pallas' interpreter."""
+    if not on_gpu():
+        print("kernels: a GPU is needed")
+        return
+    rows.value("paged attention, difference", paged_difference, at_most=MAX_KERNEL_DIFFERENCE)
+    rows.value("tree attention, difference", tree_difference, at_most=MAX_KERNEL_DIFFERENCE)
 
 
-def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
-    length, count = config.train_length, 4
-    seconds = measured(lambda: driver.admit(driver.fresh([length] * count), new=1), config)
-    rate = count * length / seconds
-    figure(f"prefill of {length} tokens, tokens/s", rate)
-    figure(
-        f"  share of {FLOPS / 1e12:.0f} TFLOP/s",
-        rate * (2 * matrix_size(model) + 2 * heads_size(model) * length) / FLOPS,
-        at_least=0.55,
-    )
-    one, many = (
-        measured(lambda n=n: driver.admit(driver.fresh([48] * n), new=1), config)
-        for n in (1, min(16, config.rows))
-    )
-    figure(f"prefill of {min(16, config.rows)} prompts of 48 tokens against one", many / one)
-
-
-def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
-    """Measure decoding. Returns the seconds of a dispatch of 16 steps for different prompts."""
-    measure = partial(driver.dispatch_s, dispatches=config.repeats, steps=16)
-    alone_s = measure(driver.fresh([config.context] * config.rows))
-    itemsize = 4 if jax.local_devices()[0].platform == "cpu" else 2
-    of_cache = config.rows * config.context * 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    floor_s = itemsize * (matrix_size(model) + of_cache) / BYTES_PER_S
-    figure(f"decoding {config.rows} sequences, tokens/s", config.rows * 16 / alone_s)
-    figure(f"  share of {BYTES_PER_S / 1e12:.1f} TB/s", floor_s / (alone_s / 16), at_least=0.6)
-    num_shared, num_unshared = config.context * 3 // 4, config.context - config.context * 3 // 4
-    groups = [
-        beginning for beginning in driver.fresh([num_shared] * -(-config.rows // GROUP)) for _ in range(GROUP)
-    ][: config.rows]
-    together_s = measure(
-        [
-            beginning + end
-            for beginning, end in zip(groups, driver.fresh([num_unshared] * config.rows), strict=True)
-        ]
-    )
-    figure(
-        "time without a shared prefix, relative to 3/4 of the context shared by 16",
-        alone_s / together_s,
-        at_least=1.5,
-    )
-    waiting_s = measure(driver.fresh([config.context] * config.rows), dispatch_next=False)
-    figure(
-        "dispatch after the host has read the results, relative to dispatch before",
-        waiting_s / alone_s,
-    )
-    mixed_s = measure(driver.fresh([config.context] * config.rows), adapters=ACTIVE)
-    figure(f"a dispatch with {ACTIVE} adapters, relative to one", mixed_s / alone_s, at_most=1.1)
-    return alone_s
-
-
-def against_hugging_face(config: GpuConfig, model_dir: Path, driver: Driver) -> None:
-    prompt, new, count = 256, 128, min(16, config.rows)
-    turns: dict[str, Callable] = {
-        "ours": timed(lambda: driver.generate(driver.fresh([prompt] * count), new=new))
+def bf16_status(config: GpuConfig) -> float:
+    """Run scripts/check_bf16.py with the shape of the model. Return its exit status."""
+    model = MODELS[config.model]
+    shape = {
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
     }
-    with contextlib.ExitStack() as stack:
-        if config.hf is not None:
-            peer = stack.enter_context(
-                side("HF", "hugging_face", model_dir, RANK, 8, "cuda", python=config.hf)
-            )
-            turns["HF"] = lambda: peer.call("sample", prompts=driver.fresh([prompt] * count), max_tokens=new)
-        report(
-            f"generation, {count} x ({prompt} + {new})",
-            interleave(turns, repeats=config.repeats),
-            {"HF": 5.0},
-        )
-
-
-def measured(run: Callable[[], object], config: GpuConfig) -> float:
-    """Return the median seconds without compilation."""
-    run()
-    return median(timed(run)().wall_s for _ in range(config.repeats))
-
-
-def matrix_size(model: ModelConfig) -> int:
-    """Return the number of weights by which each token is multiplied: matrices of the layers and the head."""
-    layers = sum(
-        len(stack.layers) * prod(weight.shape)
-        for stack in stacks_of(model)
-        for weight in stack.weights.values()
-        if weight.inputs
-    )
-    return layers + model.vocab_size * model.hidden_size
-
-
-def heads_size(model: ModelConfig) -> int:
-    return model.num_layers * model.num_heads * model.head_dim
+    arguments = [f"{name}={size}" for name, size in shape.items()]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.check_bf16", *arguments], env=environment
+    ).returncode
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(GpuConfig, argv=sys.argv[1:], allow_hyphens=True))
+    sys.exit(main(chz.entrypoint(GpuConfig, argv=sys.argv[1:], allow_hyphens=True)))

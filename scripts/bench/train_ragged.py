@@ -46,12 +46,12 @@ def main(config: Peers) -> None:
     data = [datum(sequence) for sequence in sequences]
     trained = [np.ones(len(each.tokens), bool) for each in data]
     batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
-    useful, slots = (
+    useful, positions = (
         sum(len(sequence) - 1 for sequence in sequences),
         sum(batch.arrays.tokens.size for batch in batches),
     )
     shapes = ", ".join("x".join(map(str, batch.arrays.tokens.shape)) for batch in batches)
-    figure(f"fill of packed streams, batches {shapes}", useful / slots, at_least=0.85)
+    figure(f"fill of packed streams, batches {shapes}", useful / positions, at_least=0.85)
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:

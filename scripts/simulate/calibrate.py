@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from scripts.bench.gpu import Driver
+from scripts.bench.driver import Driver
 from scripts.bench.sides.ours import settings
 from scripts.bench.small_model import CONFIG, make_model
 from scripts.simulate.costs import Measured

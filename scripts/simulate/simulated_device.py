@@ -7,7 +7,7 @@ Only `ModelRunner`, the adapters and the training programs are replaced. Each sa
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ import numpy as np
 from scripts.bench.small_model import CONFIG
 from scripts.simulate.costs import Costs
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK
-from skyrl_tx_server.engine.executor_protocol import EngineInfo
+from skyrl_tx_server.engine.executor_protocol import EngineInfo, Job
 from skyrl_tx_server.engine.operations import (
     Done,
     ForwardBackward,
@@ -102,7 +102,7 @@ class SimulatedExecutor:
             given_prefills_per_dispatch=prefills_per_dispatch,
         )
 
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
+    def run(self, op: Op) -> Job[OpResult]:
         match op:
             case ForwardBackward():
                 tokens = sum(len(datum.tokens) for datum in op.data)

@@ -29,7 +29,7 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
     TrainDatum,
 )
-from skyrl_tx_server.executor import device_memory
+from skyrl_tx_server.executor import memory_division
 from skyrl_tx_server.executor.executor import DeviceExecutor
 
 LORA = LoraSpec(rank=RANK, train_unembed=False)  # the same as in the other programs
@@ -112,7 +112,7 @@ def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Ite
     """Run an engine with default settings, except the settings in `given`. With `recompute`, the backward
     pass recomputes activations, as for a model whose activations do not fit into memory."""
     if recompute:
-        device_memory.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
+        memory_division.ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **given)))
         engine.start()

@@ -1,0 +1,109 @@
+"""Calls an executor directly, so that a benchmark times programs without the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from scripts.bench.compare import random_sequences, timed
+from scripts.bench.sides.ours import LORA, datum, settings
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    ForwardBackward,
+    LossFn,
+    Op,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+)
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+from skyrl_tx_server.executor.executor import DeviceExecutor
+
+NUM_ADAPTERS = 8
+
+
+class Driver:
+    """Calls an executor without the engine. The adapters have the names `adapter-0`, `adapter-1`, ..."""
+
+    def __init__(self, executor: DeviceExecutor) -> None:
+        self.executor = executor
+        self._tickets, self._seeds = itertools.count(), itertools.count()
+        self.run(CreateModel(model_id="model", lora=LORA))
+        for number in range(NUM_ADAPTERS):
+            self.run(SaveSampler(model_id="model", weights=f"adapter-{number}"))
+
+    def run(self, op: Op) -> object:
+        steps = self.executor.run(op)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as finished:
+                return finished.value
+
+    def train(self, length: int, count: int) -> None:
+        data = tuple(datum(sequence) for sequence in self.fresh([length + 1] * count))
+        self.run(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY))
+
+    def fresh(self, lengths: Sequence[int]) -> list[list[int]]:
+        return random_sequences(lengths, seed=next(self._seeds))
+
+    def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
+        """Prefill all prompts and return their request ids."""
+        waiting: list[PrefillRequest] = []
+        for index, prompt in enumerate(prompts):
+            chosen = SamplingSettings(max_tokens=new, seed=index, stop_at_eos=False)
+            op = Sample(
+                weights=f"adapter-{index % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
+            )
+            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
+        request_ids = [admit.request_id for admit in waiting]
+        while waiting:
+            admissions = self.executor.sampler.prefill(waiting[:PROMPTS_PER_PREFILL])
+            waiting = [
+                admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
+            ] + waiting[len(admissions) :]
+        return request_ids
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
+        self.admit(prompts, new=new)
+        while self.executor.sampler.num_running:
+            self.decode()
+
+    def decode(self, *, dispatch_next: bool = True) -> None:
+        self.executor.sampler.decode()
+        self.executor.sampler.poll(dispatch_next=dispatch_next)
+
+    def dispatch_s(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        dispatches: int,
+        steps: int,
+        adapters: int = 1,
+        dispatch_next: bool = True,
+    ) -> float:
+        """Return the median seconds of a dispatch of decode steps for all prompts, after compilation."""
+        durations_s: list[float] = []
+        for _ in range(2):
+            request_ids = self.admit(prompts, new=(dispatches + 2) * steps, adapters=adapters)
+            durations_s = [
+                timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(dispatches)
+            ]
+            for request_id in request_ids:
+                self.executor.sampler.release(request_id)
+        return median(durations_s)
+
+
+@contextlib.contextmanager
+def opened(model_dir: Path, **given: object) -> Iterator[Driver]:
+    """Open an executor with the options `given`. It compiles no program before its first use."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **(given | {"warmup": False}))))

@@ -1,0 +1,59 @@
+"""The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
+from skyrl_tx_server.model.kernels import prefix_tree_kernel
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.shapes import PAGE_SIZE, BucketShape
+from skyrl_tx_server.training.packing import dummy_batch
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def paged_difference() -> float:
+    count, width, heads, kv_heads, head_dim = 4, 8, 32, 8, 128
+    tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
+    lengths = np.array([1, 100, 300, width * PAGE_SIZE], np.int32)
+    splits = kv_splits_of(tables, lengths, group=heads // kv_heads)
+    pages = count * width
+    arrays = (
+        normal(0, count, heads, head_dim),
+        normal(1, pages, kv_heads, head_dim, PAGE_SIZE),
+        normal(2, pages, kv_heads, PAGE_SIZE, head_dim),
+    )
+    results = [
+        jax.jit(partial(paged_attention, scale=head_dim**-0.5, interpret=interpret))(*arrays, tables, splits)
+        for interpret in (False, True)
+    ]
+    compiled, interpreted = (result.out / result.total[..., None] for result in results)
+    return float(jnp.abs(compiled - interpreted).max())
+
+
+def tree_difference() -> float:
+    length, heads, kv_heads, head_dim = 512, 32, 8, 128
+    layout = dummy_batch(BucketShape(streams=1, length=length)).layout
+    q, grad = normal(0, 1, length, heads, head_dim), normal(1, 1, length, heads, head_dim)
+    k, v = normal(2, 1, length, kv_heads, head_dim), normal(3, 1, length, kv_heads, head_dim)
+
+    def results(interpret: bool) -> list[jax.Array]:
+        options = {"scale": head_dim**-0.5, "interpret": interpret}
+        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, **options)
+        grads = prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad, **options)
+        return [out, *grads]
+
+    differences = [
+        jnp.abs(compiled - interpreted).max() / jnp.abs(interpreted).max()
+        for compiled, interpreted in zip(
+            jax.jit(partial(results, False))(), jax.jit(partial(results, True))(), strict=True
+        )
+    ]
+    return float(max(differences))

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Collects everything that scripts/setup.sh downloads, for a GPU machine without a network (Linux x86_64, the same Python version).
+#
+#   scripts/collect_wheels.sh FOLDER
+#
+# On the other machine, with a copy of FOLDER, in a copy of this repository:
+#
+#   PATH=FOLDER:$PATH UV_NO_INDEX=1 UV_FIND_LINKS=FOLDER scripts/setup.sh
+set -euo pipefail
+[ $# = 1 ] || { echo "usage: scripts/collect_wheels.sh FOLDER" >&2; exit 2; }
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+uv=$(command -v uv || echo "$PWD/.cache/uv/bin/uv")
+[ -x "$uv" ] || { echo "collect_wheels: uv is not on PATH" >&2; exit 1; }
+download() {
+  "$uv" run -q --no-project --python .venv/bin/python --with pip python -m pip --disable-pip-version-check download -q --no-cache-dir \
+    --only-binary :all: --dest "$folder" "$@"
+}
+download --require-hashes -r requirements.txt
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+grep -oE '^[A-Za-z0-9._-]+==[^ ;\\]+' requirements.txt >"$constraints"
+download -c "$constraints" 'jax[cuda12]'
+cp -L "$uv" "$folder/uv"
+printf 'collect_wheels: %s files, %s in %s\n' "$(find "$folder" -name '*.whl' | wc -l)" "$(du -sh "$folder" | cut -f1)" "$folder"
