@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks the lint rules and runs the tests in two processes. Arguments are passed to pytest; `-n 0` uses one process.
+# Sets up .venv, checks the lint rules and runs the tests in three processes, because tests of containers wait for Docker. Arguments are passed to pytest; `-n 0` uses one process.
 #
 #   scripts/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 .venv/bin/ruff check .
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # keeps the order: the integration tests, which take longest, come first
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" # keeps the order: the integration tests, which take longest, come first
