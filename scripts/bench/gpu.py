@@ -269,6 +269,7 @@ def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
         train_tokens_per_batch=load.train_tokens_per_batch,
         max_models=1,
     ) as driver:
+        seconds: float | None = None
         for number in range(2):  # the first time compiles
             engine = Engine(driver.executor)
             seconds = rows.time(
