@@ -104,6 +104,7 @@ class DeviceExecutor:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
+        jax.local_devices()  # all ranks initialize JAX together, so none may wait for a broadcast before this
         available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         model = fitting_model(settings, available)
         dtype = model.dtype
