@@ -73,12 +73,9 @@ def main(argv: Sequence[str]) -> int:
         return _fail(error, status=2)
     _set_up_logging(config)
     try:
-        status = _run(config)
+        return _run(config)
     except ConfigError as error:
-        status = _fail(error, status=2)
-    if config.num_processes > 1:
-        _exit_now(status)  # at a normal exit jax waits for the other processes
-    return status
+        return _fail(error, status=2)
 
 
 def _run(config: ServerConfig) -> int:
@@ -369,4 +366,5 @@ def _exit_now(status: int) -> None:
 if __name__ == "__main__":
     logger = logging.getLogger("skyrl_tx_server")  # instead of "__main__"
     move_secrets()
-    sys.exit(main(sys.argv[1:]))
+    # A normal exit would wait for a compilation in another thread, and with several processes for the others.
+    _exit_now(main(sys.argv[1:]))

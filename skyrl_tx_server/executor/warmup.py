@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
     """Compile `programs` (name, program) in a thread. A request that needs a program earlier compiles it.
 
-    The exit of the process waits for the current compilation, because XLA cannot interrupt it.
+    The exit of Python waits for the current compilation, because the exit handlers of XLA crash during one.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 

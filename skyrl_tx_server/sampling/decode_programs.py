@@ -48,8 +48,11 @@ class DecodePrograms:
         needed = USES_BEFORE_COMPILATION if uses_before is None else uses_before
         if self._uses[program] >= needed and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
-            # Not a daemon thread: XLA cannot interrupt a compilation, so the process waits for it at exit.
-            self._thread = threading.Thread(target=self._compile, args=(program,), name="compile-decode")
+            # The engine's thread is a daemon, and threads inherit this. The exit of Python must wait for this
+            # thread, because the exit handlers of XLA crash during a compilation.
+            self._thread = threading.Thread(
+                target=self._compile, args=(program,), name="compile-decode", daemon=False
+            )
             self._thread.start()
         return None
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -73,3 +77,58 @@ def test_rolled_programs_change_no_bit(
     for first, second in zip(expected, sequences, strict=True):
         np.testing.assert_array_equal(first.tokens, second.tokens)
         np.testing.assert_array_equal(first.logprobs, second.logprobs)
+
+
+def test_the_exit_of_python_waits_for_a_compilation() -> None:
+    """XLA crashes if the process exits during a compilation."""
+    program = """
+import threading, time
+from skyrl_tx_server.sampling.decode_programs import DecodePrograms
+
+class SlowLowered:
+    def compile(self):
+        time.sleep(1)
+        print("compiled")
+
+programs = DecodePrograms(lambda program: SlowLowered())
+engine = threading.Thread(target=lambda: programs.request("program", uses_before=1), daemon=True)
+engine.start()
+engine.join()
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout == "compiled\n"
+
+
+def test_a_stop_does_not_wait_for_a_compilation(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", replace(CONFIG, num_layers=12))
+    options = (
+        f"base_model={model_dir}",
+        "port=0",
+        f"checkpoints_dir={tmp_path}",
+        "compilation_cache_dir=none",
+    )
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "skyrl_tx_server", *options]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[3]
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": "a", "max_tokens": 4}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_compiling(log) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        server.terminate()
+        assert server.wait(TIMEOUT_S) == 0
+        assert is_compiling(log), "the server waited for the compilation"
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def is_compiling(log: Path) -> bool:
+    """Return whether the last line about a decode program says that its compilation has begun."""
+    lines = [line for line in log.read_text().splitlines() if "jit(decode_steps)" in line]
+    return bool(lines) and "compiling" in lines[-1]
