@@ -6,7 +6,8 @@
 
 The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
 replaced by their estimated times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the
-programs of the benchmarks' model, and also runs the load on this CPU for comparison.
+programs of the benchmarks' model, and also runs the load on this CPU for comparison. It repeats both
+alternately and compares the medians.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 import chz
 from rich.console import Console
@@ -42,12 +44,19 @@ def compare_with_cpu(config: SimulateConfig) -> None:
 
     clock = time.perf_counter if config.clock == "wall" else time.process_time
     sizes = {"slots": config.slots, "train_tokens_per_batch": config.train_tokens_per_batch}
-    with calibrate.opened(config.workload, layers=config.layers, **sizes) as executor:
-        costs = calibrate.calibrate(executor, config.workload, clock=clock, **sizes)
-        simulated = simulate(config, costs)
-        real = calibrate.run_on_device(executor, config, clock)
+    with calibrate.opened(config.workload, layers=config.layers, **sizes) as driver:
+        pairs: list[tuple[Simulated, Simulated]] = []
+        for seed in range(config.repeats):  # alternately, because the speed of a shared machine changes
+            costs = calibrate.calibrate(driver, config.workload, clock=clock, **sizes)
+            measured = calibrate.run_on_device(driver.executor, config, clock, seed=seed)
+            pairs.append((simulate(config, costs), measured))
+    simulated, real = (_of_median_time(results) for results in zip(*pairs, strict=True))
     show({"simulated": simulated, "this CPU": real})
     print(f"simulated / real: {simulated.outcome.total_s / real.outcome.total_s:.3f}")
+
+
+def _of_median_time(results: Sequence[Simulated]) -> Simulated:
+    return sorted(results, key=lambda result: result.outcome.total_s)[len(results) // 2]
 
 
 def show(rows: dict[str, Simulated]) -> None:

@@ -30,10 +30,8 @@ REPEATS = 5
 
 
 @contextlib.contextmanager
-def opened(
-    workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int
-) -> Iterator[DeviceExecutor]:
-    """Open an executor whose KV cache holds the whole load."""
+def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int) -> Iterator[Driver]:
+    """Open a driver of an executor whose KV cache holds the whole load."""
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)
@@ -43,11 +41,11 @@ def opened(
             "train_tokens_per_batch": train_tokens_per_batch,
             "warmup": False,
         }
-        yield DeviceExecutor(settings(model_dir, Path(folder), **given))
+        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **given)))
 
 
 def calibrate(
-    executor: DeviceExecutor,
+    driver: Driver,
     workload: Workload,
     *,
     slots: int,
@@ -55,7 +53,7 @@ def calibrate(
     clock: Callable[[], float],
 ) -> Measured:
     """Return the median times of the programs that the load needs."""
-    driver = Driver(executor)
+    executor = driver.executor
     longest, request_ids = workload.max_context_length, itertools.count(10**6)
 
     def seconds(run: Callable[[], object]) -> float:
@@ -121,6 +119,7 @@ def run_on_device(
         outcome = run_workload(config.workload, engine, clock, seed=seed)
     finally:
         engine.stop()
+        executor.sampler.runner.wait()
     stats = engine.stats()
     num_dispatches, num_tokens = cast(int, stats["decode_dispatches"]), cast(int, stats["tokens_sampled"])
     return Simulated(

@@ -35,6 +35,7 @@ class SimulateConfig:
         doc="Time of a decode dispatch in prefill batches; 0: a dispatch after each chunk; inf: fill all "
         "slots first; default: the estimate of the server",
     )
+    repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")
     clock: Literal["wall", "process"] = chz.field(
         default="wall", doc="Clock of device=cpu: wall time, or CPU time on a machine with other load"
