@@ -4,7 +4,7 @@
 
 The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean) in
 the files that a row names, on lines that the tests of the row execute in their process. A row is confirmed if
-an assertion of one of its tests fails after one of MAX_CHANGES changes. Tests that start other processes
+an assertion of one of its tests fails after one of MAX_CHANGES changes within ROW_TIMEOUT_S. Tests that start other processes
 execute too few lines for this; their rows are listed at the end. The tree is copied, so it does not change.
 
 The module is also the pytest plugin that records the executed lines and the failures of each test.
@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ PAGE = Path("docs", "seed-behaviours.md")
 CODE = ("src", "skyrl_tx_server", "scripts")
 MAX_CHANGES = 16
 TIMEOUT_S = 180
+ROW_TIMEOUT_S = 120  # after this time, no further change of a row is tried
 WORKERS = 2
 REPORT_VARIABLE = "SEED_BEHAVIOURS_REPORT"
 OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -156,8 +158,11 @@ def confirm(row: Row, tree: Path) -> tuple[bool, str]:
     baseline = run_tests(tree, row.tests)
     if baseline["failures"]:
         return False, f"fails without a change: {baseline['failures']}"
-    tried = changes(row, baseline)
-    for change in tried:
+    num_tried, deadline = 0, time.monotonic() + ROW_TIMEOUT_S
+    for change in changes(row, baseline):
+        if time.monotonic() > deadline:
+            break
+        num_tried += 1
         source = (ROOT / change.file).read_text()
         try:
             (tree / change.file).write_text(changed(source, change.index))
@@ -168,7 +173,7 @@ def confirm(row: Row, tree: Path) -> tuple[bool, str]:
             if error in ("AssertionError", "Failed"):
                 text = source.splitlines()[change.line - 1].strip()[:60]
                 return True, f"{change.file}:{change.line} ({text}) -> {test.rpartition('/')[2]}"
-    return False, f"no assertion failed after {len(tried)} changes"
+    return False, f"no assertion failed after {num_tried} changes"
 
 
 def main(numbers: set[int]) -> int:
