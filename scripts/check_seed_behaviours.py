@@ -4,8 +4,9 @@
 
 The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean) in
 the files that a row names, on lines that the tests of the row execute in their process. A row is confirmed if
-an assertion of one of its tests fails after one of MAX_CHANGES changes within ROW_TIMEOUT_S. Tests that start other processes
-execute too few lines for this; their rows are listed at the end. The tree is copied, so it does not change.
+an assertion of one of its tests fails after one of MAX_CHANGES changes, within ROW_TIMEOUT_S. Tests that
+start other processes execute too few lines for this; their rows are listed at the end. The tree is copied, so
+it does not change.
 
 The module is also the pytest plugin that records the executed lines and the failures of each test.
 """
