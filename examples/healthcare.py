@@ -1,4 +1,4 @@
-"""A service domain: a clinic with appointments. The agent serves patients with four tools.
+"""A service domain: a clinic with appointments. The agent has four tools and serves patients.
 
 .venv/bin/python -m src.train $(grep -v '^#' examples/healthcare.args) model_name=Qwen/Qwen3-4B
 """
@@ -15,7 +15,7 @@ Read an appointment before you change it. Never cancel an appointment of another
 When the patient asks when an appointment is, say the day."""
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 PATIENTS = ("Ana", "Ben", "Chi", "Dov", "Eva", "Fay")
-NUM_TEST = 2  # patients whose tasks are held out
+NUM_HELD_OUT = 2  # patients whose tasks are held out
 
 
 def get_appointment(database: Database, *, appointment: str) -> Mapping[str, object]:
@@ -78,26 +78,26 @@ def database() -> Database:
 def rows() -> list[dict[str, Any]]:
     """Return three tasks per patient: what the user says, the gold actions and the facts to communicate."""
     tasks = []
-    for number, (key, appointment) in enumerate(database()["appointments"].items()):
+    for number, (appointment_id, appointment) in enumerate(database()["appointments"].items()):
         patient, day = appointment["patient"], DAYS[(number + 2) % len(DAYS)]
         wishes = {
             "cancel": (
-                f"cancel appointment {key}",
-                {"name": "cancel_appointment", "arguments": {"appointment": key}},
+                f"cancel appointment {appointment_id}",
+                {"name": "cancel_appointment", "arguments": {"appointment": appointment_id}},
                 [],
             ),
             "move": (
-                f"move appointment {key} to {day}",
-                {"name": "move_appointment", "arguments": {"appointment": key, "day": day}},
+                f"move appointment {appointment_id} to {day}",
+                {"name": "move_appointment", "arguments": {"appointment": appointment_id, "day": day}},
                 [],
             ),
-            "ask": (f"tell me the day of appointment {key}", None, [appointment["day"]]),
+            "ask": (f"tell me the day of appointment {appointment_id}", None, [appointment["day"]]),
         }
         for wish, (text, action, facts) in wishes.items():
             tasks.append(
                 {
                     "id": f"{wish}-{number}",
-                    "split": "train" if number < len(PATIENTS) - NUM_TEST else "test",
+                    "split": "train" if number < len(PATIENTS) - NUM_HELD_OUT else "test",
                     "instruction": f"You are {patient}. You want the agent to {text}.",
                     "scripts": [[f"Hello, I am {patient}. Please {text}."]],
                     "actions": [] if action is None else [action],

@@ -39,7 +39,7 @@ def main(config: BetweenDispatches) -> None:
         new = (2 * config.rounds * DISPATCHES + 4) * 16
         sizes = {"max_num_seqs": config.rows, "max_context_length": config.context + new}
         with opened(model_dir, train_tokens_per_batch=256, **sizes) as driver:
-            driver.admit(driver.fresh([config.context] * config.rows), new=new)
+            driver.admit(driver.new_sequences([config.context] * config.rows), max_tokens=new)
             driver.decode(dispatch_next=False)
             waiting, following = zip(
                 *(

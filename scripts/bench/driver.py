@@ -35,7 +35,7 @@ class Driver:
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.executor = executor
-        self._tickets, self._seeds = itertools.count(), itertools.count()
+        self._request_ids, self._seeds = itertools.count(), itertools.count()
         self.run(CreateModel(model_id="model", lora=LORA))
         for number in range(NUM_ADAPTERS):
             self.run(SaveSampler(model_id="model", weights=f"adapter-{number}"))
@@ -49,31 +49,33 @@ class Driver:
                 return finished.value
 
     def train(self, length: int, count: int) -> None:
-        data = tuple(datum(sequence) for sequence in self.fresh([length + 1] * count))
+        data = tuple(datum(sequence) for sequence in self.new_sequences([length + 1] * count))
         self.run(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY))
 
-    def fresh(self, lengths: Sequence[int]) -> list[list[int]]:
+    def new_sequences(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return random sequences that no earlier call has returned."""
         return random_sequences(lengths, seed=next(self._seeds))
 
-    def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
+    def admit(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, adapters: int = 1) -> list[int]:
         """Prefill all prompts and return their request ids."""
         waiting: list[PrefillRequest] = []
         for index, prompt in enumerate(prompts):
-            chosen = SamplingSettings(max_tokens=new, seed=index, stop_at_eos=False)
             op = Sample(
-                weights=f"adapter-{index % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
+                weights=f"adapter-{index % adapters}",
+                prompt=np.array(prompt, np.int32),
+                settings=SamplingSettings(max_tokens=max_tokens, seed=index, stop_at_eos=False),
             )
-            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
-        request_ids = [admit.request_id for admit in waiting]
+            waiting.append(PrefillRequest(request_id=next(self._request_ids), op=op, first=0, count=1))
+        request_ids = [request.request_id for request in waiting]
         while waiting:
             admissions = self.executor.sampler.prefill(waiting[:PROMPTS_PER_PREFILL])
             waiting = [
-                admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
+                request for request, admission in zip(waiting, admissions, strict=False) if admission is None
             ] + waiting[len(admissions) :]
         return request_ids
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
-        self.admit(prompts, new=new)
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+        self.admit(prompts, max_tokens=max_tokens)
         while self.executor.sampler.num_running:
             self.decode()
 
@@ -90,10 +92,10 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Return the median seconds of a dispatch of decode steps for all prompts, after compilation."""
+        """Return the median duration of a dispatch of decode steps for all prompts, without compilation."""
         durations_s: list[float] = []
         for _ in range(2):
-            request_ids = self.admit(prompts, new=(dispatches + 2) * steps, adapters=adapters)
+            request_ids = self.admit(prompts, max_tokens=(dispatches + 2) * steps, adapters=adapters)
             durations_s = [
                 timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(dispatches)
             ]
@@ -103,7 +105,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def opened(model_dir: Path, **given: object) -> Iterator[Driver]:
-    """Open an executor with the options `given`. It compiles no program before its first use."""
+def opened(model_dir: Path, **options: object) -> Iterator[Driver]:
+    """Yield the driver of a new executor with these options. Programs are compiled at their first use."""
     with tempfile.TemporaryDirectory() as folder:
-        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **(given | {"warmup": False}))))
+        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **(options | {"warmup": False}))))

@@ -205,12 +205,12 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> float:
     """Return the seconds of one of the decode steps of a dispatch."""
-    prompts = driver.fresh([rows.config.context] * count)
+    prompts = driver.new_sequences([rows.config.context] * count)
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
 
 def admit_and_release(driver: Driver, length: int) -> None:
-    for request_id in driver.admit(driver.fresh([length]), new=1):
+    for request_id in driver.admit(driver.new_sequences([length]), max_tokens=1):
         driver.executor.sampler.release(request_id)
 
 

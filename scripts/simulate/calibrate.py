@@ -78,12 +78,12 @@ def calibrate(
     def prefill_s(prefix: list[int], tiles: int) -> float:
         times_s = []
         for _ in range(REPEATS + 1):
-            (end,) = driver.fresh([tiles * PREFILL_TILE])
+            (end,) = driver.new_sequences([tiles * PREFILL_TILE])
             times_s.append(seconds(partial(admit, prefix + end, new=1)))
         return median(times_s[1:])
 
     most_tiles = workload.prompt_tokens // PREFILL_TILE
-    (prefix,) = driver.fresh([max(1, most_tiles - CPU_PREFILL.long) * PREFILL_TILE])
+    (prefix,) = driver.new_sequences([max(1, most_tiles - CPU_PREFILL.long) * PREFILL_TILE])
     prefill: dict[int, tuple[float, float]] = {}
     for tiles in (CPU_PREFILL.short, CPU_PREFILL.long):
         first_s = prefill_s([], tiles)
@@ -96,7 +96,7 @@ def calibrate(
         times = []
         for count in (1, slots):
             length = min(end, longest) - 4 * steps
-            request_id = admit(driver.fresh([max(1, length)])[0], new=4 * steps, count=count)
+            request_id = admit(driver.new_sequences([max(1, length)])[0], new=4 * steps, count=count)
             times_s = [seconds(partial(driver.decode, dispatch_next=False)) for _ in range(3)]
             executor.sampler.release(request_id)
             times.append(median(times_s[1:]))

@@ -1,5 +1,5 @@
-"""The engine of this repository for comparisons. It runs in this process, with operations submitted as the
-HTTP routes submit them."""
+"""Runs the engine of this repository for the benchmarks. Operations are submitted in this process, in the way
+in which the HTTP routes submit them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.executor import memory_division
 from skyrl_tx_server.executor.executor import DeviceExecutor
 
-LORA = LoraSpec(rank=RANK, train_unembed=False)  # the same as in the other programs
+LORA = LoraSpec(rank=RANK, train_unembed=False)  # the compared programs use the same rank
 
 
 class Ours:
@@ -40,14 +40,14 @@ class Ours:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._saved = 0
+        self._num_saved = 0
         engine.submit(CreateModel(model_id="model", lora=LORA)).result()
         self.save()
 
     def save(self) -> None:
-        """Save the snapshot that later samples use."""
-        self._saved += 1
-        self.weights = f"snapshot-{self._saved}"
+        """Save a sampler snapshot, which later calls of `sample` use."""
+        self._num_saved += 1
+        self.weights = f"snapshot-{self._num_saved}"
         self.engine.submit(SaveSampler(model_id="model", weights=self.weights)).result()
 
     def train(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -62,7 +62,7 @@ class Ours:
     def sample(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_samples: int = 1
     ) -> list[list[int]]:
-        """Sample all prompts concurrently. Returns the completions in the order of the prompts."""
+        """Sample all prompts concurrently and return the completions in the order of the prompts."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         results = self.sample_each(prompts, limits, num_samples=num_samples)
         return [sequence.tokens.tolist() for sequences in results for sequence in sequences]
@@ -75,7 +75,11 @@ class Ours:
         num_samples: int = 1,
         weights: Sequence[str | None] | None = None,
     ) -> list[tuple[SampledSequence, ...]]:
-        """Return the sequences of each prompt. `weights` can name one snapshot per prompt."""
+        """Return the sequences of each prompt.
+
+        `weights` has the snapshot of each prompt, or None for the base model. Without `weights`, all prompts
+        use the latest snapshot.
+        """
         futures = [
             self.engine.submit(
                 Sample(
@@ -96,6 +100,7 @@ class Ours:
         return value
 
     def programs(self) -> int:
+        """Return the number of compiled programs."""
         counts = self.engine.stats()["programs"]
         assert isinstance(counts, dict)
         return sum(counts.values())
@@ -108,13 +113,13 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 
 
 @contextlib.contextmanager
-def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
-    """Run an engine with default settings, except the settings in `given`. With `recompute`, the backward
+def running(model_dir: Path, *, recompute: bool = False, **options: object) -> Iterator[Ours]:
+    """Run an engine with the defaults of `settings`, which `options` replace. With `recompute`, the backward
     pass recomputes activations, as for a model whose activations do not fit into memory."""
     if recompute:
         memory_division.ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **given)))
+        engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **options)))
         engine.start()
         try:
             yield Ours(engine)
@@ -122,7 +127,8 @@ def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Ite
             engine.stop()
 
 
-def settings(model_dir: Path, folder: Path, **given: object) -> EngineOptions:
+def settings(model_dir: Path, folder: Path, **options: object) -> EngineOptions:
+    """Return the engine options of the benchmarks. `options` replace the defaults."""
     defaults: dict[str, object] = {
         "checkpoints_dir": str(folder / "checkpoints"),
         "compilation_cache_dir": None,
@@ -135,18 +141,19 @@ def settings(model_dir: Path, folder: Path, **given: object) -> EngineOptions:
         "max_models": 4,
         "max_loras": 8,
     }
-    return EngineOptions(base_model=str(model_dir), model_alias="local/bench", **(defaults | given))  # type: ignore[arg-type]
+    return EngineOptions(base_model=str(model_dir), model_alias="local/bench", **(defaults | options))  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in argv[1:])
-    parsed = {
-        name: value == "true" if value in ("true", "false") else int(value) for name, value in given.items()
+    arguments = dict(argument.split("=", 1) for argument in argv[1:])
+    options = {
+        name: value == "true" if value in ("true", "false") else int(value)
+        for name, value in arguments.items()
     }
     with contextlib.ExitStack() as stack:
 
         def start() -> dict[str, Callable[..., object]]:
-            ours = stack.enter_context(running(Path(argv[0]), **parsed))  # type: ignore[arg-type]
+            ours = stack.enter_context(running(Path(argv[0]), **options))  # type: ignore[arg-type]
             return {
                 "train": ours.train,
                 "optim_step": ours.optim_step,
