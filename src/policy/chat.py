@@ -68,8 +68,8 @@ class ChatTokenizer(Protocol):
 class Chat:
     """The conversation format of one model.
 
-    With `enable_thinking` the model may think before each answer, which only evaluations allow. Raises
-    ConfigError if the template does not support it.
+    With `enable_thinking`, the model may think before each answer. Only evaluations allow this. The
+    constructor raises ConfigError if the template does not support it.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
@@ -78,8 +78,8 @@ class Chat:
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
             raise ConfigError(
-                "the tokenizer's chat template ends an assistant turn with no token; use an instruct "
-                "model's tokenizer"
+                "the tokenizer's chat template does not end an assistant turn with a token; use an "
+                "instruct model's tokenizer"
             )
         self.turn_end_id = ending[0]
         self.stop_token_ids: list[int] = [self.turn_end_id]
@@ -92,14 +92,14 @@ class Chat:
             self._turn_end_ids |= set(end_of_message)
         if enable_thinking and self.render([_QUESTION]) == Chat(tokenizer).render([_QUESTION]):
             raise ConfigError(
-                "enable_thinking=true: the tokenizer's chat template does not read it; remove the option"
+                "enable_thinking=true: the tokenizer's chat template does not support it; remove the option"
             )
 
     def render(self, messages: Sequence[Message], *, tools: Tools = ()) -> list[int]:
         """Encode a conversation and the generation prompt.
 
-        Thinking is off unless `enable_thinking` is set, if the template has a variable for it
-        (`enable_thinking` or `thinking`).
+        If the template has a variable for thinking (`enable_thinking` or `thinking`), thinking is off unless
+        `enable_thinking` is set.
 
         `tools` are OpenAI schemas. Templates write them into the system message or the first user message,
         so `extend` does not need them. If the template does not show tools, the system message describes them
@@ -135,21 +135,23 @@ class Chat:
         """
         prompt = self._template([_QUESTION], generation_prompt=True)
         text = self._template([_QUESTION, message], generation_prompt=False)
-        if not text.startswith(prompt):  # with thinking off, a prompt may end with an empty thought
+        if not text.startswith(prompt):  # if thinking is off, a prompt may end with an empty thought
             prompt = _EMPTY_THOUGHT.sub("", prompt)
         answer = text.removeprefix(prompt)
         if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
             raise ValueError(
-                "the chat template does not show this message after the generation prompt, which switches "
-                "thinking off; remove the reasoning"
+                "the chat template does not show this message after the generation prompt, because the "
+                "prompt switches thinking off; remove the reasoning"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
-        # A tokenizer may add a space before `answer`, so the ids after the prompt are preferred.
+        # A tokenizer may add a space before `answer`, so `answer` is encoded separately only if necessary.
         ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
-        ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
-        if not ends:
-            raise ValueError("the chat template does not end the turn after this message; use another one")
-        return ids[: ends[-1] + 1]
+        turn_ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
+        if not turn_ends:
+            raise ValueError(
+                "the chat template does not end the turn after this message; use another template"
+            )
+        return ids[: turn_ends[-1] + 1]
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Return the text of a completion without its stop token."""
@@ -161,6 +163,7 @@ class Chat:
         )
 
     def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """Return the text that the template renders after the content of an answer."""
         answer: Message = {"role": "assistant", "content": _PLACEHOLDER}
         text = self._template([_QUESTION, answer, *messages], generation_prompt=generation_prompt)
         _, placeholder, suffix = text.partition(_PLACEHOLDER)
@@ -199,7 +202,7 @@ class Chat:
 
     def _probe(self, messages: Sequence[Message], *, tools: Tools = ()) -> str:
         """Return the rendered text, or "" if the template rejects the messages."""
-        from jinja2 import TemplateError  # imported late, like transformers
+        from jinja2 import TemplateError  # imported here for the same reason as transformers in `load_chat`
 
         try:
             return self._apply(messages, generation_prompt=False, tools=tools)
@@ -241,11 +244,11 @@ class Chat:
 
 
 def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
-    """Load the chat format of a local tokenizer directory or a hub id.
+    """Load the tokenizer of a local directory or a hub id, and return its chat format.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no tokenizer or no chat template.
     """
-    from transformers import AutoTokenizer, logging  # imported late: slow, and not needed for --help
+    from transformers import AutoTokenizer, logging  # a slow import that --help does not need
 
     logging.set_verbosity_error()
     directory = Path(model_name).expanduser()
@@ -278,9 +281,10 @@ def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
 
 
 def _from_hub(name: str) -> ChatTokenizer:
-    """Load from the hub.
+    """Load a tokenizer from the hub.
 
-    A first request with a short timeout avoids the retries of the hub client, which take a minute.
+    The first request has a short timeout. If the hub cannot be reached, the hub client would retry for a
+    minute.
     """
     from huggingface_hub import constants
     from transformers import AutoTokenizer

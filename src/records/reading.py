@@ -1,6 +1,6 @@
 """Read the files of a run. Every line is checked against a schema.
 
-A last line without a line end is the result of a crash and is skipped. Any other line that does not match the
+A last line without a newline is the result of a crash and is skipped. Any other line that does not match the
 schema raises a ConfigError that names the file, the line and the problem.
 """
 
@@ -35,14 +35,14 @@ def _has_step(metrics: Numbers) -> Numbers:
 
 MetricsLine = Annotated[Numbers, AfterValidator(_has_step)]
 Hashes = dict[str, str]
-Group = tuple[Count, str]
+Group = tuple[Count, str]  # a GroupKey: step and task id
 
 
 class RolloutFields(TypedDict):
-    purpose: Annotated[str, Field(max_length=100)]  # step, eval or refill-<n>
+    purpose: Annotated[str, Field(max_length=100)]  # "step", "eval" or "refill-<n>"
     step: Count
     task: str
-    member: Count
+    member: Count  # the index of the trial in its group
 
 
 class Started(TypedDict):
@@ -51,13 +51,13 @@ class Started(TypedDict):
 
 
 class BatchFixed(TypedDict):
-    event: Literal["batch_fixed", "begun"]  # begun: earlier releases
+    event: Literal["batch_fixed", "begun"]  # earlier releases wrote "begun"
     step: Count
     groups: list[Group]
 
 
 class RolloutStarted(RolloutFields):
-    event: Literal["rollout_started", "admitted"]  # admitted: earlier releases
+    event: Literal["rollout_started", "admitted"]  # earlier releases wrote "admitted"
 
 
 class Finished(RolloutFields):
@@ -103,7 +103,7 @@ class Ended(TypedDict):
 
 
 class Note(TypedDict):
-    """An event that is not read again."""
+    """An event that a resumed run does not use."""
 
     event: Literal["checkpointed", "quarantined"]
 
@@ -115,7 +115,7 @@ JournalLine = Annotated[
 
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
-    """Yield each line, checked and converted. A missing file has no lines."""
+    """Check each line against `schema` and yield its converted value. A missing file has no lines."""
     with _reading(path):
         if not path.exists():
             return
@@ -123,12 +123,12 @@ def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any],
     with file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                return  # incomplete because of a crash
+                return  # the line is incomplete because of a crash
             yield _checked(line, schema, convert, f"{path}, line {number}")
 
 
 def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
-    """Read a file that contains one JSON value."""
+    """Read a file that contains one JSON value, check it against `schema` and return its converted value."""
     with _reading(path):
         content = path.read_bytes()
     return _checked(content, schema, convert, str(path))
@@ -162,6 +162,7 @@ def _checked[T](content: bytes, schema: TypeAdapter[Any], convert: Callable[[Any
 
 
 def _shown(text: str) -> str:
+    """Return at most 200 characters of a text, with "?" for each character that is not printable."""
     return "".join(character if character.isprintable() else "?" for character in text)[:200]
 
 

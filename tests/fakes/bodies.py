@@ -1,4 +1,4 @@
-"""Mutated request bodies, and the checks that every request parser must pass.
+"""Mutated request bodies, and checks that every request parser must pass for them.
 
 This module imports hypothesis but neither a test framework nor jax, so that `tests.stress.fuzz` can run the
 same checks with atheris.
@@ -55,7 +55,7 @@ ROUTES = (
         "copy_weights",
     ),
 )
-"""Routes below /api/v1 that accept POST."""
+"""The routes below /api/v1 that accept POST requests."""
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
 SPARSE = {
@@ -65,14 +65,14 @@ SPARSE = {
     "sparse_crow_indices": [0, 1, 1, 2],
     "sparse_col_indices": [3, 0],
 }
-TEXT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+MODEL_INPUT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATA = [
     {
-        "model_input": TEXT,
+        "model_input": MODEL_INPUT,
         "loss_fn_inputs": {"target_tokens": TENSOR, "weights": {"data": [0.0, 1.0, 0.5], "dtype": "float32"}},
     },
     {
-        "model_input": TEXT,
+        "model_input": MODEL_INPUT,
         "loss_fn_inputs": {
             "target_tokens": SPARSE,
             "weights": SPARSE | {"data": [0.5, 1.0], "dtype": "float32"},
@@ -91,7 +91,7 @@ VALID: dict[str, object] = {
         "sampling_session_id": "s",
         "seq_id": 1,
         "num_samples": 2,
-        "prompt": TEXT,
+        "prompt": MODEL_INPUT,
         "prompt_logprobs": True,
         "prompt_logprobs_last_n": 1,
         "topk_prompt_logprobs": 2,
@@ -146,7 +146,7 @@ VALID: dict[str, object] = {
 
 
 def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
-    """Return a serialized ForwardBackwardRequest with one datum of three tokens."""
+    """Return a serialized ForwardBackwardRequest with one datum of three tokens and the given loss inputs."""
     request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3], "<i4").tobytes()
@@ -207,9 +207,10 @@ def mutated(draw: st.DrawFn, valid: object, changes: int = 2) -> object:
 
 
 def _changed(draw: st.DrawFn, value: object) -> object:
+    """Return `value` with one change, at the top level or in a nested value."""
     if isinstance(value, dict) and value and draw(st.integers(0, 7)):
         name = draw(st.sampled_from(sorted(value)))
-        match draw(st.sampled_from(("deeper", "deeper", "deeper", "removed", "renamed"))):
+        match draw(st.sampled_from(("nested", "nested", "nested", "removed", "renamed"))):
             case "removed":
                 return {key: entry for key, entry in value.items() if key != name}
             case "renamed":
@@ -238,8 +239,8 @@ def messages(draw: st.DrawFn) -> bytes:
         model_id=draw(st.sampled_from(("m", ""))), seq_id=draw(st.integers(0, 2**31 - 1))
     )
     request.loss_fn = draw(st.sampled_from(("cross_entropy", "ppo", "gspo", "stable_reinforce", "")))
-    settings = st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1)
-    for name, value in draw(settings).items():
+    loss_configs = st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1)
+    for name, value in draw(loss_configs).items():
         request.loss_fn_config[name] = value
     for _ in range(draw(st.integers(0, 3))):
         datum = request.data.add()

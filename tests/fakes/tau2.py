@@ -7,8 +7,8 @@ import json
 from src.policy.openai_client import ChatReply
 
 
-def called(name: str, **arguments: object) -> str:
-    """Return the text of a tool call."""
+def tool_call_text(name: str, **arguments: object) -> str:
+    """Return a completion that calls the tool `name`."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 

@@ -24,7 +24,7 @@ from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
 CHUNK, PROMPT_LENGTH, NEW_TOKENS = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
-TABLE = np.arange(1, 5, dtype=np.int32)
+BLOCK_TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
     shapes=PrefillShapes(short=1, long=2, long_from=1, max_tiles_between_decodes=2),
     num_slots=1,
@@ -35,8 +35,8 @@ LAYOUT = PrefillLayout(
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
-    """Prefill in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the
-    whole text."""
+    """Two prefill chunks and one dispatch of decode steps give the same logprobs as one forward pass over all
+    tokens."""
     params = jax.device_put(tiny_qwen3.params("bfloat16"))
     adapter = tiny_qwen3.adapter()
     lora_slots = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
@@ -63,7 +63,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
             adapter_slot=0,
             wants_logprobs=True,
             slots=(0,),
-            tables=(TABLE.tolist(),),
+            tables=(BLOCK_TABLE.tolist(),),
             copies_before=(),
             copies_after=(),
             sequences=[sequence] if cached + CHUNK >= PROMPT_LENGTH else (),
@@ -72,14 +72,14 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         cache, outputs = prefill(cache, params, lora_slots, batch, settings, config=CONFIG, tempered=False)
         return cache, LAYOUT.outputs([chunk], [to_host(outputs)])[0]
 
-    cache, first = run_chunk(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
-    cache, second = run_chunk(cache, CHUNK)
+    cache, first_outputs = run_chunk(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
+    cache, last_outputs = run_chunk(cache, CHUNK)
     batch = DecodeBatch(
-        tokens=np.array(second.first_tokens, np.int32),
+        tokens=np.array(last_outputs.first_tokens, np.int32),
         before=Carry.empty(1),
         positions=np.array([PROMPT_LENGTH], np.int32),
         remaining=np.array([NEW_TOKENS], np.int32),
-        tables=TABLE[None],
+        tables=BLOCK_TABLE[None],
         splits=None,
         adapters=lora_indices(np.zeros(1, np.int32)),
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
@@ -95,11 +95,11 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         ends=(4 * PAGE_SIZE,),
         tempered=False,
     )
-    tokens = np.concatenate([prompt, second.first_tokens, decoded.tokens[0]])
-    sampled = np.concatenate(
-        [first.logprobs, second.logprobs[:-1], second.first_logprobs, decoded.logprobs[0]]
+    tokens = np.concatenate([prompt, last_outputs.first_tokens, decoded.tokens[0]])
+    sampler_logprobs = np.concatenate(
+        [first_outputs.logprobs, last_outputs.logprobs[:-1], last_outputs.first_logprobs, decoded.logprobs[0]]
     )
-    np.testing.assert_allclose(sampled, trainer_logprobs(params, adapter, tokens), atol=1e-4)
+    np.testing.assert_allclose(sampler_logprobs, trainer_logprobs(params, adapter, tokens), atol=1e-4)
 
 
 def trainer_logprobs(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Sampling by an external vLLM or SGLang, with a real engine and a numpy sampler that serves HTTP."""
+"""Sampling by an external vLLM or SGLang server, with a real engine. A fake of the external server computes
+in numpy."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def engine(model_dir: Path, checkpoints_dir: Path) -> Iterator[Engine]:
 def load_random_adapter(engine: Engine, checkpoints_dir: Path, size: float, *, seed: int = 0) -> None:
     """Load an adapter with random values of standard deviation `size` into the model "m".
 
-    Training would be slower, because its programs must be compiled.
+    Training an adapter would be slower, because the training programs must be compiled.
     """
     random, checkpoint_name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
@@ -95,11 +96,11 @@ async def connected(
     checkpoints_dir: Path,
     model_dir: Path,
     *,
-    check: float = 0.0,
+    sampler_check: float = 0.0,
     max_adapters: int = 8,
 ) -> AsyncIterator[ExternalSampling]:
     adapters = checkpoints_dir / "sampler_adapters"
-    options = SamplerOptions(sampler_url=url, sampler_timeout_s=60.0, sampler_check=check)
+    options = SamplerOptions(sampler_url=url, sampler_timeout_s=60.0, sampler_check=sampler_check)
     async with connect(options, base_model="local/tiny", adapters=adapters) as server:
         store = CheckpointStore(checkpoints_dir, "local/tiny")
         external = ExternalSampling(
@@ -133,10 +134,10 @@ def sample(
 
 def engine_logprobs(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
     """Return the logprobs of `tokens` after PROMPT, computed by the engine."""
-    text = np.concatenate([PROMPT, tokens])
+    prompt_and_tokens = np.concatenate([PROMPT, tokens])
     op = Sample(
         weights=weights,
-        prompt=text,
+        prompt=prompt_and_tokens,
         settings=SamplingSettings(max_tokens=1, temperature=0.0),
         prompt_logprobs=True,
     )
@@ -197,11 +198,11 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     url: str, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    # an earlier run of the server saved this checkpoint
+    # the engine saves the checkpoint directly, as an earlier run of the server would have done
     await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))
     async with connected(url, engine, checkpoints_dir, model_dir, max_adapters=1) as external:
-        await run_op(external, SaveSampler(model_id="m", weights="one"))
-        for weights in ("one", path, "one", path):
+        await run_op(external, SaveSampler(model_id="m", weights="s1"))
+        for weights in ("s1", path, "s1", path):
             result = await run_op(external, sample(weights))
             np.testing.assert_allclose(
                 result.sequences[0].logprobs,
@@ -373,7 +374,7 @@ async def test_a_sampler_that_does_not_answer_times_out(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    # set after `connect`, because its requests may take longer
+    # the timeout is set after `connect`, because the requests of `connect` may take longer
     external._server._client._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"did not reply within sampler_timeout_s=0\.2"):
         await run_op(external, sample())
@@ -399,7 +400,7 @@ async def test_a_persistent_difference_is_logged_and_counted(
     model_dir: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with connected(url, engine, checkpoints_dir, model_dir, check=1.0) as external:
+    async with connected(url, engine, checkpoints_dir, model_dir, sampler_check=1.0) as external:
         await run_op(external, sample())
 
         def lower_logprobs(answer: dict) -> None:

@@ -24,7 +24,7 @@ from src.envs.service.subprocess_pool import WorkerPool
 from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from src.evaluate.failure_patterns import Pattern, patterns
 from tests.fakes.policy import FakePolicy
-from tests.fakes.tau2 import FixedJudge, called
+from tests.fakes.tau2 import FixedJudge, tool_call_text
 from tests.fakes.tokenizer import byte_chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,13 +153,13 @@ async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
 
 
 async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
-    trajectory = await played(home, [called("calculate", expression="9**9**9")])
+    trajectory = await played(home, [tool_call_text("calculate", expression="9**9**9")])
     assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.TIMEOUT)
     assert trajectory.metrics["tool_timeouts"] == 1.0
 
 
 async def test_a_call_that_ends_two_workers_has_reward_0(home: Path):
-    outcome = await result(open_task_source(config(home), byte_chat()), [called("die")])
+    outcome = await result(open_task_source(config(home), byte_chat()), [tool_call_text("die")])
     assert isinstance(outcome, Trajectory) and (outcome.reward, outcome.zero_reason) == (
         0.0,
         ZeroReason.ENV_ERROR,
@@ -179,7 +179,7 @@ async def test_an_evaluation_error_gives_reward_0_and_is_counted(home: Path):
     [
         ("", "unusable_answers", 0.0),
         ('{"name": "save", "arguments": {"a', "parse_failures", 0.0),
-        (called("fly"), "tool_errors", 0.0),
+        (tool_call_text("fly"), "tool_errors", 0.0),
     ],
 )
 async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count: str, reward: float):
@@ -203,7 +203,8 @@ class ToolCallingUser:
 
     async def reply(self, conversation: Sequence[object]) -> str:
         self.conversations.append(list(conversation))
-        return [called("look", at="the phone"), "It says saved.", f"Bye {STOP}"][len(self.conversations) - 1]
+        replies = [tool_call_text("look", at="the phone"), "It says saved.", f"Bye {STOP}"]
+        return replies[len(self.conversations) - 1]
 
 
 async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):

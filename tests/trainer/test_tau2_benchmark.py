@@ -18,7 +18,7 @@ from src.envs.service import subprocess_pool, tau2
 from src.envs.service.service_env import REFUSAL, ServiceEnv
 from src.envs.service.task_files import TaskDefinition
 from src.envs.service.user_simulator import STOP, Tools, UserSimulator
-from tests.fakes.tau2 import FixedJudge, called
+from tests.fakes.tau2 import FixedJudge, tool_call_text
 
 pytestmark = pytest.mark.skipif(
     "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh creates the folder"
@@ -65,7 +65,7 @@ async def episode(
 
 
 async def test_real_mock_gold_has_reward_1_and_refusing_reward_0():
-    gold = called("create_task", user_id="user_1", title="Important Meeting")
+    gold = tool_call_text("create_task", user_id="user_1", title="Important Meeting")
     last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
     last = (await episode("mock", "create_task_1", [REFUSAL], user=Script("I need a task.")))[-1]
@@ -86,7 +86,7 @@ async def test_real_tasks_may_be_defined_by_rows():
 
     async with subprocess_pool.worker_pool(settings) as pool:
         for answers, reward in (
-            ([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
+            ([tool_call_text("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
             ([REFUSAL], 0.0),
         ):
             env = ServiceEnv(
@@ -113,7 +113,7 @@ async def test_real_tasks_may_be_defined_by_rows():
 
 
 async def test_real_retail_keeps_its_deadline():
-    endless = called("calculate", expression="9**9**9")
+    endless = tool_call_text("calculate", expression="9**9**9")
     [last] = await episode("retail", "0", [endless], user=Script("Hello."), step_timeout_s=2.0)
     assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)
 
@@ -126,6 +126,6 @@ async def test_real_assertions_use_the_configured_judge(met: bool, reward: float
     assert isinstance(actions, list) and isinstance(num_assertions, int)
     verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
     judge = FixedJudge(json.dumps({"results": [verdict] * num_assertions}))
-    answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
+    answers = [*(tool_call_text(action["name"], **action["arguments"]) for action in actions), "Done."]
     last = (await episode("retail", str(task.row["task"]), answers, user=Script("Hello."), judge=judge))[-1]
     assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.requests)) == (reward, reward, 1)
