@@ -26,20 +26,21 @@ class Action:
 class Request:
     """One request of a user."""
 
-    # The wordings, each a list of lines. The agent has to ask for the information in a second line.
-    ways: Sequence[Sequence[str]]
-    question: str  # asks for the information in the second line
-    instruction: str  # for a user that a model plays
+    # The messages of the user in each wording of the request. If a wording has a second message, the agent
+    # has to ask for the information in it.
+    wordings: Sequence[Sequence[str]]
+    question: str  # the question of the agent for this information
+    instruction: str  # the instruction of a user simulator
     lookup: Action
     write: Action | None = None  # None: the request changes nothing
     tell: str = ""  # the fact that the agent has to communicate, if any
-    answer: str  # the last answer of a careful agent
+    answer: str  # the last message of an agent without mistakes
     records: Database
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A generated task without an id."""
+    """A generated task without an id. `scripts` has the messages of the user, once for each wording."""
 
     family: str
     requests: Sequence[Request]
@@ -82,10 +83,10 @@ def change(
 ) -> Request:
     """Return a request to change an order, which the policy permits only if its status is `allowed`."""
     name, records = order(words, status)
-    for product in (value for key, value in arguments.items() if key == "product"):
-        records["products"][product] = {"price": words.random.randint(11, 98)}
+    if "product" in arguments:
+        records["products"][arguments["product"]] = {"price": words.random.randint(11, 98)}
     return Request(
-        ways=[
+        wordings=[
             [f"Please {verb} order {name}{wish}."],
             [f"I want to {verb} order {name}{wish}."],
             [f"I want to {verb} an order{wish}.", f"It is order {name}."],
@@ -102,6 +103,9 @@ def change(
 def changing(
     verb: str, tool: str, allowed: str, *, wish: str = "", argument: str = "", refused: bool = False
 ) -> Callable[[Words], Request]:
+    """Return a function that makes a request to change an order. With `refused`, the order has a status for
+    which the policy does not permit the change."""
+
     def make(words: Words) -> Request:
         statuses = [status for status in STATUSES if (status == allowed) != refused]
         value = f"{words.random.randint(2, 98)} {words.word()}" if argument == "address" else words.word()
@@ -122,7 +126,7 @@ def status(words: Words) -> Request:
     value = words.random.choice(STATUSES)
     name, records = order(words, value)
     return Request(
-        ways=[
+        wordings=[
             [f"What is the status of order {name}?"],
             [f"Where is order {name}?"],
             ["Where is my order?", f"It is order {name}."],
@@ -139,7 +143,7 @@ def status(words: Words) -> Request:
 def price(words: Words) -> Request:
     name, value = words.word(), words.random.randint(11, 98)
     return Request(
-        ways=[
+        wordings=[
             [f"What does {name} cost?"],
             [f"How much is {name}?"],
             ["How much is a product?", f"I mean {name}."],
@@ -156,7 +160,7 @@ def price(words: Words) -> Request:
 def points(words: Words) -> Request:
     name, value = words.word(), words.random.randint(11, 98)
     return Request(
-        ways=[
+        wordings=[
             [f"I am {name}. How many points do I have?"],
             [f"How many points does {name} have?"],
             ["How many points do I have?", f"I am {name}."],
@@ -195,11 +199,11 @@ def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
     rng = random.Random(f"toy_retail {family} {seed} {pool}")
     words = Words(random=rng, pool=pool, used=set())
     requests = [REQUESTS[name](words) for name in PAIRS.get(family, (family,))]
-    # The user states both requests of a pair at once, one per line.
-    first = requests[0].ways if len(requests) == 1 else requests[0].ways[:2]
+    # In a pair, each request is one message, so only the wordings without a second message are used.
+    first_wordings = requests[0].wordings if len(requests) == 1 else requests[0].wordings[:2]
     scripts = [
-        [*way, *(line for request in requests[1:] for line in request.ways[number % 2])]
-        for number, way in enumerate(first)
+        [*wording, *(line for request in requests[1:] for line in request.wordings[number % 2])]
+        for number, wording in enumerate(first_wordings)
     ]
     return Instance(family=family, requests=requests, scripts=scripts)
 

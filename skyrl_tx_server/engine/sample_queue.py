@@ -1,5 +1,5 @@
-"""The sampling requests of each tenant, and the choice of the request that gets the next slot (rules in
-`scheduler`)."""
+"""The sampling requests of each tenant, and the choice of the request that gets the next slot. The docstring
+of `scheduler` states the rules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Req
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""The largest number of prompts offered for one prefill batch, which is the largest number of its prefill
-chunks (`model/shapes.py`)."""
+"""The largest number of prompts that are offered for one prefill batch. It equals the largest number of
+prefill chunks in a batch (`model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
+"""The number of computed prompt tokens for which a tenant is charged one unit."""
 SEQUENCES_PER_ROUND = 8
-"""Sequences of one request that get slots before the next request does. Sequences of one prompt share KV
-pages, so they should run together."""
+"""The number of sequences of one request that get slots before the next request gets one. The sequences of a
+request share the KV pages of the prompt, so they should run together."""
 
 
 class SampleQueue:
@@ -32,13 +33,13 @@ class SampleQueue:
         self._is_being_saved = is_being_saved
         self.tenants: dict[str, Tenant] = {}  # with current or former requests
         self.requests: dict[int, Request] = {}
-        self._waiting: dict[int, None] = {}  # request_ids with waiting samples
-        self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # the same, by snapshot
+        self._waiting: dict[int, None] = {}  # ids of the requests with waiting samples
+        self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # these ids by snapshot
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
-        """By snapshot, requests that wait until it is saved."""
+        """The requests that wait until their snapshot is saved, by snapshot."""
         self._partial_prefills: dict[int, int] = {}
-        """request_id -> length of a prompt that is computed in part."""
-        self._min_charged = 0.0  # units of the busy tenant that was charged least; never decreases
+        """request_id -> length of the prompt, for prompts of which only some chunks are computed."""
+        self._min_charged = 0.0  # the smallest charge of a busy tenant, in units; never decreases
         self.num_dispatches = 0
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class SampleQueue:
         return self._waiting_for.get(weights, ())
 
     def wait(self, request: Request) -> None:
-        """Queue a request of which some samples wait."""
+        """Queue a request that has waiting samples."""
         self._waiting[request.request_id] = None
         weights = request.op.weights
         if weights is not None:
@@ -143,8 +144,8 @@ class SampleQueue:
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """Charge the last prefill chunk of a prompt, of which `prompt_tokens` tokens were computed in all
-        chunks together."""
+        """Charge the last prefill chunk of a prompt. `prompt_tokens` is the number of tokens that all chunks
+        of the prompt computed."""
         self._partial_prefills.pop(request_id, None)
         self._charge_prompt(request_id, min(prompt_tokens, CHUNK_TOKENS))
 
@@ -159,24 +160,24 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. The account of a tenant without waiting requests is raised to
-        that of a new tenant."""
+        """Return the tenant of a new request. The charge of a tenant without waiting requests is raised to
+        the initial charge of a new tenant."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
             tenant = self.tenants[name] = Tenant(name=name, charged=0.0)
         if not tenant.has_waiting:
-            charged = (
+            charges_of_busy_tenants = (
                 other.charged
                 for other in self.tenants.values()
                 if other is not tenant and (other.num_running or other.has_waiting)
             )
-            self._min_charged = max(self._min_charged, min(charged, default=0.0))
+            self._min_charged = max(self._min_charged, min(charges_of_busy_tenants, default=0.0))
             tenant.charged = max(tenant.charged, self._min_charged - SLOT_UNITS)
         return tenant
 
     def _remove_idle_tenants(self) -> None:
-        """Remove the idle tenants whose account is not above that of a new tenant."""
+        """Remove the idle tenants whose charge is not above the initial charge of a new tenant."""
         for tenant in list(self.tenants.values()):
             if not tenant.num_requests and tenant.charged <= self._min_charged - SLOT_UNITS:
                 del self.tenants[tenant.name]
@@ -186,9 +187,9 @@ class SampleQueue:
     def plan_prefills(
         self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
     ) -> tuple[PrefillRequest, ...]:
-        """Return the prefills for `free_slots` slots. The requests `reserved` get the first slots.
+        """Return the prefills for `free_slots` slots. The requests in `reserved` get the first slots.
 
-        Returns nothing if the request `deferred` is the first.
+        If the first slot would go to the request `deferred`, no prefill is returned.
         """
         plan, chosen = SlotPlan(), dict[int, Request]()
         reserved = [request_id for request_id in reserved if request_id in self._waiting]
@@ -216,7 +217,8 @@ class SampleQueue:
         return tuple(prefills[:PROMPTS_PER_PREFILL])
 
     def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the tenant's request that gets its next slot after those of the plan."""
+        """Return the request of the tenant that gets the next slot after the slots of the plan. None: no
+        request of the tenant can start."""
         small_first = self.has_room_for_small(tenant, plan, num_slots)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
         candidates = [
@@ -247,7 +249,8 @@ class SampleQueue:
                 self._push(request)
 
     def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the request that gets the next slot after those of the plan."""
+        """Return the request that gets the next slot after the slots of the plan. None: no request can
+        start."""
         best: tuple[float, Request] | None = None
         for tenant in self.tenants.values():
             account = plan.account(tenant)
@@ -270,7 +273,7 @@ class SampleQueue:
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
-        """Whether the cache has room for the prompt besides the prompts that are computed in part."""
+        """Whether the cache has room for the prompt in addition to the partially computed prompts."""
         tokens = sum(self._partial_prefills.values()) + plan.partial_prefill_tokens
         return (
             self._has_cache_share(request)
@@ -279,7 +282,8 @@ class SampleQueue:
         )
 
     def _has_cache_share(self, request: Request) -> bool:
-        """Whether the prompt adds nothing to the tokens of partial prefills."""
+        """Whether the prompt adds no tokens to the partial prefills, because it is short or its prefill has
+        started."""
         return not request.is_long or request.has_started or request.request_id in self._partial_prefills
 
     # --- queues ---
@@ -297,8 +301,7 @@ class SampleQueue:
         heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
 
     def _stop_waiting(self, request: Request) -> None:
-        """Remove the request from the queues. Its entry in a heap, if it has one, is removed when it becomes
-        the first."""
+        """Remove the request from the queues. `_first_unstarted` later removes its entry in a heap."""
         self._waiting.pop(request.request_id, None)
         request.tenant.started.pop(request.request_id, None)
         weights = request.op.weights

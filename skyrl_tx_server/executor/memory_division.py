@@ -1,8 +1,8 @@
-"""Divides the memory of a device between the training programs and the KV cache, before weights are loaded.
+"""Divides the memory of a device between the training programs and the KV cache before weights are loaded.
 
-On a GPU, XLA reports the memory of the compiled training programs. The server later reads the programs from
-the persistent compilation cache. What remains is for KV pages. On a CPU nothing is compiled in advance, and
-fixed shares of the memory are used.
+On a GPU, the training programs are compiled and XLA reports the memory that they need. The KV pages get the
+remaining memory. The server later reads the programs from the persistent compilation cache. On a CPU, no
+program is compiled in advance, and training and KV pages get fixed shares of the memory.
 """
 
 from __future__ import annotations
@@ -39,36 +39,38 @@ logger = logging.getLogger(__name__)
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
 ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.1
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
-"""For the temporary buffers of sampling programs and fragmentation."""
+"""The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REST = 0.5
-"""The maximum share that kept activations take of what weights and adapters leave."""
+"""The maximum share of the memory without weights and adapters that a training program may use if it keeps
+activations for the backward pass."""
 ESTIMATE_MARGIN = 1.2
-"""For Qwen3-4B, XLA's memory of the training program with recomputed layers is 1.1 times the estimate."""
+"""The factor by which estimates are increased. For Qwen3-4B, the training program with recomputed layers
+needs 1.1 times the estimate without this factor, as reported by XLA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDivision:
-    """Bytes of one device."""
+    """The use of the memory of one device, in bytes."""
 
-    training_bytes: int | None  # temporary buffers of the largest training program; None: not compiled
+    training_bytes: int | None  # temporary buffers of the largest training program; None: no compilation
     activations_length: int  # the maximum length of streams whose activations are kept for the backward pass
     cache_bytes: float  # for the KV cache
 
     def remat(self, length: int) -> Remat:
-        """Return ACTIVATIONS if the matrix products of streams of this length fit into memory, else LAYERS,
-        which takes about 1.2 times as long."""
+        """Return ACTIVATIONS if the matrix products of streams of this length fit into memory. Otherwise
+        return LAYERS, with which a step takes about 1.2 times as long."""
         return Remat.ACTIVATIONS if length <= self.activations_length else Remat.LAYERS
 
 
 def fitting_model(settings: EngineOptions, available_bytes: float) -> ResolvedModel:
-    """Resolve the options with the largest default limits that fit into memory. Compiles nothing."""
+    """Resolve the options with the largest default limits that fit into memory, without a compilation."""
     model = resolve_model(settings)
     if not on_gpu():
         return model
     fitting = with_fitting_limits(settings, model.config, model.dtype, available_bytes)
     if fitting != model:
         logger.info(
-            "max_models=%d max_loras=%d max_context_length=%d are used, which fit into %.1f GiB",
+            "using max_models=%d max_loras=%d max_context_length=%d, which fit into %.1f GiB",
             fitting.max_models,
             fitting.max_loras,
             fitting.max_context_length,
@@ -80,8 +82,8 @@ def fitting_model(settings: EngineOptions, available_bytes: float) -> ResolvedMo
 def with_fitting_limits(
     settings: EngineOptions, config: ModelConfig, dtype: np.dtype, available_bytes: float
 ) -> ResolvedModel:
-    """Return the model with the largest default limits that fit into the memory of a GPU, or with the
-    smallest."""
+    """Return the model with the largest default limits that fit into the memory of a GPU. If none fit, return
+    the model with the smallest limits."""
     models = [with_limits(settings, config, dtype, limits) for limits in DEFAULT_LIMITS]
     return next((model for model in models if _minimum_bytes(model) <= available_bytes), models[-1])
 
@@ -93,34 +95,38 @@ def divide_memory(
     shapes = model.train_shapes
     longest, budget = shapes.shapes[-1], shapes.budget
     if not on_gpu():
-        keeps = _bytes_with_activations(model) <= available_bytes * ACTIVATIONS_SHARE_OF_CPU_MEMORY
+        activations_limit = available_bytes * ACTIVATIONS_SHARE_OF_CPU_MEMORY
+        keeps_activations = _bytes_with_activations(model) <= activations_limit
         return MemoryDivision(
             training_bytes=None,
-            activations_length=longest.length if keeps else 0,
+            activations_length=longest.length if keeps_activations else 0,
             cache_bytes=max(0.0, available_bytes - copied_layers_bytes(model)) * CACHE_SHARE_OF_CPU_MEMORY,
         )
-    rest = available_bytes * (1 - RESERVED_SHARE_OF_GPU_MEMORY) - fixed_bytes(model)
+    remaining_bytes = available_bytes * (1 - RESERVED_SHARE_OF_GPU_MEMORY) - fixed_bytes(model)
     # XLA may need all ranks for a compilation, so all of them compile
     compiled = (
         temporary_bytes(model, budget, Remat.ACTIVATIONS),
         temporary_bytes(model, longest, Remat.LAYERS),
     )
     with_activations, with_layers = ranks.broadcast_from_rank0(lambda: compiled)
-    training, activations_length = with_layers, 0
-    if with_activations <= max(with_layers, rest * TRAINING_SHARE_OF_REST):
-        training = max(with_layers, with_activations)
+    training_bytes, activations_length = with_layers, 0
+    if with_activations <= max(with_layers, remaining_bytes * TRAINING_SHARE_OF_REST):
+        training_bytes = max(with_layers, with_activations)
         activations_length = max(
             shape.length
             for shape in shapes.shapes
-            if with_activations * shape.length <= training * budget.length
+            if with_activations * shape.length <= training_bytes * budget.length
         )
     return MemoryDivision(
-        training_bytes=training, activations_length=activations_length, cache_bytes=max(0.0, rest - training)
+        training_bytes=training_bytes,
+        activations_length=activations_length,
+        cache_bytes=max(0.0, remaining_bytes - training_bytes),
     )
 
 
 def fixed_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of weights and adapters, which training and the KV cache do not share."""
+    """Return the bytes of weights and adapters. Training programs and the KV cache share the remaining
+    bytes."""
     return (
         weights_bytes(model)
         + copied_layers_bytes(model)
@@ -130,8 +136,8 @@ def fixed_bytes(model: ResolvedModel) -> int:
 
 
 def temporary_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> int:
-    """Compile the training program. Return the bytes of its batch and of XLA's temporary buffers on each
-    device."""
+    """Compile the training program for a shape. Return the bytes of its batch and of its temporary buffers on
+    each device."""
     batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -144,7 +150,7 @@ def temporary_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> i
 
 
 def _minimum_bytes(model: ResolvedModel) -> float:
-    """Estimate the bytes that the model needs with the KV cache of one sequence."""
+    """Estimate the bytes that the model needs if the KV cache has the pages of one sequence only."""
     config, pages = model.config, -(-model.max_context_length // PAGE_SIZE) + 1
     cache = pages * page_bytes(config, model.dtype) / config.tensor_shards
     needed = fixed_bytes(model) + minimum_training_bytes(model) + cache
@@ -177,7 +183,7 @@ def _bytes_with_activations(model: ResolvedModel) -> int:
 
 
 def _values_of_a_layer(model: ResolvedModel) -> int:
-    """Return the number of values per token that a recomputed layer takes on one device."""
+    """Return the number of values per token that the recomputation of a layer stores on one device."""
     config = model.config
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared

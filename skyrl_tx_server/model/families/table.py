@@ -1,4 +1,4 @@
-"""The table of model families by the `model_type` of config.json."""
+"""The table of model families. Its keys are the values of `model_type` in config.json."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return the layers of a model as stacks, in order. Consecutive layers with equal weights and attention
-    are one stack."""
+    """Return the layers of a model as stacks, in order. Consecutive layers with the same kinds of weights and
+    attention form one stack."""
     family = family_of(config)
     num_dense = 0 if config.experts is None else config.experts.dense_layers
     stacks = []
