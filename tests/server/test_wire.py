@@ -74,8 +74,9 @@ def test_protobuf_of_the_sdk_is_parsed_into_arrays() -> None:
 
 def test_a_prompt_may_have_any_number_of_chunks() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
-    whole = sdk_datum(types.ModelInput(chunks=list(chunks)), target_tokens=[2, 3, 0], weights=[1.0] * 3)
-    assert parse_training_proto(sdk_bytes(whole), LIMITS).op.data[0].tokens.tolist() == [1, 2, 3]
+    prompt = types.ModelInput(chunks=list(chunks))
+    message = sdk_bytes(sdk_datum(prompt, target_tokens=[2, 3, 0], weights=[1.0] * 3))
+    assert parse_training_proto(message, LIMITS).op.data[0].tokens.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [pb.DTYPE_INT32, pb.DTYPE_BFLOAT16])
@@ -129,7 +130,7 @@ def test_json_and_protobuf_give_the_same_operation() -> None:
         )
 
 
-RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+RL_INPUTS = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
 
 
 @pytest.mark.parametrize(
@@ -141,34 +142,34 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
             None,
             "use one of: cross_entropy, importance_sampling, ppo, cispo, dro, gspo",
         ),
-        (datum([1, 2], **RL), "gspo", None, "needs the input sequence_ratio_mask"),
-        (datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]), "ppo", None, "only gspo uses it"),
+        (datum([1, 2], **RL_INPUTS), "gspo", None, "needs the input sequence_ratio_mask"),
+        (datum([1, 2], **RL_INPUTS, sequence_ratio_mask=[1.0, 1.0]), "ppo", None, "only gspo uses it"),
         (
-            datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]),
+            datum([1, 2], **RL_INPUTS, sequence_ratio_mask=[1.0, 1.0]),
             "gspo",
             {"beta": 0.1},
             "it takes clip_high_threshold, clip_low_threshold",
         ),
         (datum([1, 2]), "ppo", None, "needs the input advantages, logprobs"),
-        (datum([1, 2], **RL, weights=[1.0, 1.0]), "ppo", None, "multiply the advantages by them"),
+        (datum([1, 2], **RL_INPUTS, weights=[1.0, 1.0]), "ppo", None, "multiply the advantages by them"),
         (datum([1, 2], weights=[1.0, float("inf")]), "cross_entropy", None, "not finite"),
-        (datum([1, 2], **RL), "cross_entropy", None, "does not use the input"),
-        (datum([1, 2], **RL), "importance_sampling", {"clip_low_threshold": 0.8}, "it takes none"),
+        (datum([1, 2], **RL_INPUTS), "cross_entropy", None, "does not use the input"),
+        (datum([1, 2], **RL_INPUTS), "importance_sampling", {"clip_low_threshold": 0.8}, "it takes none"),
         (
-            datum([1, 2], **RL),
+            datum([1, 2], **RL_INPUTS),
             "cispo",
             {"clip_low_threshold": 1.3, "clip_high_threshold": 0.8},
             "absolute bounds",
         ),
         (
-            datum([1, 2], **RL),
+            datum([1, 2], **RL_INPUTS),
             "cispo",
             {"clip_low_threshold": 1.3},
             r"clip_low_threshold=1\.3 is above clip_high_threshold=1\.2",
         ),
-        (datum([1, 2], **RL), "ppo", {"clip_low_threshold": "x"}, "finite number"),
+        (datum([1, 2], **RL_INPUTS), "ppo", {"clip_low_threshold": "x"}, "finite number"),
         (
-            datum([1, 2], **RL, sequence_ratio_mask=[0.0, 0.0]),
+            datum([1, 2], **RL_INPUTS, sequence_ratio_mask=[0.0, 0.0]),
             "gspo",
             None,
             "datum 0: sequence_ratio_mask is 0 at every token",
@@ -274,16 +275,16 @@ def test_both_formats_accept_several_targets_per_position(
     ],
 )
 def test_an_invalid_sparse_tensor_is_refused(changes: dict[str, list[int]], message: str) -> None:
-    message_body = pb.ForwardBackwardRequest()
-    message_body.ParseFromString(sdk_bytes(matrix_datum([1, 2, 3], SPARSE_TARGETS, SPARSE_WEIGHTS)))
-    tensor = message_body.data[0].loss_fn_inputs["target_tokens"]
+    request = pb.ForwardBackwardRequest()
+    request.ParseFromString(sdk_bytes(matrix_datum([1, 2, 3], SPARSE_TARGETS, SPARSE_WEIGHTS)))
+    tensor = request.data[0].loss_fn_inputs["target_tokens"]
     for name, values in changes.items():
         if name == "shape":
             tensor.shape[:] = values
         else:
             setattr(tensor.sparse_csr, name, np.array(values, "<i8").tobytes())
     with pytest.raises(UserError, match=message):
-        parse_training_proto(message_body.SerializeToString(), LIMITS)
+        parse_training_proto(request.SerializeToString(), LIMITS)
 
 
 def test_unknown_fields_and_invalid_messages_are_refused() -> None:
@@ -293,7 +294,7 @@ def test_unknown_fields_and_invalid_messages_are_refused() -> None:
         parse_training_proto(b"\xff\xff\xff", LIMITS)
 
 
-def test_results_of_several_targets_keep_their_shape() -> None:
+def test_logprobs_of_several_targets_keep_their_shape() -> None:
     logprobs = (
         np.arange(6, dtype=np.float32).reshape(3, 2),
         np.arange(4, dtype=np.float32),
@@ -302,11 +303,11 @@ def test_results_of_several_targets_keep_their_shape() -> None:
     result = ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 6.0})
     output = response_conv.deserialize_forward_backward_output(result_to_proto(result))
     assert [np.asarray(entry["logprobs"].tolist()).tolist() for entry in output.loss_fn_outputs] == [
-        part.tolist() for part in logprobs
+        array.tolist() for array in logprobs
     ]
-    in_json = result_to_json("forward_backward", result, {})["loss_fn_outputs"]
-    assert isinstance(in_json, list)
-    assert [entry["logprobs"]["shape"] for entry in in_json] == [[3, 2], [4], [1, 3]]
+    json_outputs = result_to_json("forward_backward", result, {})["loss_fn_outputs"]
+    assert isinstance(json_outputs, list)
+    assert [entry["logprobs"]["shape"] for entry in json_outputs] == [[3, 2], [4], [1, 3]]
 
 
 def test_training_results_reach_the_sdk_datum_by_datum() -> None:
@@ -370,35 +371,38 @@ def test_top_k_and_targets_reach_the_sdk() -> None:
         [1, 3],
         [2],
     )
-    in_json = json.loads(json.dumps(result_to_json("sample", result, {})))
-    assert in_json["topk_prompt_logprobs"] == [None, [[5, -0.5], [3, -1.0]]]
-    assert in_json["target_prompt_logprobs"]["sparse_crow_indices"] == [0, 1]
-    dense = response_conv.deserialize_sample_response(
+    json_result = json.loads(json.dumps(result_to_json("sample", result, {})))
+    assert json_result["topk_prompt_logprobs"] == [None, [[5, -0.5], [3, -1.0]]]
+    assert json_result["target_prompt_logprobs"]["sparse_crow_indices"] == [0, 1]
+    dense_response = response_conv.deserialize_sample_response(
         result_to_proto(replace(SAMPLED, target_prompt_logprobs=DENSE_CELLS))
     )
-    assert dense.target_prompt_logprobs is not None and dense.target_prompt_logprobs.tolist() == [[-1.5, 0.0]]
+    dense_targets = dense_response.target_prompt_logprobs
+    assert dense_targets is not None and dense_targets.tolist() == [[-1.5, 0.0]]
 
 
 def test_prompt_targets_may_be_dense_or_sparse() -> None:
-    dense = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
-    sparse = {
+    dense_tensor = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
+    sparse_tensor = {
         "data": [5],
         "dtype": "int64",
         "shape": [1, 40_000_000],
         "sparse_crow_indices": [0, 1],
         "sparse_col_indices": [39_999_999],
     }
-    first, second = (
-        parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).op.target_prompt_tokens
-        for body in (dense, sparse)
+    dense, sparse = (
+        parse_sample(sample_body(target_prompt_logprobs=tensor), LIMITS).op.target_prompt_tokens
+        for tensor in (dense_tensor, sparse_tensor)
     )
-    assert first is not None and (first.values.tolist(), first.crow_indices) == ([5, -1], None)
-    assert second is not None and (second.values.tolist(), second.rows().tolist()) == ([5], [0])
+    assert dense is not None and (dense.values.tolist(), dense.crow_indices) == ([5, -1], None)
+    assert sparse is not None and (sparse.values.tolist(), sparse.rows().tolist()) == ([5], [0])
 
 
 def test_samples_reach_the_sdk_token_by_token() -> None:
     response = response_conv.deserialize_sample_response(result_to_proto(SAMPLED))
-    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [
+    assert [
+        (sequence.tokens, sequence.logprobs, sequence.stop_reason) for sequence in response.sequences
+    ] == [
         ([5, 6], [-0.5, -1.5], "stop"),
         ([7], [-2.5], "length"),
     ]
@@ -446,7 +450,8 @@ def test_requests_of_old_sdks_may_omit_defaults() -> None:
     )
 
 
-def test_large_seq_ids_of_pickled_clients_are_accepted() -> None:
+def test_large_seq_ids_of_unpickled_clients_are_accepted() -> None:
+    """The seq_ids of an unpickled `SamplingClient` start at a random multiple of 10^9."""
     assert parse_sample(sample_body(seq_id=435852681000000000), LIMITS).seq_id == 435852681000000000
 
 
@@ -498,27 +503,28 @@ def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object],
 
 
 def test_values_at_every_limit_are_accepted() -> None:
-    def sampled(length: int, **settings: object) -> int:
+    def parsed_prompt_length(length: int, **settings: object) -> int:
         return parse_sample(
             sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS
         ).op.prompt.size
 
-    assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
+    assert parsed_prompt_length(12, max_tokens=4, stop=[63]) == 12 and parsed_prompt_length(15) == 15
     with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
-        sampled(16)  # a sample has at least one token
-    (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
-    assert full.tokens.tolist() == [63] * 16
+        parsed_prompt_length(16)  # a sample has at least one token
+    (longest_datum,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
+    assert longest_datum.tokens.tolist() == [63] * 16
     settings = parse_training_proto(
-        sdk_bytes(datum([1, 2], **RL), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS
+        sdk_bytes(datum([1, 2], **RL_INPUTS), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS
     ).op.settings
     assert settings.clip_low_threshold == settings.clip_high_threshold == 0.8
-    unrewarded = datum([1, 2], logprobs=[-1.0, -1.0], advantages=[0.0, 0.0], sequence_ratio_mask=[0.0, 0.0])
-    assert len(parse_training_proto(sdk_bytes(unrewarded, loss_fn="gspo"), LIMITS).op.data) == 1
+    zeros = [0.0, 0.0]
+    zero_advantages = datum([1, 2], logprobs=[-1.0, -1.0], advantages=zeros, sequence_ratio_mask=zeros)
+    assert len(parse_training_proto(sdk_bytes(zero_advantages, loss_fn="gspo"), LIMITS).op.data) == 1
     assert parse_lora({"rank": 8}, LIMITS).rank == 8
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
 
 
-def test_stop_replaces_the_end_tokens_of_the_model() -> None:
+def test_stop_replaces_the_eos_tokens_of_the_model() -> None:
     for stop in ("\n", ["\n"], [7], []):
         assert not parse_sampling_params({"stop": stop}, LIMITS).stop_at_eos
     assert parse_sampling_params({}, LIMITS).stop_at_eos
@@ -566,10 +572,10 @@ def test_an_unsupported_lora_is_refused(body: dict[str, object], message: str) -
         parse_lora(body, LIMITS)
 
 
-def test_adam_defaults_are_tinkers_and_every_field_is_read() -> None:
-    default = parse_adam(JsonReader({"adam_params": {}}, "optim_step"))
-    assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
-    assert (default.weight_decay, default.grad_clip_norm) == (0, 0)
+def test_adam_has_the_defaults_of_tinker_and_reads_every_field() -> None:
+    defaults = parse_adam(JsonReader({"adam_params": {}}, "optim_step"))
+    assert (defaults.learning_rate, defaults.beta1, defaults.beta2, defaults.eps) == (1e-4, 0.9, 0.95, 1e-12)
+    assert (defaults.weight_decay, defaults.grad_clip_norm) == (0, 0)
     fields = {
         "learning_rate": 1,
         "beta1": 0.1,

@@ -25,7 +25,7 @@ def answer(*failures: str) -> str:
 
 
 class ScriptedJudge:
-    """A judge that returns the answers of a list and repeats the last one."""
+    """A judge that returns or raises the answers of a list, in order, and repeats the last one."""
 
     model = "judge-1"
 
@@ -36,13 +36,13 @@ class ScriptedJudge:
     async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> ChatReply:
         self.requests.append(messages)
         await asyncio.sleep(0)
-        text = self.answers[min(len(self.requests), len(self.answers)) - 1]
-        if isinstance(text, Exception):
-            raise text
-        return ChatReply(text=text, num_prompt_tokens=2_000, num_completion_tokens=100)
+        next_answer = self.answers[min(len(self.requests), len(self.answers)) - 1]
+        if isinstance(next_answer, Exception):
+            raise next_answer
+        return ChatReply(text=next_answer, num_prompt_tokens=2_000, num_completion_tokens=100)
 
 
-def played(text: str = "done", reward: float = 1.0) -> Trajectory:
+def graded_trajectory(text: str = "done", reward: float = 1.0) -> Trajectory:
     conversation: list[Message] = [
         {"role": "user", "content": "help"},
         {"role": "assistant", "content": text},
@@ -57,7 +57,9 @@ def played(text: str = "done", reward: float = 1.0) -> Trajectory:
     )
 
 
-def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "one_plus_failures") -> Judge:
+def make_judge(
+    endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "one_plus_failures"
+) -> Judge:
     settings = JudgeOptions(
         taxonomy_alpha=alpha, taxonomy_formula=formula, judge_prompt_price=0.5, judge_completion_price=10.0
     )
@@ -93,7 +95,7 @@ def test_there_are_fourteen_failure_modes():
 @pytest.mark.seed_behaviour(45)
 async def test_a_reply_without_fourteen_booleans_gives_no_bonus(text: str):
     assert failures_in(text) is None
-    result = await judge(ScriptedJudge(text)).judged(played())
+    result = await make_judge(ScriptedJudge(text)).judged(graded_trajectory())
     assert (result.reward, result.bonus) == (1.0, 0.0)
     assert (result.metrics["judge_errors"], result.metrics["judge_bonus"]) == (1.0, 0.0)
     assert "judge_failures" not in result.metrics and result.metrics["x"] == 1.0
@@ -114,7 +116,7 @@ async def test_a_reply_without_fourteen_booleans_gives_no_bonus(text: str):
 @pytest.mark.seed_behaviour(43)
 async def test_the_bonus_falls_with_the_number_of_failures(num_failures: int, formula: Formula, bonus: float):
     endpoint = ScriptedJudge(answer(*list(MODES)[:num_failures]))
-    result = await judge(endpoint, alpha=2.0, formula=formula).judged(played(reward=0.25))
+    result = await make_judge(endpoint, alpha=2.0, formula=formula).judged(graded_trajectory(reward=0.25))
     assert result.bonus == pytest.approx(bonus) and result.reward == 0.25
     assert result.metrics["judge_failures"] == num_failures and result.metrics["judge_errors"] == 0
 
@@ -127,9 +129,10 @@ async def test_an_all_yes_answer_is_fourteen_failures():
 @pytest.mark.seed_behaviour(42)
 async def test_the_same_conversation_is_judged_once():
     endpoint = ScriptedJudge(answer())
-    judging = judge(endpoint)
+    judge = make_judge(endpoint)
     results = await asyncio.gather(
-        *(judging.judged(played(text)) for text in ("a", "a", "b")), judging.judged(played("a", reward=0.0))
+        *(judge.judged(graded_trajectory(text)) for text in ("a", "a", "b")),
+        judge.judged(graded_trajectory("a", reward=0.0)),
     )
     assert len(endpoint.requests) == 2
     assert [result.bonus for result in results] == [1.0] * 4
@@ -141,16 +144,16 @@ async def test_the_same_conversation_is_judged_once():
 
 @pytest.mark.seed_behaviour(45)
 async def test_an_error_is_not_cached():
-    endpoint = ScriptedJudge("?", BackendError("gone"), answer())
-    judging = judge(endpoint)
-    assert [(await judging.judged(played())).bonus for _ in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    endpoint = ScriptedJudge("?", BackendError("connection lost"), answer())
+    judge = make_judge(endpoint)
+    assert [(await judge.judged(graded_trajectory())).bonus for _ in range(4)] == [0.0, 0.0, 1.0, 1.0]
     assert len(endpoint.requests) == 3
 
 
 async def test_a_cancelled_waiter_does_not_cancel_the_judge_request():
-    judging = judge(ScriptedJudge(answer()))
-    first = asyncio.create_task(judging.judged(played()))
-    second = asyncio.create_task(judging.judged(played()))
+    judge = make_judge(ScriptedJudge(answer()))
+    first = asyncio.create_task(judge.judged(graded_trajectory()))
+    second = asyncio.create_task(judge.judged(graded_trajectory()))
     await asyncio.sleep(0)
     first.cancel()
     assert (await second).bonus == 1.0
@@ -172,16 +175,17 @@ async def test_an_evaluation_during_training_is_not_judged(tmp_path):
 
     async def play(trial, policy):
         await asyncio.sleep(0)
-        return replace(played(f"{trial.task.id} {trial.seed}"), task_id=trial.task.id)
+        return replace(graded_trajectory(f"{trial.task.id} {trial.seed}"), task_id=trial.task.id)
 
     source = FakeTasks(train=[task("a")], play=play)
-    rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)), judge(endpoint))
+    rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)), make_judge(endpoint))
 
-    async def groups(purpose: str) -> list[float]:
+    async def bonuses(purpose: str) -> list[float]:
         plan = RolloutPlan(step=1, purpose=purpose, group_size=3, temperature=1.0, directory=tmp_path)
-        [timed] = await rollouts.groups([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
-        assert timed.group.rewards == [1.0] * 3
-        return [member.bonus for member in timed.group.trajectories]
+        [timed_group] = await rollouts.groups([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
+        assert timed_group.group.rewards == [1.0] * 3
+        return [member.bonus for member in timed_group.group.trajectories]
 
-    evaluated, trained = await asyncio.gather(groups("eval"), groups("step"))
-    assert (evaluated, trained, len(endpoint.requests)) == ([0.0] * 3, [1.0] * 3, 3)
+    evaluation_bonuses, training_bonuses = await asyncio.gather(bonuses("eval"), bonuses("step"))
+    assert (evaluation_bonuses, training_bonuses) == ([0.0] * 3, [1.0] * 3)
+    assert len(endpoint.requests) == 3

@@ -19,12 +19,17 @@ def group(name, *rewards, failures=()):
     )
 
 
-FOUR = [group("a", 1, 0, 0, 0), group("b", 0, 0, 0, 0), group("c", 1, 1, 1, 1), group("d", 0.5, -0.5, 0, 0)]
+FOUR_GROUPS = [
+    group("a", 1, 0, 0, 0),
+    group("b", 0, 0, 0, 0),
+    group("c", 1, 1, 1, 1),
+    group("d", 0.5, -0.5, 0, 0),
+]
 
 
 @pytest.mark.seed_behaviour(143)
 def test_reward_metrics_have_skyrls_values():
-    metrics = group_metrics(FOUR, group_size=4)
+    metrics = group_metrics(FOUR_GROUPS, group_size=4)
     assert metrics["reward/avg_pass_at_4"] == 0.75
     assert metrics["reward/variance_per_prompt"] == 0.078125
     assert metrics["reward/signal_ratio"] == 0.5
@@ -35,8 +40,8 @@ def test_reward_metrics_have_skyrls_values():
 
 
 def test_a_pass_is_a_positive_sum_of_rewards():
-    token_level = [[1, 0], [0, 1], [0, 0]]  # SkyRL: 0.3333
-    groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_level)]
+    token_rewards = [[1, 0], [0, 1], [0, 0]]  # SkyRL's pass rate for these rewards is 0.3333
+    groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_rewards)]
     assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
 
 
@@ -48,7 +53,7 @@ def test_every_family_has_signal_metrics():
     assert names == {"pass_at_2", "variance_per_prompt", "signal_ratio", "mean_positive_reward"}
     assert (metrics["reward/copy/pass_at_2"], metrics["reward/copy/variance_per_prompt"]) == (0.5, 0.125)
     assert (metrics["reward/copy/signal_ratio"], metrics["reward/move/signal_ratio"]) == (0.5, 0)
-    assert not any(name.startswith("reward/a/") for name in group_metrics(FOUR, group_size=4))
+    assert not any(name.startswith("reward/a/") for name in group_metrics(FOUR_GROUPS, group_size=4))
 
 
 def test_response_lengths_have_skyrls_values():
@@ -63,8 +68,8 @@ def test_response_lengths_have_skyrls_values():
 
 
 def test_assistant_tokens_have_skyrls_values():
-    # SkyRL's masks are [1,1], [1,0,1,1] and [0]. The last one is SkyRL's minimal output of one end token. The
-    # third trajectory here has no token.
+    # SkyRL's masks are [1,1], [1,0,1,1] and [0]. The last mask belongs to SkyRL's minimal output, which is
+    # one end-of-sequence token. Here, the third trajectory has no token.
     members = [
         trajectory("a", 1.0, [turn([1], [2, 3])]),
         trajectory("a", 0.0, [turn([1], [2]), turn([1, 2, 9], [3, 4])]),
@@ -75,7 +80,8 @@ def test_assistant_tokens_have_skyrls_values():
     assert (metrics["generate/min_assistant_tokens"], metrics["generate/max_assistant_tokens"]) == (0, 3)
     assert metrics["generate/tokens_per_turn_mean"] == pytest.approx(1.6666667)
     assert metrics["generate/tokens_per_turn_max"] == 2
-    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (0, 4)  # SkyRL: 1, 4
+    # SkyRL's values are 1 and 4.
+    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (0, 4)
     assert metrics["generate/batch_num_seq"] == 3
 
 
@@ -94,16 +100,16 @@ def test_an_empty_batch_gives_six_zeros_and_a_warning(caplog):
     assert "no trajectory to measure" in caplog.text
 
 
-def test_the_sequences_of_a_rewritten_history_are_added():
-    broken = trajectory(turns=[turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), turn([1, 9, 9, 9], [7, 8])])
-    assert num_response_tokens(broken) == (2 + 1 + 1) + 2
+def test_response_tokens_after_a_rewritten_history_are_added():
+    turns = [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), turn([1, 9, 9, 9], [7, 8])]
+    assert num_response_tokens(trajectory(turns=turns)) == (2 + 1 + 1) + 2
 
 
-def test_starts_and_deadlines_that_failed_are_counted():
-    late = trajectory("a", 0, [turn([1], [2])], stop=StopReason.TIMEOUT)
+def test_failed_starts_and_timeouts_are_counted():
+    timed_out = trajectory("a", 0, [turn([1], [2])], stop=StopReason.TIMEOUT)
     failures = [failure(kind=FailureKind.ENV_INIT_FAILED), failure(kind=FailureKind.TIMEOUT)]
     metrics = group_metrics(
-        [TrajectoryGroup(task=task("a"), trajectories=[late], failures=failures)], group_size=3
+        [TrajectoryGroup(task=task("a"), trajectories=[timed_out], failures=failures)], group_size=3
     )
     assert (metrics["trials/failed/env_init_failed"], metrics["generate/trajectory_timeouts"]) == (1, 2)
     assert (metrics["trials/total"], metrics["trials/graded"], metrics["trials/ungraded"]) == (3, 1, 2)
@@ -127,16 +133,16 @@ def test_variance_is_largest_when_half_succeed(rewards, variance):
     assert group_metrics([group("a", *rewards)], group_size=4)["reward/variance_per_prompt"] == variance
 
 
-def test_shares_of_groups_add_up():
-    metrics = group_metrics(FOUR, group_size=4)
+def test_shares_of_mixed_and_constant_groups_add_up_to_1():
+    metrics = group_metrics(FOUR_GROUPS, group_size=4)
     shares = [metrics[f"env/all/by_group/frac_{kind}"] for kind in ("mixed", "all_good", "all_bad")]
     assert shares == [0.5, 0.25, 0.25]
 
 
-def test_prevented_gradings_are_counted_by_reason():
-    voided = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
+def test_graded_zeros_are_counted_by_reason():
+    graded_zero = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
     metrics = group_metrics(
-        [replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2
+        [replace(group("a", 1), trajectories=[graded_zero, trajectory("a", 1.0)])], group_size=2
     )
     counts = {reason: metrics[f"trials/graded_zero/{reason}"] for reason in ZeroReason}
     assert counts == {reason: float(reason is ZeroReason.VERIFIER_TIMEOUT) for reason in ZeroReason}
@@ -164,7 +170,7 @@ def test_lengths_and_stop_reasons_are_measured():
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)
     assert metrics["env/all/turns"] == 1.5
     assert (metrics["tokens/sampled"], metrics["tokens/context_max"]) == (6, 6)
-    # There is an observed token in between.
+    # The response of `long` includes the observed token between its two completions.
     assert (
         metrics["generate/min_num_tokens"],
         metrics["generate/max_num_tokens"],
@@ -188,8 +194,8 @@ def test_families_of_held_out_tasks_have_reward_metrics():
     metrics = held_out_metrics([group("copy-01", 1), group("copy-02", 0), group("move-01", 1)], group_size=1)
     assert metrics["test/env/all/reward/total"] == pytest.approx(2 / 3)
     assert (metrics["test/env/copy/reward/total"], metrics["test/env/move/reward/total"]) == (0.5, 1)
-    lone = held_out_metrics([group("copy-01", 1), group("move-01", 1)], group_size=1)
-    assert "test/env/copy/reward/total" not in lone
+    single_task_metrics = held_out_metrics([group("copy-01", 1), group("move-01", 1)], group_size=1)
+    assert "test/env/copy/reward/total" not in single_task_metrics
 
 
 @pytest.mark.parametrize(
@@ -212,10 +218,6 @@ def test_environment_metrics_are_reduced_by_their_names():
     assert (metrics["environment/calls"], metrics["environment/score_max"]) == (4, 3)
     assert (metrics["env/all/calls"], metrics["env/all/score_max"]) == (2, 2)
     assert metrics["reward/parse_failure_rate"] == 0
-    failed = replace(members[0], metrics={"parse_failures": 1.0}, turns=[turn([1], [2])] * 3)
-    assert (
-        group_metrics([TrajectoryGroup(task=task("a"), trajectories=[failed])], group_size=1)[
-            "reward/parse_failure_rate"
-        ]
-        == 1 / 3
-    )
+    one_failure = replace(members[0], metrics={"parse_failures": 1.0}, turns=[turn([1], [2])] * 3)
+    metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[one_failure])], group_size=1)
+    assert metrics["reward/parse_failure_rate"] == 1 / 3
