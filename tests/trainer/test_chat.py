@@ -47,7 +47,7 @@ def test_thinking_without_a_template_for_it_is_refused():
     tokenizer = without_thinking()
     assert Chat(tokenizer)
     with pytest.raises(
-        ConfigError, match="enable_thinking=true: the tokenizer's chat template does not read"
+        ConfigError, match="enable_thinking=true: the tokenizer's chat template does not support it"
     ):
         Chat(tokenizer, enable_thinking=True)
 
