@@ -32,7 +32,7 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.executor import memory_division
 from skyrl_tx_server.executor.executor import DeviceExecutor
 
-LORA = LoraSpec(rank=RANK, train_unembed=False)  # the compared programs use the same rank
+LORA = LoraSpec(rank=RANK, train_unembed=False)  # as in the compared programs
 
 
 class Ours:
