@@ -10,6 +10,11 @@ This file is long because it contains the start and the shutdown of the server i
 
 from __future__ import annotations
 
+from skyrl_tx_server.config.huge_pages import restart_with_huge_pages
+
+if __name__ == "__main__":
+    restart_with_huge_pages()  # before the imports, which would be repeated
+
 import asyncio
 import logging
 import os
