@@ -106,7 +106,8 @@ QUICKSTARTS = {
                 "max_steps": "6",
                 "eval_every": "3",
                 "n_parallel_envs": "48",
-                "trial_timeout_s": "600",
+                "trial_timeout_s": "1200",
+                "agent_timeout_multiplier": "10",
             },
             server=(
                 "max_lora_rank=16",

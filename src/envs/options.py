@@ -18,7 +18,10 @@ from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOption
 
 DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
 """Name of a folder of tasks -> command that downloads it to datasets/."""
-HARBOR_ONLY = ("environment_type", "max_consecutive_truncations", "jobs_quota_gb")
+HARBOR_ONLY = (
+    *("environment_type", "max_consecutive_truncations", "jobs_quota_gb"),
+    *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
+)
 DATA = "data"  # the environment that data= selects
 # Environments that read no files of rows, and the options to use instead.
 INSTEAD_OF_TRAIN_DATA = {
@@ -167,6 +170,16 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
         default=20.0,
         doc="GiB that the trials' files may take in the run's jobs/; past it a trial keeps only its result, "
         "reward and log",
+        validator=above(0),
+    )
+    agent_timeout_multiplier: float = chz.field(
+        default=1.0,
+        doc="Factor for the agent's time limit in task.toml, as in `harbor run`",
+        validator=above(0),
+    )
+    verifier_timeout_multiplier: float = chz.field(
+        default=1.0,
+        doc="Factor for the verifier's time limit in task.toml, as in `harbor run`",
         validator=above(0),
     )
     max_consecutive_truncations: int = chz.field(

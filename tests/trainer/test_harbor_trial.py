@@ -132,6 +132,19 @@ async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
 
 
+async def test_multipliers_extend_the_time_limits_of_a_task(tmp_path: Path) -> None:
+    limits = "[agent]\ntimeout_sec = 0.1\n[verifier]\ntimeout_sec = 0.1\n"
+    test = "sleep 0.5; echo 1 > /logs/verifier/reward.txt"
+    tasks = harbor_tasks(
+        variant(tmp_path, test=test, task_toml=limits),
+        agent_timeout_multiplier=600,
+        verifier_timeout_multiplier=600,
+    )
+    outcome, _ = await play(tmp_path, SOLUTION, tasks)
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+
+
 @pytest.mark.parametrize("command", ["exit", "tmux kill-server", "kill -9 -1"])
 async def test_closing_the_terminal_is_graded(tmp_path: Path, command: str) -> None:
     outcome, _ = await play(tmp_path, [SOLUTION[0], answer(command, duration=0.5)])

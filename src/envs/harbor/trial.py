@@ -161,6 +161,8 @@ class HarborTrial:
         return TrialConfig(
             task=TaskConfig(path=self._task.path),
             trials_dir=self._directory,
+            agent_timeout_multiplier=settings.agent_timeout_multiplier,
+            verifier_timeout_multiplier=settings.verifier_timeout_multiplier,
             agent=AgentConfig(
                 import_path="src.envs.harbor.agent:TrainingTerminus2",
                 model_name=settings.model_name,
