@@ -22,6 +22,7 @@ USES_BEFORE_COMPILATION = 16
 takes as long as many dispatches."""
 MIN_ROLLED_LAYERS = 8
 """A model of fewer layers has no rolled programs, because its unrolled programs are compiled as fast."""
+COMPILE_THREAD = "compile-decode"  # name of the thread that compiles
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class DecodePrograms:
             # The engine's thread is a daemon, and threads inherit this. The exit of Python must wait for this
             # thread, because the exit handlers of XLA crash during a compilation.
             self._thread = threading.Thread(
-                target=self._compile, args=(program,), name="compile-decode", daemon=False
+                target=self._compile, args=(program,), name=COMPILE_THREAD, daemon=False
             )
             self._thread.start()
         return None

@@ -1,4 +1,5 @@
-"""Compare meshes of 8 virtual devices with one device, and print the differences as JSON for test_mesh.py."""
+"""Compare meshes of up to 8 virtual devices with one device. The differences are printed as JSON for
+test_mesh.py."""
 
 from __future__ import annotations
 
@@ -91,10 +92,14 @@ def fp8_weights_are_equal(model_dir: Path) -> bool:
     write_fp8_model("qwen3_moe", model_dir)
     config = load_model_config(model_dir)
     sharded = replace(config, mesh=make_mesh(MeshShape(fsdp=2, expert=2)))
-    pairs = zip(
-        *(jax.tree.leaves(load_params(model_dir, each, "float32")) for each in (config, sharded)), strict=True
+    on_one_device, on_the_mesh = (
+        jax.tree.leaves(load_params(model_dir, device_config, "float32"))
+        for device_config in (config, sharded)
     )
-    return all(np.array_equal(np.asarray(one), np.asarray(many)) for one, many in pairs)
+    return all(
+        np.array_equal(np.asarray(leaf), np.asarray(sharded_leaf))
+        for leaf, sharded_leaf in zip(on_one_device, on_the_mesh, strict=True)
+    )
 
 
 def compare_training(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
@@ -106,12 +111,12 @@ def compare_training(config: ModelConfig, shape: MeshShape, model_dir: Path) -> 
         model_dir,
     )
     random = np.random.default_rng(0)
-    fresh = init_adapter(config, LoraSpec(rank=RANK, seed=1), RANK)
+    initial_adapter = init_adapter(config, LoraSpec(rank=RANK, seed=1), RANK)
     adapter = jax.tree.map(
-        lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), fresh
+        lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), initial_adapter
     )
     tokens = random.integers(0, config.vocab_size, (6, 41)).astype(np.int32)
-    data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
+    data = tuple(TrainDatum(tokens=ids[:-1], target_tokens=ids[1:]) for ids in tokens)
     trained_masks = [np.ones(len(datum.tokens), bool) for datum in data]
     (packed,) = pack(
         data, trained_masks, train_shapes(max_context_length=128, tokens_per_batch=512, dp_ranks=shape.batch)
@@ -193,19 +198,19 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # from rank 0 to rank 1
         scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_positions(config, cache, block, tables, starts, counts)
-        rows = [
+        segments_read = [
             read_positions(config, cache, layer, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
             for layer in range(layers)
         ]
         return (
             cache,
             scattered,
-            rows,
+            segments_read,
             attend_to_pages(config, attention_spec(config.head_dim), cache, jnp.int32(1), tiles, queries),
         )
 
     def results_on(config: ModelConfig) -> list[list[np.ndarray]]:
-        cache, scattered, rows, attended = run(
+        cache, scattered, segments_read, attended = run(
             empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config
         )
         used_pages = [page for page in range(16) if page not in (0, 8)]
@@ -219,7 +224,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         attention = [
             outputs[:length] for outputs, length in zip(np.asarray(attended), tiles.lengths, strict=True)
         ]
-        return [written, [leaf[[0, 2]] for leaf in jax.device_get(jax.tree.leaves(rows))], attention]
+        return [written, [leaf[[0, 2]] for leaf in jax.device_get(jax.tree.leaves(segments_read))], attention]
 
     alone, sharded = results_on(replace(config, mesh=None)), results_on(config)
     assert all(np.all(np.any(outputs, axis=(1, 2))) for outputs in alone[2])
@@ -233,21 +238,21 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
 def largest_message(config: ModelConfig, shape: MeshShape) -> float:
     """Return the number of elements of the largest message between devices in a dispatch of decode steps,
     divided by that of the attention output matrix `o` of a layer."""
-    config, rows = replace(config, mesh=make_mesh(shape)), 4
+    config, num_sequences = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     batch = DecodeBatch(
-        tokens=np.zeros(rows, np.int32),
-        before=Carry.empty(rows),
-        positions=np.zeros(rows, np.int32),
-        remaining=np.zeros(rows, np.int32),
-        tables=np.zeros((rows, 1), np.int32),
+        tokens=np.zeros(num_sequences, np.int32),
+        before=Carry.empty(num_sequences),
+        positions=np.zeros(num_sequences, np.int32),
+        remaining=np.zeros(num_sequences, np.int32),
+        tables=np.zeros((num_sequences, 1), np.int32),
         splits=None,
-        adapters=lora_indices(np.zeros(rows, np.int32)),
-        stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
+        adapters=lora_indices(np.zeros(num_sequences, np.int32)),
+        stop_tokens=np.full((num_sequences, MAX_STOP_TOKENS), -1, np.int32),
     )
     cache, settings = (
         empty_cache(config=config, pages=8, dtype=np.dtype("float32")),
-        batch_settings([None] * rows, config.vocab_size),
+        batch_settings([None] * num_sequences, config.vocab_size),
     )
     params = param_shapes(config, np.dtype("float32"))
     lowered = decode_steps.lower(

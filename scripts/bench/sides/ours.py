@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.executor import memory_division
 from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.sampling.decode_programs import COMPILE_THREAD
 
 LORA = LoraSpec(rank=RANK, train_unembed=False)  # as in the compared programs
 
@@ -93,6 +95,12 @@ class Ours:
         ]
         results = [future.result() for future in futures]
         return [result.sequences for result in results if isinstance(result, SampleResult)]
+
+    def wait_for_compilations(self) -> None:
+        """Wait until no decode program is being compiled in the background."""
+        for thread in threading.enumerate():
+            if thread.name == COMPILE_THREAD:
+                thread.join()
 
     def stat(self, name: str) -> int:
         value = self.engine.stats()[name]
@@ -160,6 +168,7 @@ def main(argv: Sequence[str]) -> None:
                 "sample": ours.sample,
                 "save": ours.save,
                 "stat": ours.stat,
+                "wait_for_compilations": ours.wait_for_compilations,
             }
 
         serve(start)
