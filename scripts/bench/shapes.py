@@ -31,7 +31,7 @@ REQUESTS, CONTEXT = 200, 2048
 class ShapesConfig:
     child: str | None = chz.field(
         default=None,
-        doc="A model directory. If given, this process is the measured one and prints one JSON object",
+        doc="A model directory. If given, this process runs the measurement and prints one JSON object",
     )
     cache: str | None = chz.field(default=None, doc="Compilation cache of the measured process")
     layers: int = chz.field(
@@ -41,11 +41,11 @@ class ShapesConfig:
 
 def main(config: ShapesConfig) -> None:
     if config.child is not None:
-        print(json.dumps(child(Path(config.child), config.cache)))
+        print(json.dumps(measure_programs(Path(config.child), config.cache)))
         return
     with tempfile.TemporaryDirectory() as folder:
         model_dir, cache = make_model(Path(folder) / "model", layers=config.layers), Path(folder) / "xla"
-        cold, warm = (measured(model_dir, cache) for _ in range(2))
+        cold, warm = (run_measurement(model_dir, cache) for _ in range(2))
         print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
         names = ", ".join(f"{name} {count}" for name, count in cold["programs"].items())
         figure(f"programs: {names}", sum(cold["programs"].values()), at_most=12)
@@ -57,7 +57,7 @@ def main(config: ShapesConfig) -> None:
         figure("first token after a cold start, s", cold["first_token_s"])
 
 
-def measured(model_dir: Path, cache: Path) -> dict:
+def run_measurement(model_dir: Path, cache: Path) -> dict:
     command = [sys.executable, "-m", "scripts.bench.shapes", f"child={model_dir}", f"cache={cache}"]
     return json.loads(
         subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[
@@ -66,16 +66,16 @@ def measured(model_dir: Path, cache: Path) -> dict:
     )
 
 
-def child(model_dir: Path, cache: str | None) -> dict:
-    began = time.perf_counter()  # does not include importing jax, about one second
+def measure_programs(model_dir: Path, cache: str | None) -> dict:
+    start = time.perf_counter()  # excludes the import of jax, which takes about one second
     with running(
         model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT
     ) as ours:
         ours.sample(random_sequences([64]), 1)
-        first_token_s = time.perf_counter() - began
-        requests(ours, seed=0)
+        first_token_s = time.perf_counter() - start
+        run_requests(ours, seed=0)
         stats, programs = ours.engine.stats(), ours.programs()
-        requests(ours, seed=1)
+        run_requests(ours, seed=1)
         return {
             "programs": stats["programs"],
             "seconds": stats["program_seconds"],
@@ -85,7 +85,7 @@ def child(model_dir: Path, cache: str | None) -> dict:
         }
 
 
-def requests(ours: Ours, *, seed: int) -> None:
+def run_requests(ours: Ours, *, seed: int) -> None:
     """Run as many samples as training operations, eight at a time."""
     random = np.random.default_rng(seed)
     pending = []

@@ -20,7 +20,7 @@ YEAR_S = 366 * 86400.0
 class Bounds:
     """The values that a numeric option accepts."""
 
-    above: float | None = None  # an exclusive lower bound; None: `low`, which is inclusive, applies
+    above: float | None = None  # an exclusive lower bound; if None, the inclusive bound `low` applies
     low: float = 0
     high: float
 

@@ -11,8 +11,8 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
 """Units that each sequence with a slot adds to the account of its tenant; scheduler.py defines the units.
-A sequence is paused for another tenant if their accounts differ by at least twice as many units. Small
-requests have a separate rule."""
+A sequence is paused so that another tenant gets its slot if the accounts of the two tenants differ by at
+least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64
@@ -21,7 +21,7 @@ SMALL_TOKENS = 64
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A `Sample` of which some sequences wait or have slots."""
+    """A `Sample` operation with sequences that wait or have slots."""
 
     request_id: int
     op: Sample
@@ -105,8 +105,10 @@ class SlotPlan:
 
     tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
     small: Counter[str] = field(default_factory=Counter)  # slots that small requests of the tenant gain
-    gained: Counter[int] = field(default_factory=Counter)  # by request_id
-    paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # request_id -> indices
+    gained: Counter[int] = field(default_factory=Counter)  # slots that the request gains, by request_id
+    paused: dict[int, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # sample indices, by request_id
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """By tenant, the requests to which the plan gives their first slot."""
     partial_prefill_tokens: int = 0  # prompt tokens of the requests whose prefill would start

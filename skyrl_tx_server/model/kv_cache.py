@@ -1,6 +1,6 @@
 """The KV cache: keys and values in pages of PAGE_SIZE positions (Kwon et al., arXiv:2309.06180).
 
-The host keeps a block table for each sequence, the numbers of its pages in order. Sequences with a common
+The host keeps a block table for each sequence: the list of its page numbers in order. Sequences with a common
 prefix may share pages, and a shared page is never written. The axis of heads comes before the axis of
 positions, because a decode step reads the positions of one head consecutively.
 
@@ -104,7 +104,7 @@ def read_positions(
 ) -> list[Segment]:
     """Return the cached positions of each sequence in one layer, in segments that end at `ends` (multiples of
     PAGE_SIZE)."""
-    read = partial(_read_own_positions, config, ends)
+    read = partial(_read_local_positions, config, ends)
     if config.mesh is not None:
         read = shard_map_over(config, read, (PAGES, EVERYWHERE, PartitionSpec(BATCH)), BATCH_HEADS)
         layer = jnp.asarray(layer)
@@ -122,7 +122,7 @@ def write_layer(
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, the segment of one layer, at position `starts_B` of the
     sequences with the block tables `tables_BW`."""
-    write = partial(_write_own_layer, config)
+    write = partial(_write_local_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
             config, write, (PAGES, EVERYWHERE, HEADS_OF_LAYER, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES
@@ -145,7 +145,7 @@ def write_positions(
     """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
     sequences with the block tables `tables_BW`. By default a loop writes page by page. `scatter` writes in
     one operation, for GPUs, where the host would control the loop."""
-    write = partial(_scatter_own_positions if scatter else _write_own_positions, config)
+    write = partial(_scatter_local_positions if scatter else _write_local_positions, config)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
         write = shard_map_over(config, write, (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch), PAGES)
@@ -154,7 +154,7 @@ def write_positions(
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
     """Copy pages in order, from the first page of each pair to the second. A pair of -1 ends the list."""
-    copy = partial(_copy_own_pages, config)
+    copy = partial(_copy_local_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
@@ -164,14 +164,14 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (the local number of each page, the null page 0 for pages of other devices; whether it is
-    local)."""
+    """Return the local number of each page and whether the page is on this device. Pages of other devices
+    get the number 0 of the null page."""
     local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     here = (local >= 0) & (local < cache.keys.shape[1])
     return jnp.where(here, local, 0), here
 
 
-def _read_own_positions(
+def _read_local_positions(
     config: ModelConfig, ends: Sequence[int], cache: KVCache, layer: ArrayLike | int, tables_BW: jax.Array
 ) -> list[Segment]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
@@ -180,7 +180,7 @@ def _read_own_positions(
     def segment(first: int, end: int) -> Segment:
         pages = local[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
-        # takes two thirds of the time of a transposition of pages
+        # This gather takes two thirds of the time of gathering whole pages and transposing them.
         values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]
         return Segment(keys=keys, values=values.reshape(batch, heads, -1, head_dim))
 
@@ -198,7 +198,7 @@ def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
     )
 
 
-def _write_own_layer(
+def _write_local_layer(
     config: ModelConfig,
     cache: KVCache,
     layer: jax.Array,
@@ -214,7 +214,7 @@ def _write_own_layer(
     )
 
 
-def _scatter_own_positions(
+def _scatter_local_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
@@ -238,8 +238,8 @@ def _places(
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Positions
-    from `counts_B` on, of other devices and of the null page have pages after the last one, which a scatter
-    drops."""
+    from `counts_B` on, on other devices and in the null page get page numbers after the last page, which a
+    scatter drops."""
     local, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
@@ -249,7 +249,7 @@ def _places(
     return jnp.where(is_written, page, after_last), positions % PAGE_SIZE
 
 
-def _write_own_positions(
+def _write_local_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
@@ -293,16 +293,16 @@ def _merge(
     )
 
 
-def _copy_own_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
+def _copy_local_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
         (source, here), (target, _) = (own_pages(config, cache, page) for page in copies_C2[index])
 
-        def moved(whole: jax.Array) -> jax.Array:
+        def copy_page(whole: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)
             if config.mesh is not None:
                 page = jax.lax.psum(jnp.where(here, page, 0), BATCH)
             return jax.lax.dynamic_update_slice_in_dim(whole, page, target, axis=1)
 
-        return jax.tree.map(moved, cache)
+        return jax.tree.map(copy_page, cache)
 
     return jax.lax.fori_loop(0, jnp.sum(copies_C2[:, 0] >= 0), copy, cache)

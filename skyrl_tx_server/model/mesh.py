@@ -1,14 +1,14 @@
 """The mesh of devices that share one model: its axes, the sharding of arrays, and sharding constraints.
 
     axis     divides                                   each device holds
-    data     the sequences of a batch                  everything else
+    data     the sequences of a batch                  the whole model
     fsdp     the sequences of a batch, each matrix     a part of every matrix
     tensor   heads, the width of MLPs, the vocabulary  a part of every matrix and of the KV cache
     expert   experts                                   some experts and their adapters
 
-Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller
-than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends the
-activations of its few tokens.
+Before the products of a layer, training gathers the matrices that `fsdp` divides, because they are smaller
+than the activations of the layer's tokens. Sampling leaves matrices in place (`weight_stationary`) and sends
+the activations of its few tokens.
 
 Adapters are replicated on every device, except the factors of experts, which are on the devices of their
 experts. If `config.mesh` is None, the functions of this module have no effect on arrays.
@@ -44,7 +44,8 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 MIN_COMPUTE_CAPABILITY = 8
 """The lowest major compute capability that Triton supports (Ampere)."""
 MAX_HOST_BYTES = 1 << 30
-"""The size of the blocks in which the weights of a GPU are read, if a layer is smaller."""
+"""The maximum size of the blocks in which weights for a GPU are read. A block has at least one row; a row of
+stacked weights is a layer."""
 
 
 def on_gpu() -> bool:
@@ -197,8 +198,8 @@ def gathered(
 
 
 def _without_fsdp(axes: Axes) -> Axes:
-    rest = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis != "fsdp")
-    return rest or None
+    other_axes = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis != "fsdp")
+    return other_axes or None
 
 
 def batch_axes(config: ModelConfig, batch_size: int) -> Axes:
@@ -217,7 +218,7 @@ def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> 
 
 def shard_product(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
     """Inside a program: shard x [B, T, outputs of a matrix] by sequences and the outputs by `by`. With
-    `weight_stationary` the outputs are computed divided by `fsdp` and then gathered."""
+    `weight_stationary` the devices of `fsdp` compute parts of the outputs, which are then gathered."""
     if config.weight_stationary:
         x = shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
     return shard_batch(config, x, features=by)

@@ -138,22 +138,26 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
             divided.append((" and ".join(axes), num_devices, sum(weight.widths), f"outputs of {field}"))
     for axis, num_devices, size, dimension in divided:
         if num_devices > 1 and (size == 0 or size % num_devices):
-            advice = _with_fewer_heads(config, shape) if dimension == KEY_VALUE_HEADS else ""
+            advice = _advise_smaller_tensor_axis(config, shape) if dimension == KEY_VALUE_HEADS else ""
             raise ConfigError(
                 f"{shape}: {size} {dimension} do not divide over {num_devices} devices ({axis}){advice}"
             )
 
 
-def _with_fewer_heads(config: ModelConfig, shape: MeshShape) -> str:
+def _advise_smaller_tensor_axis(config: ModelConfig, shape: MeshShape) -> str:
     """Return the advice to use a mesh of the same number of devices whose tensor axis divides the key-value
     heads.
 
     Key-value heads are not replicated, because each copy of a head would have its own adapter.
     """
     tensor = gcd(config.num_kv_heads, shape.tensor)
-    rest = shape.tensor // tensor
-    has_experts = config.experts is not None and config.experts.count % (shape.expert * rest) == 0
-    fsdp, expert = (shape.fsdp, shape.expert * rest) if has_experts else (shape.fsdp * rest, shape.expert)
+    remaining_factor = shape.tensor // tensor
+    has_experts = config.experts is not None and config.experts.count % (shape.expert * remaining_factor) == 0
+    fsdp, expert = (
+        (shape.fsdp, shape.expert * remaining_factor)
+        if has_experts
+        else (shape.fsdp * remaining_factor, shape.expert)
+    )
     return f"; use {replace(shape, tensor=tensor, fsdp=fsdp, expert=expert)}"
 
 
@@ -211,7 +215,7 @@ def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, 
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """Return PEFT's tensors of the trained parts of an adapter, without the rank padding. `adapter` may also
-    be a gradient or a moment."""
+    hold gradients or optimizer moments."""
     arrays: dict[str, np.ndarray] = {}
     for factors in _trained_factors(to_host(adapter), config, spec):
         arrays[f"{factors.name}.lora_A.weight"] = np.ascontiguousarray(factors.a.T)

@@ -27,7 +27,8 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the training and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
+    """Run the training and return its exit status. An error is printed as one line, or as a
+    traceback with TRAINER_DEBUG=1."""
     if (words := help_words(argv)) is not None:
         print_help(help_for(SftConfig, title=TITLE, words=words))
         return 0
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             load_environment(argv)
             argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
             config = parse_as(SftConfig, with_local_model(argv))
-            # These imports take seconds. They come late so that --help and errors in options appear at once.
+            # These imports take seconds. They are deferred so that --help and option errors appear at once.
             from src.cli.console import Display, terminal
             from src.sft.run import run
 

@@ -1,4 +1,4 @@
-"""A server on a fake engine with two tenants and an operator, and the objects that a tenant can create."""
+"""A server with a fake engine, two tenants and an operator, and the objects that a tenant can create."""
 
 from __future__ import annotations
 

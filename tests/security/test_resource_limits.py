@@ -42,20 +42,20 @@ except OSError:
     pass
 print(count < 100)
 """
-    async with sandbox(limits=SandboxLimits(processes=100)) as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"True\n"
-        await running.kill_processes()
-        assert (await running.run("echo on")).stdout == b"on\n"
+    async with sandbox(limits=SandboxLimits(processes=100)) as bubblewrap:
+        assert (await bubblewrap.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"True\n"
+        await bubblewrap.kill_processes()
+        assert (await bubblewrap.run("echo on")).stdout == b"on\n"
 
 
 async def test_a_command_over_the_process_limit_has_status_126() -> None:
-    async with sandbox(limits=SandboxLimits(processes=3)) as running:
-        commands = [asyncio.create_task(running.run("exec sleep 1000")) for _ in range(4)]
+    async with sandbox(limits=SandboxLimits(processes=3)) as bubblewrap:
+        commands = [asyncio.create_task(bubblewrap.run("exec sleep 1000")) for _ in range(4)]
         finished, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
         refused = finished.pop().result()
         assert refused.status == 126 and refused.stderr.startswith(b"cannot start a command: ")
         assert waiting
-        await running.kill_processes()
+        await bubblewrap.kill_processes()
         assert {(await command).status for command in commands} == {126, 137}
 
 
@@ -69,10 +69,10 @@ for page in range(0, 900 << 20, 4096):
     memory[page] = 1
 print("wrote 900 MiB")
 """
-    async with sandbox(limits=SandboxLimits(memory_mb=512)) as running:
-        result = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+    async with sandbox(limits=SandboxLimits(memory_mb=512)) as bubblewrap:
+        result = await bubblewrap.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert result.status != 0 and result.stdout == b""
-        assert (await running.run("echo on")).stdout == b"on\n"
+        assert (await bubblewrap.run("echo on")).stdout == b"on\n"
 
 
 @needs_python
@@ -96,21 +96,21 @@ for _ in range(6):
     os.close(read)
 print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 """
-    async with sandbox(limits=SandboxLimits(memory_mb=192, storage_mb=64)) as running:
-        result = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+    async with sandbox(limits=SandboxLimits(memory_mb=192, storage_mb=64)) as bubblewrap:
+        result = await bubblewrap.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert result.status == 137 or int(result.stdout) < 4, (
             "more than three children with 64 MiB each are alive"
         )
-        assert (await running.run("echo on")).stdout == b"on\n"
+        assert (await bubblewrap.run("echo on")).stdout == b"on\n"
 
 
 @needs_cgroup
 async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
-    async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
-        fill = "for folder in /tmp /usr/local /dev/shm; do "
-        fill += "head -c 2000000000 /dev/zero >$folder/big; echo $?; done"
-        assert (await running.run(fill)).stdout == b"1\n1\n1\n"
-        assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
+    async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as bubblewrap:
+        fill_script = "for folder in /tmp /usr/local /dev/shm; do "
+        fill_script += "head -c 2000000000 /dev/zero >$folder/big; echo $?; done"
+        assert (await bubblewrap.run(fill_script)).stdout == b"1\n1\n1\n"
+        assert (await bubblewrap.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
 
 def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
@@ -119,14 +119,16 @@ def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
 
 
 async def test_the_oom_killer_prefers_commands_to_the_exec_server() -> None:
-    async with sandbox() as running:
-        assert (await running.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout == b"500\n0\n"
+    async with sandbox() as bubblewrap:
+        assert (
+            await bubblewrap.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")
+        ).stdout == b"500\n0\n"
 
 
 async def test_open_files_and_core_files_are_limited() -> None:
-    async with sandbox() as running:
-        assert (await running.run("ulimit -Hn; ulimit -Hc")).stdout == b"4096\n0\n"
-        assert (await running.run("ulimit -n 100000")).status != 0
+    async with sandbox() as bubblewrap:
+        assert (await bubblewrap.run("ulimit -Hn; ulimit -Hc")).stdout == b"4096\n0\n"
+        assert (await bubblewrap.run("ulimit -n 100000")).status != 0
 
 
 def test_the_mechanism_that_enforces_the_limits_is_reported() -> None:
@@ -140,16 +142,16 @@ async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
     parents = cgroup_parents()
     assert parents is not None
 
-    def groups() -> set[Path]:
+    def cgroups() -> set[Path]:
         return {
-            group
+            cgroup
             for parent in parents.directories
-            for group in parent.glob(f"agent-trainer-security-{os.getpid()}-*")
+            for cgroup in parent.glob(f"agent-trainer-security-{os.getpid()}-*")
         }
 
     async with sandbox():
-        assert len(groups()) == len(parents.directories)
-    assert groups() == set()
+        assert len(cgroups()) == len(parents.directories)
+    assert cgroups() == set()
 
 
 @needs_cgroup
@@ -163,33 +165,33 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_one(
     ended_run = tmp_path / f"ended-{os.getpid()}"
     sandbox_directory = ended_run / "1-trial"
     sandbox_directory.mkdir(parents=True)
-    groups = parents.create(f"ended-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
-    assert all(group.is_dir() for group in groups)
+    cgroups = parents.create(f"ended-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
+    assert all(cgroup.is_dir() for cgroup in cgroups)
     remove_ended_runs()
-    assert not any(group.exists() for group in groups)
+    assert not any(cgroup.exists() for cgroup in cgroups)
     assert not ended_run.exists()
 
 
 def test_cgroup_v2_limits_memory_swap_and_processes(tmp_path: Path) -> None:
     parent = tmp_path / "delegated"
-    group = parent / "agent-trainer-run-1"
+    cgroup = parent / "agent-trainer-run-1"
     parents = CgroupParents(version=2, directories=(parent,))
-    group.mkdir(parents=True)
+    cgroup.mkdir(parents=True)
     record = tmp_path / "cgroups"
     with pytest.raises(FileExistsError):  # a name cannot be used twice
         parents.create("run-1", SandboxLimits(), record=record)
     for file in ("memory.max", "memory.swap.max", "pids.max"):
-        (group / file).touch()
+        (cgroup / file).touch()
 
-    class ExistingDirectory(type(group)):  # the kernel creates the files with the directory
+    class ExistingDirectory(type(cgroup)):  # the kernel creates the files with the directory
         def mkdir(self, *args: object, **kwargs: object) -> None:
             pass
 
     parents = CgroupParents(version=2, directories=(ExistingDirectory(parent),))
     parents.create("run-1", SandboxLimits(processes=7, memory_mb=3), record=record)
-    written = {path.name: path.read_text() for path in group.iterdir()}
+    written = {path.name: path.read_text() for path in cgroup.iterdir()}
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
-    assert remove_cgroups(record) is False, "a group that cannot be removed stays recorded"
+    assert remove_cgroups(record) is False, "a cgroup that cannot be removed stays recorded"
     assert record.exists()
 
 

@@ -69,13 +69,17 @@ def test_a_key_file_holds_digests_that_authenticate_its_tenants(
     assert not any(key in text or key.removeprefix("tml-") in text for key in created_keys)
     assert text.splitlines()[0] == f"alice:{hashlib.sha256(created_keys[0].encode()).hexdigest()}"
     assert file.stat().st_mode & 0o777 == 0o600
-    loaded = TenantKeys(file)
+    tenant_keys = TenantKeys(file)
     assert [
-        loaded.tenant_of(key)
+        tenant_keys.tenant_of(key)
         for key in (*created_keys, "tml-guess", "", "\udcff".encode(errors="replace").decode())
     ] == [
-        *("alice", "bob", "alice"),
-        *(None, None, None),
+        "alice",
+        "bob",
+        "alice",
+        None,
+        None,
+        None,
     ]
     assert keys.main(["remove", "alice", f"file={file}"]) == 0 and keys.main(["list", f"file={file}"]) == 0
     assert capsys.readouterr().out == "bob\n"
@@ -124,11 +128,11 @@ async def test_a_changed_key_file_is_read_and_a_broken_one_is_ignored(
     tmp_path: Path,
 ) -> None:
     async with two_tenants(tmp_path) as site:
-        carol = keys.add(site.key_file, "carol")
+        carol_key = keys.add(site.key_file, "carol")
         keys.remove(site.key_file, "bob")
         await housekeep(site.context)
         assert (
-            await site.without_key.get("/api/v1/sessions", headers={"x-api-key": carol})
+            await site.without_key.get("/api/v1/sessions", headers={"x-api-key": carol_key})
         ).status_code == 200
         assert (await site.bob.get("/api/v1/sessions")).status_code == 401
         site.key_file.write_text("nonsense")
@@ -220,10 +224,10 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://server", headers=http.headers
             ) as client:
-                listed = (await client.get("/api/v1/checkpoints")).json()["checkpoints"]
+                checkpoints = (await client.get("/api/v1/checkpoints")).json()["checkpoints"]
                 runs = (await client.get("/api/v1/training_runs")).json()["training_runs"]
                 listings[name] = (
-                    {checkpoint["tinker_path"] for checkpoint in listed},
+                    {checkpoint["tinker_path"] for checkpoint in checkpoints},
                     {run["training_run_id"] for run in runs},
                 )
                 assert (
@@ -359,7 +363,7 @@ async def test_a_changed_download_url_is_refused(tmp_path: Path) -> None:
         url = str(urls["adapter_config.json"])
         assert (await site.without_key.get(url)).status_code == 200
         signature = url.rpartition("signature=")[2]
-        for forged in (
+        for forged_url in (
             url.replace(bob.model, alice.model).replace(bob.model.replace(":", "%3A"), alice.model),
             url.replace("adapter_config.json", "adapter_model.safetensors"),
             url.replace(signature, "%C3%A9" * 64),
@@ -370,8 +374,8 @@ async def test_a_changed_download_url_is_refused(tmp_path: Path) -> None:
             re.sub("generation=[0-9a-f]+", f"generation={'0' * 32}", url),
             url.partition("?")[0],
         ):
-            reply = await site.without_key.get(forged)
-            assert reply.status_code == 404 and "no such download" in reply.json()["detail"], forged
+            reply = await site.without_key.get(forged_url)
+            assert reply.status_code == 404 and "no such download" in reply.json()["detail"], forged_url
 
 
 # --- quotas
@@ -423,7 +427,7 @@ def test_each_tenant_has_its_own_quota_of_checkpoint_bytes(tmp_path: Path) -> No
 
 
 class HeldEngine:
-    """An engine that records operations and leaves it to the test to resolve their futures."""
+    """An engine that records operations. The test resolves their futures."""
 
     def __init__(self) -> None:
         self.info = EngineInfo(base_model="m", max_context_length=1000, max_lora_rank=8, vocab_size=10)

@@ -54,8 +54,11 @@ def test_loss_positions_are_separate_where_losses_differ() -> None:
     (batch,) = pack(data, [datum_weights != 0 for datum_weights in weights], SHAPES)
     assert batch.arrays.num_trained[0] == 20
     assert batch.arrays.loss_inputs.counts[0, :26].tolist() == [2] * 15 + [1] * 10 + [0]
-    trained, rest = batch.arrays.loss_inputs.weights[0, :20], batch.arrays.loss_inputs.weights[0, 20:25]
-    assert trained.all() and not rest.any()
+    trained_weights, other_weights = (
+        batch.arrays.loss_inputs.weights[0, :20],
+        batch.arrays.loss_inputs.weights[0, 20:25],
+    )
+    assert trained_weights.all() and not other_weights.any()
 
 
 @st.composite

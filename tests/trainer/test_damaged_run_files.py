@@ -38,8 +38,14 @@ OPTIONS = (
     ),
     *("task_sampling=thompson", "max_failure_rate=1", "dump_eval_results=false"),
 )
-READ = ("journal.jsonl", "checkpoints.jsonl", "metrics.jsonl", "config.json", "finished/step_000002.jsonl")
-VALUES: list[Any] = [
+RUN_FILES = (
+    "journal.jsonl",
+    "checkpoints.jsonl",
+    "metrics.jsonl",
+    "config.json",
+    "finished/step_000002.jsonl",
+)
+REPLACEMENT_VALUES: list[Any] = [
     *(
         "seven",
         "",
@@ -74,7 +80,7 @@ INVALID_LINES = [
 ]
 
 
-class Resumable(FakeRun):
+class BanditRun(FakeRun):
     """A run on the bandit backend, which accepts any checkpoint."""
 
     def __init__(self, path: Path) -> None:
@@ -87,29 +93,29 @@ class Resumable(FakeRun):
 
 
 @pytest.fixture(scope="module")
-def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run after two of four steps.
 
     The checkpoint of the second step is missing, so a resume trains this step again from the stored rollouts.
     """
     path = tmp_path_factory.mktemp("half") / "run"
     with suppress(NothingTrainedError):  # the rewards of every group are equal
-        asyncio.run(Resumable(path).go(*OPTIONS, "max_steps=2"))
+        asyncio.run(BanditRun(path).go(*OPTIONS, "max_steps=2"))
     first, _ = (path / "checkpoints.jsonl").read_text().splitlines(keepends=True)
     (path / "checkpoints.jsonl").write_text(first)
-    assert all((path / name).is_file() for name in READ)
+    assert all((path / name).is_file() for name in RUN_FILES)
     return path
 
 
-def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
-    """Return the error of resuming a copy with a changed file, or "" if it works."""
+def resume_error(interrupted_run: Path, tmp_path: Path, name: str, change: Any) -> str:
+    """Resume a copy of the run with a changed file. Return the error message, or "" if it works."""
     copy = tmp_path / "run"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(half_done, copy)
+    shutil.copytree(interrupted_run, copy)
     (copy / name).write_bytes(change((copy / name).read_bytes()))
     try:
         with suppress(NothingTrainedError):
-            asyncio.run(Resumable(copy).go(*OPTIONS))
+            asyncio.run(BanditRun(copy).go(*OPTIONS))
     except (ConfigError, StorageError) as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
         return str(error)
@@ -122,7 +128,7 @@ def changed_values(draw: st.DrawFn) -> Any:
     line_number, path, replacement = (
         draw(st.integers(0, 40)),
         draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
-        draw(st.sampled_from(VALUES)),
+        draw(st.sampled_from(REPLACEMENT_VALUES)),
     )
     is_removed = draw(st.booleans())
 
@@ -132,8 +138,8 @@ def changed_values(draw: st.DrawFn) -> Any:
             if b"\n{" in content[:-1] and not content.startswith(b"{\n")
             else [content]
         )
-        at_line = line_number % len(lines)
-        value = json.loads(lines[at_line])
+        line_index = line_number % len(lines)
+        value = json.loads(lines[line_index])
         parent = value
         for number, index in enumerate(path):
             keys = [*parent] if isinstance(parent, dict) else [*range(len(parent))]
@@ -147,18 +153,18 @@ def changed_values(draw: st.DrawFn) -> Any:
                     parent[key] = replacement
                 break
             parent = parent[key]
-        lines[at_line] = json.dumps(value).encode() + b"\n"
+        lines[line_index] = json.dumps(value).encode() + b"\n"
         return b"".join(lines)
 
     return change
 
 
-def bytes_changed(at: float, replacement: bytes) -> Any:
-    """Return a change of the bytes at the fraction `at` of the file."""
+def bytes_changed(fraction: float, replacement: bytes) -> Any:
+    """Return a change of the bytes at the given fraction of the file's length."""
 
     def change(content: bytes) -> bytes:
-        place = int(at * len(content))
-        return content[:place] + replacement + content[place + len(replacement) :]
+        start = int(fraction * len(content))
+        return content[:start] + replacement + content[start + len(replacement) :]
 
     return change
 
@@ -173,40 +179,45 @@ QUICK = settings(
 
 
 @QUICK
-@given(name=st.sampled_from(READ), change=changed_values())
+@given(name=st.sampled_from(RUN_FILES), change=changed_values())
 def test_a_changed_value_is_harmless_or_a_one_line_error(
-    half_done: Path, tmp_path: Path, name: str, change: Any
+    interrupted_run: Path, tmp_path: Path, name: str, change: Any
 ) -> None:
-    resumed(half_done, tmp_path, name, change)
+    resume_error(interrupted_run, tmp_path, name, change)
 
 
 @QUICK
-@given(name=st.sampled_from(READ), at=st.floats(0, 1), replacement=st.binary(min_size=1, max_size=20))
+@given(
+    name=st.sampled_from(RUN_FILES), fraction=st.floats(0, 1), replacement=st.binary(min_size=1, max_size=20)
+)
 def test_changed_bytes_are_harmless_or_a_one_line_error(
-    half_done: Path, tmp_path: Path, name: str, at: float, replacement: bytes
+    interrupted_run: Path, tmp_path: Path, name: str, fraction: float, replacement: bytes
 ) -> None:
-    resumed(half_done, tmp_path, name, bytes_changed(at, replacement))
+    resume_error(interrupted_run, tmp_path, name, bytes_changed(fraction, replacement))
 
 
 @pytest.mark.parametrize("invalid_line", INVALID_LINES, ids=lambda invalid_line: repr(invalid_line[:12]))
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_an_error_names_a_line_that_is_no_record(
-    half_done: Path, tmp_path: Path, name: str, invalid_line: bytes
+    interrupted_run: Path, tmp_path: Path, name: str, invalid_line: bytes
 ) -> None:
-    error = resumed(half_done, tmp_path, name, lambda content: invalid_line + b"\n" + content)
+    error = resume_error(interrupted_run, tmp_path, name, lambda content: invalid_line + b"\n" + content)
     where = name if name == "config.json" else f"{name}, line 1: "
     assert where in error and "restore the file from a copy" in error
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
-def test_an_incomplete_last_line_is_skipped(half_done: Path, tmp_path: Path, name: str) -> None:
-    assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
+@pytest.mark.parametrize("name", [name for name in RUN_FILES if name != "config.json"])
+def test_an_incomplete_last_line_is_skipped(interrupted_run: Path, tmp_path: Path, name: str) -> None:
+    assert (
+        resume_error(interrupted_run, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3])
+        == ""
+    )
 
 
-def test_a_value_of_a_wrong_type_is_named_with_line_and_field(half_done: Path, tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_named_with_line_and_field(interrupted_run: Path, tmp_path: Path) -> None:
     def change(content: bytes) -> bytes:
         first, *rest = content.splitlines(keepends=True)
         return b"".join([json.dumps(json.loads(first) | {"resumed_from": "seven"}).encode() + b"\n", *rest])
 
-    error = resumed(half_done, tmp_path, "journal.jsonl", change)
+    error = resume_error(interrupted_run, tmp_path, "journal.jsonl", change)
     assert "journal.jsonl, line 1: started.resumed_from: Input should be a valid integer" in error

@@ -43,14 +43,14 @@ def row(domain: str, task: str | None = None, **info: object) -> dict[str, objec
     }
 
 
-def written(path: Path, *rows: Mapping[str, object]) -> Path:
+def write_json_lines(path: Path, *rows: Mapping[str, object]) -> Path:
     path.write_text("".join(json.dumps(item) + "\n" for item in rows))
     return path
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """Create a tau2_home folder with the replacement worker."""
+def tau2_home(tmp_path: Path) -> Path:
+    """Create a tau2_home folder with a fake tau2 worker."""
     python = tmp_path / "tau2" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'standin_tau2.py'}\n")
@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "tau2"
 
 
-def opened(*options: str) -> TaskSource:
+def open_source(*options: str) -> TaskSource:
     base = [
         "model_name=m",
         "backend=skyrl-tx",
@@ -70,7 +70,7 @@ def opened(*options: str) -> TaskSource:
     return open_task_source(parse([*base, *options]), byte_chat())
 
 
-def ids(tasks: object) -> list[str]:
+def ids_of(tasks: object) -> list[str]:
     assert isinstance(tasks, list)
     return [task.id for task in tasks]
 
@@ -85,7 +85,7 @@ async def reward(source: TaskSource, task: Task, *answers: str) -> float:
 
 @pytest.mark.seed_behaviour(20)
 def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
-    path = written(
+    path = write_json_lines(
         tmp_path / "rows.jsonl",
         row("retail", "7"),
         {"data_source": "tau_bench/airline", "extra_info": {"index": 3}},
@@ -97,39 +97,39 @@ def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
         },
     )
     rows = read_rows(path)
-    gold = {"name": "cancel_order", "arguments": {"order": ORDER}}
+    gold_action = {"name": "cancel_order", "arguments": {"order": ORDER}}
     assert rows[:3] == [
         Row(domain="retail", task="7", definition=None),
         Row(domain="airline", task="3", definition=None),
         Row(
             domain="retail",
             task="8",
-            definition=TaskDefinition(instruction="You want it.", actions=[gold], facts=["12"]),
+            definition=TaskDefinition(instruction="You want it.", actions=[gold_action], facts=["12"]),
         ),
     ]
     assert (
         rows[3].definition == TaskDefinition(instruction="You want it.", actions=[], facts=[])
         and len(rows[3].task) == 12
     )
-    assert rows[4].definition is not None and rows[4].definition.actions == [gold]
+    assert rows[4].definition is not None and rows[4].definition.actions == [gold_action]
 
 
 @pytest.mark.seed_behaviour(15)
-async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home: Path):
-    train = written(
+async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, tau2_home: Path):
+    train = write_json_lines(
         tmp_path / "train.jsonl",
         row("toy_retail", "mine", instruction=f"Please cancel order {ORDER}.", actions=[CANCEL]),
         row("retail", "save-train"),
         row("retail", "new", instruction="keep it", actions=[{"name": "save", "arguments": {}}]),
     )
-    test = written(tmp_path / "test.jsonl", row("toy_retail", "cancel-train-1"))
-    source = opened(
+    test = write_json_lines(tmp_path / "test.jsonl", row("toy_retail", "cancel-train-1"))
+    source = open_source(
         f"train_data={train}",
         f"test_data=shop={test},airline:test",
-        f"tau2_home={home}",
+        f"tau2_home={tau2_home}",
         "environment_kwargs=workers=1",
     )
-    assert ids(source.train) == ["mine", "retail/save-train", "retail/new"]
+    assert ids_of(source.train) == ["mine", "retail/save-train", "retail/new"]
     assert [(task.id, task.domain) for task in source.eval] == [
         ("cancel-train-1", "shop"),
         ("airline/save-test", "airline"),
@@ -147,8 +147,10 @@ async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home
 
 
 def test_files_add_training_tasks_and_replace_held_out_tasks(tmp_path: Path):
-    mine = written(tmp_path / "mine.jsonl", row("toy_retail", "mine", instruction="Hello.", actions=[]))
-    source = opened(
+    mine = write_json_lines(
+        tmp_path / "mine.jsonl", row("toy_retail", "mine", instruction="Hello.", actions=[])
+    )
+    source = open_source(
         "environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test"
     )
     assert (len(source.train), source.train[-1].id, len(source.eval)) == (41, "mine", 20)
@@ -169,21 +171,27 @@ def test_an_evaluation_uses_only_its_test_data():
     assert (list(source.train), len(source.eval)) == ([], 20)
 
 
-def test_a_partial_grading_applies_only_to_tau2_tasks(home: Path):
-    source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
+def test_a_partial_grading_applies_only_to_tau2_tasks(tau2_home: Path):
+    source = open_source(
+        "environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={tau2_home}"
+    )
     assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
     assert {task.has_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
 
 
 @pytest.mark.seed_behaviour(21)
-def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home: Path):
-    again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
+def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, tau2_home: Path):
+    repeated_task_file = write_json_lines(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(
         ConfigError,
         match="held-out tasks are also training tasks: retail/save-train; "
         "remove them from train_data or test_data",
     ):
-        opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
+        open_source(
+            "environment_kwargs=domain=retail,workers=1",
+            f"test_data=other={repeated_task_file}",
+            f"tau2_home={tau2_home}",
+        )
 
 
 def test_null_columns_of_a_table_are_not_arguments():
@@ -207,7 +215,7 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
         row("retail", "9"),
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert read_rows(tmp_path / "rows.parquet") == read_rows(written(tmp_path / "rows.jsonl", *rows))
+    assert read_rows(tmp_path / "rows.parquet") == read_rows(write_json_lines(tmp_path / "rows.jsonl", *rows))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +245,7 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
 )
 def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict[str, object]], message: str):
     with pytest.raises(ConfigError, match=message):
-        opened(f"train_data={written(tmp_path / 'rows.jsonl', *rows)}")
+        open_source(f"train_data={write_json_lines(tmp_path / 'rows.jsonl', *rows)}")
 
 
 @pytest.mark.parametrize(
@@ -260,20 +268,20 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
 @pytest.mark.seed_behaviour(15)
 def test_unsupported_options_are_rejected(options: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
-        opened(*options)
+        open_source(*options)
 
 
-def tasks(**numbers: int) -> list[Task]:
+def make_tasks(**num_tasks: int) -> list[Task]:
     return [
         Task(id=f"{domain}/{number}", path=ROOT, domain=domain)
-        for domain, count in numbers.items()
+        for domain, count in num_tasks.items()
         for number in range(count)
     ]
 
 
 @pytest.mark.seed_behaviour(19)
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
-    pool = tasks(airline=4, retail=16)
+    pool = make_tasks(airline=4, retail=16)
     settings = ScheduleOptions(
         batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
@@ -285,8 +293,8 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
     assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
     assert schedule(pool[::-1], settings) == plan  # a resumed run has the same batches
-    airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
-    assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
+    airline_ids = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
+    assert len({tuple(airline_ids[start : start + 4]) for start in range(0, 40, 4)}) > 5, (
         "each round has a different order"
     )
     assert schedule(pool, chz.replace(settings, seed=1)) != plan
@@ -298,20 +306,20 @@ def test_fractional_shares_are_exact_over_the_run():
     settings = ScheduleOptions(
         batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=3"]
     )
-    plan = schedule(tasks(airline=4, retail=8), settings)
+    plan = schedule(make_tasks(airline=4, retail=8), settings)
     assert Counter(task.domain for batch in plan for task in batch.tasks) == {"airline": 30, "retail": 90}
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("num_tasks", "message"),
     [
         ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
         ({"retail": 4, "airline": 1}, "airline has 1 tasks, fewer than its share of a batch, 2"),
     ],
 )
-def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
+def test_an_impossible_mixture_is_rejected(num_tasks: dict[str, int], message: str):
     settings = ScheduleOptions(
         batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     with pytest.raises(ConfigError, match=message):
-        schedule(tasks(**numbers), settings)
+        schedule(make_tasks(**num_tasks), settings)

@@ -1,6 +1,6 @@
 """Parse the bodies of sampling requests.
 
-A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+A request that the server cannot serve exactly raises a `UserError` that names an alternative. No field that
 would change a result is ignored.
 """
 
@@ -157,10 +157,10 @@ def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits
         )
     if targets.values.dtype.kind not in "iu":
         raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
-    listed = targets.values[targets.values != -1]
-    if not listed.size:
+    scored_tokens = targets.values[targets.values != -1]
+    if not scored_tokens.size:
         raise UserError(f"{where}: the matrix contains no token; leave it out")
-    check_tokens(listed, where, limits)
+    check_tokens(scored_tokens, where, limits)
     if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
         raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")
     return replace(targets, values=targets.values.astype(np.int32))

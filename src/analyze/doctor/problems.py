@@ -9,12 +9,12 @@ MIN_STEPS = 9  # a trend compares thirds of the steps, and a standard error need
 NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant at the usual level of 5 %
 SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
 RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small
-MIN_MIXED_GROUPS = 0.2  # below it, four of five rollouts are played for groups without a gradient
+MIN_MIXED_GROUPS = 0.2  # below it, more than four of five rollouts are in groups without a gradient
 KL_GROWTH = 2.0  # from the first to the last third of the steps
 MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below it stable
-MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by e^10
-MAX_TRUNCATED = 0.1  # such answers are graded without their end, so their reward says little
-MAX_FAILED = 0.05  # with 8 trials per group, every third group then lacks a member
+MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by a factor of e^10
+MAX_TRUNCATED = 0.1  # truncated answers are graded without their end, so their reward is unreliable
+MAX_FAILED = 0.05  # with 8 trials per group, about every third group then lacks a trial
 MIN_FREE_GIB = (
     5.0  # a training state of rank 32 of an 8B model takes about 1 GiB, and a save writes a new one
 )
@@ -34,7 +34,7 @@ class ProblemName(StrEnum):
 class Problem:
     sign: str  # what is measured, and the threshold
     meaning: str
-    command: str  # to type; the names in braces are those of PLACEHOLDERS
+    command: str  # the command to type; the names in braces are keys of PLACEHOLDERS
 
 
 PLACEHOLDERS = {
@@ -99,7 +99,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One checked thing. It is a problem if `problem` or `command` is given, else it is healthy."""
+    """The result of one check. It reports a problem if `problem` or `command` is given."""
 
     name: str
     figure: str
@@ -111,7 +111,7 @@ class Finding:
         return self.problem is not None or bool(self.command)
 
     def lines(self) -> list[str]:
-        """Return what is printed: the figure and, for a problem, its meaning and the command."""
+        """Return the lines to print: the figure and, for a problem, its meaning and the command."""
         lines = [f"{'problem' if self.is_problem else 'ok':8}{self.name}: {self.figure}"]
         if self.problem is not None:
             lines.append(f"{'':8}{self.problem.meaning}")
@@ -128,7 +128,7 @@ def found(name: ProblemName, figure: str, **values: str) -> Finding:
 
 
 def problem_table() -> str:
-    """Return the table as it is in the page."""
+    """Return the table of problems in Markdown, as the page contains it."""
     rows = ["| problem | sign | meaning | command |", "|---|---|---|---|"]
     for name, problem in PROBLEMS.items():
         command = problem.command.format_map(PLACEHOLDERS)

@@ -24,7 +24,7 @@ from src.policy.chat import Message
 
 QUESTION_COLUMNS = ("messages", "prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
-NESTED_ANSWERS = ("reward_spec", "reward_model")  # of SkyRL and of verl, each with a field ground_truth
+NESTED_ANSWERS = ("reward_spec", "reward_model")  # columns of SkyRL and verl; each has a field ground_truth
 ID_COLUMNS = ("id", "task_id")
 DOMAIN_COLUMNS = ("domain", "data_source")
 ROLES = ("system", "user", "assistant")
@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The columns that the user selects. None: the first of the default columns that the row has."""
+    """The columns that the user selects. For None, the first default column that the row has is used."""
 
     question: str | None = None
     answer: str | None = None
@@ -49,13 +49,13 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The user's messages, by which repeated rows are recognised."""
+        """The text of the user's messages, which identifies repeated rows."""
         user_texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
         return "\n".join([*user_texts, *self.follow_ups])
 
 
 def read_questions(path: Path, columns: Columns) -> list[Question]:
-    """Read the questions of a file. Raises ConfigError with file and line for a row that has none."""
+    """Read the questions of a file. Raises ConfigError with file and line if a row has none."""
     return [question_of(record, columns) for record in read_records(path)]
 
 

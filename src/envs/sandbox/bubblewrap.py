@@ -6,7 +6,7 @@
                 <- stdout and stderr through the FIFOs, "exit N STATUS" from pid 1
 
 The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore
-has no file of the host that it can fill, replace by a link, or delete. Pid 1 ends when its stdin closes, and
+cannot fill a file of the host, replace it by a link, or delete it. Pid 1 ends when its stdin closes, and
 bubblewrap requests that the kernel kills it when the trainer ends. The kernel kills every process of a pid
 namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel
 applies the request to the thread that started bubblewrap, not to the process. Start sandboxes from the thread
@@ -76,8 +76,8 @@ class Bubblewrap:
     async def start(
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
-        """Start a sandbox. `directory` is created for its host files. It must not exist, and its parent must
-        be the directory of a run.
+        """Start a sandbox. `directory` is created for its host files. It must not exist yet, and its parent
+        must be the directory of a run.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -126,7 +126,7 @@ class Bubblewrap:
         stdout: BinaryIO | None = None,
         shell: Shell = "bash",
     ) -> CommandResult:
-        """Run a script inside with a shell of /usr/bin and return its result. `stdout` is a file that
+        """Run a script in the sandbox with a shell of /usr/bin. Return its result. `stdout` is a file that
         receives the standard output.
 
         Output is dropped after 16 MiB, or after 1 GiB when it goes to a file. Raises CommandTimeout after
@@ -150,7 +150,7 @@ class Bubblewrap:
         )
 
     async def kill_processes(self) -> None:
-        """Kill all processes inside except pid 1 and wait until they have ended."""
+        """Kill all processes in the sandbox except pid 1 and wait until they have ended."""
         try:
             await self._request("killall")
         except TimeoutError as error:
@@ -159,7 +159,7 @@ class Bubblewrap:
             ) from error
 
     async def path_kind(self, path: str) -> PathKind:
-        """Return the kind of file at an absolute path inside. Starts no process."""
+        """Return the kind of file at an absolute path in the sandbox. Starts no process."""
         try:
             return PathKind(await self._request("stat", path.encode("utf-8", "surrogateescape").hex()))
         except TimeoutError as error:
@@ -196,8 +196,8 @@ class Bubblewrap:
         await self._launch.clean_up_when_empty()
 
     def stage_path(self, name: str) -> tuple[Path, str]:
-        """Return the path of a new file on the host and its read-only path inside. Commands that start after
-        the file was written can read it.
+        """Return the path of a new file on the host and its read-only path in the sandbox. Commands that
+        start after the file was written can read it.
         """
         path = self._launch.requests / name
         self._staged.add(path)
@@ -248,14 +248,14 @@ class Bubblewrap:
         """
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            verb, number, rest = line.decode().rstrip("\n").split(" ", 2)
+            verb, number, argument = line.decode().rstrip("\n").split(" ", 2)
             match verb, self._pending.get(int(number)):
                 case "exit", ExecRequest() as request:
-                    request.finish(int(rest))
+                    request.finish(int(argument))
                 case "failed", ExecRequest() as request:
-                    request.refuse(rest)
+                    request.refuse(argument)
                 case _, asyncio.Future() as waiting if not waiting.done():
-                    waiting.set_result(int(rest))
+                    waiting.set_result(int(argument))
                 case _:
                     pass  # the request was cancelled or has timed out
         await self._process.wait()
