@@ -58,7 +58,7 @@ def check_device() -> None:
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
-            f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need "
+            f"{device.device_kind} has compute capability {device.compute_capability}; the kernels need "
             f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); JAX_PLATFORMS=cpu uses the CPU"
         )
 

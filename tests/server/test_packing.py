@@ -225,7 +225,3 @@ def test_padding_tiles_attend_to_nothing() -> None:
     assert batch.arrays.tokens.shape == (1, 4 * ATTENTION_TILE) and batch.arrays.layout.num_key_blocks[
         0
     ].tolist() == [1, 2, 3, 0]
-
-
-def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
-    return TrainDatum(tokens=np.array(tokens, np.int32), target_tokens=np.array(targets, np.int32))

@@ -79,7 +79,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ),
     ProblemName.FAILURES: Problem(
         sign=f"more than {MAX_FAILED:.0%} of the trials could not be graded",
-        meaning="Sandbox, verifier, environment or server fail, and the groups lose members.",
+        meaning="The sandbox, verifier, environment or server fails, and the groups lose trials.",
         command="agent-trainer show {run} {trial}",
     ),
     ProblemName.NO_SANDBOX: Problem(
