@@ -42,11 +42,14 @@ def training(config: Peers, model_dir: Path) -> None:
     """Train the next of the 32 models in each turn, and compare with turns that train one model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
-    with started(max_models=1) as one, started(max_models=MODELS) as many:
+    with started(max_models=1) as single, started(max_models=MODELS) as several:
         names = ["model", *(f"model-{number}" for number in range(1, MODELS))]
         for name in names[1:]:
-            many.engine.submit(CreateModel(model_id=name, lora=LORA)).result()
-        sides = {f"{MODELS} models": (many, itertools.cycle(names)), "one": (one, itertools.repeat("model"))}
+            several.engine.submit(CreateModel(model_id=name, lora=LORA)).result()
+        sides = {
+            f"{MODELS} models": (several, itertools.cycle(names)),
+            "one": (single, itertools.repeat("model")),
+        }
 
         def compared(
             title: str, what: str, op: Callable[[str], Op], *, repeats: int, between_s: float

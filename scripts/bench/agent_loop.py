@@ -77,11 +77,11 @@ def main(config: Peers) -> None:
         with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
             passes(server, stateless=False)
             passes(server, stateless=True)
-            programs, fresh, timings = server.programs(), itertools.count(1), {}
+            programs, seeds, timings = server.programs(), itertools.count(1), {}
             timings = interleave(
                 {
-                    "ours": lambda: passes(server, stateless=False, seed=next(fresh)),
-                    "stateless": lambda: passes(server, stateless=True, seed=next(fresh)),
+                    "ours": lambda: passes(server, stateless=False, seed=next(seeds)),
+                    "stateless": lambda: passes(server, stateless=True, seed=next(seeds)),
                 },
                 repeats=config.repeats,
             )
@@ -144,7 +144,7 @@ def their_pass(peer: Side, *, seed: int) -> Measurement:
 @contextmanager
 def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
     """Start our server and create a sampler of a new adapter."""
-    given = (
+    arguments = (
         f"base_model={model_dir}",
         "model_alias=local/bench",
         "port=0",
@@ -157,7 +157,7 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
         "compilation_cache_dir=none",
         "log_level=warning",
     )
-    command = [sys.executable, "-m", "skyrl_tx_server", *given, *sizes, *options]
+    command = [sys.executable, "-m", "skyrl_tx_server", *arguments, *sizes, *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -55,15 +55,17 @@ def main(config: BetweenDispatches) -> None:
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
     """Return the median over several dispatches, the first of which starts here."""
-    done: list[float] = []
-    given: list[float] = []
+    result_times: list[float] = []
+    dispatch_times: list[float] = []
     with (
-        mock.patch.object(decode, "to_host", partial(noted, done, decode.to_host)),
-        mock.patch.object(model_runner, "decode_steps", partial(noted, given, model_runner.decode_steps)),
+        mock.patch.object(decode, "to_host", partial(noted, result_times, decode.to_host)),
+        mock.patch.object(
+            model_runner, "decode_steps", partial(noted, dispatch_times, model_runner.decode_steps)
+        ),
     ):
         for number in range(DISPATCHES):
             driver.decode(dispatch_next=dispatch_next and number < DISPATCHES - 1)
-    return 1000 * median(start - end for end, start in zip(done, given[1:], strict=False))
+    return 1000 * median(start - end for end, start in zip(result_times, dispatch_times[1:], strict=False))
 
 
 def noted[**Inputs, Output](

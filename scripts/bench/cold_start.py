@@ -72,7 +72,8 @@ def measure(config: ColdStart, folder: Path, name: str, *, first_at_most: float)
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        threading.Thread(target=log.read, args=(server,), daemon=True).start()
+        reader = threading.Thread(target=log.read, args=(server,), daemon=True)
+        reader.start()
         ready = server.stdout.readline().split()
         figure(f"{name}: server ready, s", time.monotonic() - start)
         service = tinker.ServiceClient(base_url=ready[3], api_key="tml-dummy")
@@ -95,6 +96,7 @@ def measure(config: ColdStart, folder: Path, name: str, *, first_at_most: float)
                 figure(f"{name}: longest silence, s", log.longest_silence(start, end), at_most=3.0)
         print(f"{name}: seconds of each further answer:", *(f"{seconds:.2f}" for seconds in times[2:]))
         server.terminate()
+        reader.join()  # before the pipe is closed
 
 
 if __name__ == "__main__":

@@ -42,11 +42,17 @@ def main(config: Peers) -> None:
             peers(config, model_dir) as others,
         ):
             sides = [ours, *others.values()]
-            turns = {each.name: fresh(each, prompts=NUM_SEQUENCES, num_samples=1) for each in sides}
+            turns = {
+                program.name: new_generations(program, prompts=NUM_SEQUENCES, num_samples=1)
+                for program in sides
+            }
             title = f"generation, {NUM_SEQUENCES} x ({PROMPT} + {NEW}), different prompts"
             report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
-            turns = {each.name: fresh(each, prompts=1, num_samples=NUM_SEQUENCES) for each in sides}
-            turns["ours, each alone"] = fresh(ours, prompts=NUM_SEQUENCES, num_samples=1)
+            turns = {
+                program.name: new_generations(program, prompts=1, num_samples=NUM_SEQUENCES)
+                for program in sides
+            }
+            turns["ours, each alone"] = new_generations(ours, prompts=NUM_SEQUENCES, num_samples=1)
             report(
                 f"one prompt, {NUM_SEQUENCES} samples",
                 interleave(turns, repeats=config.repeats),
@@ -55,7 +61,7 @@ def main(config: Peers) -> None:
             figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 
-def fresh(program: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
+def new_generations(program: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
     """Return a function that samples completions of new prompts each time."""
     seeds = itertools.count()
 

@@ -180,14 +180,16 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
                 min_share=DECODE_SHARES.get(count),
             )
         count = min(64, config.rows)
-        one = rows.time(f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count))
+        with_one = rows.time(
+            f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count)
+        )
         for adapters in (2, 4, NUM_ADAPTERS):
-            many = rows.time(
+            with_several = rows.time(
                 f"decode step, {count} sequences, {adapters} adapters",
                 lambda adapters=adapters: step_s(driver, rows, count, adapters=adapters),
             )
-            if one and many:
-                ratio = many / one
+            if with_one and with_several:
+                ratio = with_several / with_one
                 rows.value(f"  relative to 1 adapter ({adapters})", lambda ratio=ratio: ratio, at_most=1.1)
         for length in config.lengths:
             tiles = -(-length // PREFILL_TILE)

@@ -49,14 +49,14 @@ class Client:
         )
         async with self._http.get(f"{self._url}/api/v1/get_server_capabilities", headers=HEADERS) as response:
             base_model = (await response.json())["supported_models"][0]["model_name"]
-        made = await self.post(
+        creation = await self.post(
             "create_model",
             session_id=session["session_id"],
             model_seq_id=0,
             base_model=base_model,
             lora_config={"rank": 1},
         )
-        self._model_id = (await self.post("retrieve_future", request_id=made["request_id"]))["model_id"]
+        self._model_id = (await self.post("retrieve_future", request_id=creation["request_id"]))["model_id"]
 
     async def round_trip(self) -> tuple[float, float]:
         """Return the seconds until the operation is accepted and until its result has arrived."""
@@ -136,14 +136,14 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
 
 
 def main(argv: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in argv)
+    options = dict(argument.split("=", 1) for argument in argv)
     numbers = {
-        name: int(given.get(name, default))
+        name: int(options.get(name, default))
         for name, default in (("ops", 300), ("clients", 256), ("requests", 5120), ("rounds", 3))
     }
     with (
         tempfile.TemporaryDirectory() as folder,
-        contextlib.nullcontext(given["url"]) if "url" in given else serving(Path(folder)) as url,
+        contextlib.nullcontext(options["url"]) if "url" in options else serving(Path(folder)) as url,
     ):
         asyncio.run(measure(url, **numbers))
     return 0

@@ -38,14 +38,16 @@ def main(argv: list[str]) -> int:
     runs = [run(seed, cpus, base / f"seed-{seed}", options) for seed in seeds]
     header = f"{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}"
     print(f"\n{header}  curve (step:success)")
-    for one in runs:
-        before, after = (one.curve[0][1], one.curve[-1][1]) if one.curve else (float("nan"), float("nan"))
-        curve = " ".join(f"{step}:{success:.3f}" for step, success in one.curve)
-        print(
-            f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m "
-            f"{one.peak_mib:6.0f} MiB  {curve}"
+    for result in runs:
+        before, after = (
+            (result.curve[0][1], result.curve[-1][1]) if result.curve else (float("nan"), float("nan"))
         )
-    return max(one.status for one in runs)
+        curve = " ".join(f"{step}:{success:.3f}" for step, success in result.curve)
+        print(
+            f"{result.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {result.wall_s / 60:6.1f} m "
+            f"{result.peak_mib:6.0f} MiB  {curve}"
+        )
+    return max(result.status for result in runs)
 
 
 def run(seed: str, cpus: str, log_path: Path, options: dict[str, str]) -> Run:

@@ -27,7 +27,7 @@ def main(config: Peers) -> None:
             side("ours", "ours", model_dir) as ours,
             peers(config, model_dir, tx_micro_batch_size=8) as others,
         ):
-            turns = {each.name: steps(each) for each in (ours, *others.values())}
+            turns = {program.name: steps(program) for program in (ours, *others.values())}
             title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
             report(title, interleave(turns, repeats=config.repeats), {"HF": 4.0, "skyrl-tx": 5.0})
 

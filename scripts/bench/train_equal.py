@@ -33,7 +33,8 @@ def main(config: Peers) -> None:
                 peers(config, model_dir, recompute=recompute) as others,
             ):
                 turns = {
-                    each.name: partial(each.call, "train", sequences=sequences) for each in (ours, fitting)
+                    program.name: partial(program.call, "train", sequences=sequences)
+                    for program in (ours, fitting)
                 }
                 turns |= {
                     name: partial(other.call, "train", sequences=sequences) for name, other in others.items()

@@ -44,7 +44,7 @@ def main(config: Peers) -> None:
             bars = {"one bucket": 2.5, "skyrl-tx": 5.0}
             report("forward_backward, 32 ragged sequences", interleave(turns, repeats=config.repeats), bars)
     data = [datum(sequence) for sequence in sequences]
-    trained = [np.ones(len(each.tokens), bool) for each in data]
+    trained = [np.ones(len(item.tokens), bool) for item in data]
     batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
     useful, positions = (
         sum(len(sequence) - 1 for sequence in sequences),

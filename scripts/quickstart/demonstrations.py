@@ -1,4 +1,4 @@
-"""Demonstrations of mixed quality, which supervised fine-tuning imitates before the RL.
+"""Demonstrations, which supervised fine-tuning imitates before the RL.
 
 There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
 most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
@@ -91,7 +91,11 @@ class Demonstration:
 
 
 def demonstrate(
-    instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE
+    instance: Instance,
+    rng: random.Random,
+    *,
+    careful_share: float = CAREFUL_SHARE,
+    with_errors: bool = True,
 ) -> Demonstration:
     """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
     screen = Screen()
@@ -100,7 +104,7 @@ def demonstrate(
     messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
     while True:
         style = CAREFUL if rng.random() < careful_share else HASTY
-        slip = _draw_slip(style, instance, rng)
+        slip = _draw_slip(style, instance, rng) if with_errors else Slip.NONE
         keys, output = _keystrokes(instance, slip)
         text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
         if slip is not Slip.MALFORMED:
@@ -124,14 +128,19 @@ def demonstrate(
 
 
 def write_chats(path: Path, count: int) -> None:
-    """Write `count` demonstrations of the training families to the JSON lines file `path`, in the format of
-    `python -m src.sft`. The file is the same in every call with one version of Harbor."""
+    """Write `count` demonstrations of the careful demonstrator to the JSON lines file `path`, in the format
+    of `python -m src.sft`.
+
+    All of them solve their task. Three of four end with the first answer, because the answers to the request
+    for confirmation are easier to learn. The file is the same in every call with one version of Harbor.
+    """
     rng = random.Random("demonstrations of the warm start")
     with path.open("w", encoding="utf-8") as chats:
         for number in range(count):
             instance = make_instance(rng.choice(list(TRAINING)), seed=f"warm-start-{number}", pool=Pool.TRAIN)
-            messages = demonstrate(instance, rng).messages
-            chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
+            messages = demonstrate(instance, rng, careful_share=1.0, with_errors=False).messages
+            shown = messages if number % 4 == 0 else messages[:2]
+            chats.write(json.dumps({"messages": [asdict(message) for message in shown]}) + "\n")
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:

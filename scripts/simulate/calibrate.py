@@ -35,13 +35,13 @@ def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layer
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)
-        given = {
+        options = {
             "max_context_length": workload.max_context_length + 1,
             "max_num_seqs": slots,
             "train_tokens_per_batch": train_tokens_per_batch,
             "warmup": False,
         }
-        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **given)))
+        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **options)))
 
 
 def calibrate(

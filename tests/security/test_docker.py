@@ -189,15 +189,17 @@ async def test_container_downloads_are_limited_and_follow_no_links(
 
 async def test_the_end_of_a_trial_does_not_wait_for_a_container(tmp_path: Path) -> None:
     name = f"test-{secrets.token_hex(4)}"
-    one = create_environment(tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE)
+    compose_environment = create_environment(
+        tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE
+    )
     try:
-        await one.start(force_build=False)
+        await compose_environment.start(force_build=False)
         with engine(timeout_s=20) as client:
             containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
             assert len(containers) == 2
             assert [container.attrs["Config"]["StopTimeout"] for container in containers] == [0, 0]
     finally:
-        await one.stop(delete=True)
+        await compose_environment.stop(delete=True)
 
 
 async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:

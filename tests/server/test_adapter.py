@@ -40,11 +40,11 @@ def test_a_depends_on_the_seed_and_the_module() -> None:
     first, same_seed, other_seed = (
         init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2)
     )
-    for one, same, different in zip(
+    for module, with_same_seed, with_other_seed in zip(
         modules(first).values(), modules(same_seed).values(), modules(other_seed).values(), strict=True
     ):
-        np.testing.assert_array_equal(one.a, same.a)
-        assert np.any(one.a != different.a)
+        np.testing.assert_array_equal(module.a, with_same_seed.a)
+        assert np.any(module.a != with_other_seed.a)
     assert len(
         {float(np.ravel(module.a)[0] * module.a.shape[-2] ** 0.5) for module in modules(first).values()}
     ) == len(modules(first))

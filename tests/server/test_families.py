@@ -188,8 +188,8 @@ def test_sampling_and_training_an_moe_agree_for_each_adapter(moe_engine: Engine)
 def random_adapter(config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """Return the arrays of an adapter as in a checkpoint, with random values."""
     random = np.random.default_rng(spec.seed)
-    fresh = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
-    return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in fresh.items()}
+    arrays = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
+    return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in arrays.items()}
 
 
 def test_latent_attention_logprobs_equal_the_forward_pass(tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def test_fp8_weights_load_as_their_dequantised_values(tmp_path: Path, family: st
     write_model(family, tmp_path / "plain", write_fp8_model(family, tmp_path / "fp8"))
     config = load_model_config(tmp_path / "fp8")
     assert config == load_model_config(tmp_path / "plain")
-    one, other = (load_params(tmp_path / name, config, dtype) for name in ("fp8", "plain"))
-    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    quantised, plain = (load_params(tmp_path / name, config, dtype) for name in ("fp8", "plain"))
+    for left, right in zip(jax.tree.leaves(quantised), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     original = load_params(FAMILIES / family, config, dtype)
     differences = [
         float(np.abs(np.asarray(left, np.float32) - np.asarray(right, np.float32)).max())
-        for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(original), strict=True)
+        for left, right in zip(jax.tree.leaves(quantised), jax.tree.leaves(original), strict=True)
     ]
     assert 0 < max(differences) < 0.1  # the error of rounding to FP8
 
@@ -143,8 +143,8 @@ def test_a_merged_fp8_model_has_no_quantisation(tmp_path: Path, dtype: str | Non
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     precision = "bfloat16" if dtype is None else dtype
-    one, other = (load_params(tmp_path / folder, config, precision) for folder in ("merged", "plain"))
-    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    merged, plain = (load_params(tmp_path / folder, config, precision) for folder in ("merged", "plain"))
+    for left, right in zip(jax.tree.leaves(merged), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 

@@ -79,9 +79,9 @@ def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[d
 
 
 def test_simultaneous_first_requests_share_one_tokenizer(tmp_path: Path) -> None:
-    fresh = save_tokenizer(tmp_path / "model")
+    model_dir = save_tokenizer(tmp_path / "model")
     with ThreadPoolExecutor(8) as pool:
-        loaded = list(pool.map(load_tokenizer, [fresh] * 8))
+        loaded = list(pool.map(load_tokenizer, [model_dir] * 8))
     assert all(tokenizer is loaded[0] for tokenizer in loaded)
 
 

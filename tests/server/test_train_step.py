@@ -234,8 +234,8 @@ def test_several_targets_equal_as_many_data_with_one_target() -> None:
         for datum, entry in zip(data, logprobs, strict=True)
     )
     assert loss == pytest.approx(exact, rel=1e-5)
-    for one, other in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for actual, expected in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_several_targets_share_programs_by_powers_of_two() -> None:
@@ -279,8 +279,8 @@ def test_splitting_a_batch_leaves_the_gradient_unchanged() -> None:
     halves, second_loss, second_logprobs = gradient(data[4:], LossFn.IMPORTANCE_SAMPLING, grad_sum=first)
     assert_close(halves, whole, relative=1e-5)
     assert first_loss + second_loss == pytest.approx(loss, rel=1e-5)
-    for one, other in zip((*first_logprobs, *second_logprobs), logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for actual, expected in zip((*first_logprobs, *second_logprobs), logprobs, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
@@ -343,9 +343,9 @@ def test_forward_and_forward_backward_return_equal_logprobs() -> None:
     grads, loss, logprobs = gradient(data)
     assert loss == 0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(grads)))
-    for one, other in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
-        assert np.all(one < 0)
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for actual, expected in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
+        assert np.all(actual < 0)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_head_chunks_do_not_change_loss_or_gradient(monkeypatch) -> None:
@@ -365,8 +365,8 @@ def test_head_chunks_do_not_change_loss_or_gradient(monkeypatch) -> None:
     )
     assert float(output.loss) == pytest.approx(loss, rel=1e-5)
     assert_close(chunked, whole, relative=1e-5)
-    for one, other in zip(unpack([batch], [np.asarray(output.logprobs)]), logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for actual, expected in zip(unpack([batch], [np.asarray(output.logprobs)]), logprobs, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_the_head_never_holds_every_logit_at_once() -> None:
@@ -449,15 +449,15 @@ def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
 def test_untrained_parts_and_rank_padding_never_change(off: str) -> None:
     spec = replace(SPEC, **{off: False})
-    fresh = init_adapter(CONFIG, spec, MAX_RANK)
+    initial_adapter = init_adapter(CONFIG, spec, MAX_RANK)
     mask = trainable_mask(CONFIG, spec, MAX_RANK)
-    adapter, state = jax.device_put(fresh), jax.device_put(init_adam(CONFIG, MAX_RANK))
+    adapter, state = jax.device_put(initial_adapter), jax.device_put(init_adam(CONFIG, MAX_RANK))
     for _ in range(3):
         grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter)
         settings = adam_scalars(AdamSettings(learning_rate=0.1, weight_decay=0.1, eps=0.0))
         adapter, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
     for leaf, start, allowed in zip(
-        *(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, fresh, mask)), strict=True
+        *(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, initial_adapter, mask)), strict=True
     ):
         where = np.broadcast_to(allowed, leaf.shape) > 0
         assert np.array_equal(leaf[~where], start[~where])
@@ -510,10 +510,10 @@ def test_optimizer_state_survives_a_round_trip() -> None:
         mask,
         scalars,
     )
-    for one, other in zip(
+    for resumed_leaf, unbroken_leaf in zip(
         jax.tree.leaves(jax.device_get(resumed)), jax.tree.leaves(jax.device_get(unbroken)), strict=True
     ):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(resumed_leaf, unbroken_leaf)
 
 
 def test_losses_adapters_and_optimizer_settings_share_programs() -> None:

@@ -88,9 +88,9 @@ def test_yarn_extends_the_context_as_in_qwens_model_cards() -> None:
 
 def test_a_fresh_adapter_does_not_change_logits() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
-    fresh = init_adapter(CONFIG, tiny_qwen3.SPEC, tiny_qwen3.MAX_RANK)
+    new_adapter = init_adapter(CONFIG, tiny_qwen3.SPEC, tiny_qwen3.MAX_RANK)
     assert np.array_equal(
-        logits_of(CONFIG, tiny_qwen3.params(), fresh, tokens),
+        logits_of(CONFIG, tiny_qwen3.params(), new_adapter, tokens),
         logits_of(CONFIG, tiny_qwen3.params(), None, tokens),
     )
 

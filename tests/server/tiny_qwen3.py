@@ -43,12 +43,12 @@ def attention_spec(head_dim: int, *, sliding_window: int | None = None) -> Atten
 @lru_cache
 def params(dtype: str = "float32") -> Params:
     """Return weights that are larger than those of a fresh model, so that logits differ between tokens."""
-    fresh = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
+    random_params = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
     return jax.tree.map(
         lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(
             dtype
         ),
-        fresh,
+        random_params,
     )
 
 
@@ -58,13 +58,13 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
     The arrays are new device arrays in each call.
     """
     random = np.random.default_rng(3)
-    fresh = init_adapter(CONFIG, spec, MAX_RANK)
+    adapter_arrays = init_adapter(CONFIG, spec, MAX_RANK)
 
-    for _, module in adapted_modules(CONFIG, fresh):
+    for _, module in adapted_modules(CONFIG, adapter_arrays):
         trained = np.any(module.a)
         for b in module.b:
             b[..., : spec.rank, :] = random.normal(0, b_scale, b[..., : spec.rank, :].shape) * trained
-    return jax.device_put(fresh)
+    return jax.device_put(adapter_arrays)
 
 
 def data(

@@ -75,7 +75,7 @@ def test_the_chats_of_the_warm_start_are_reproducible(tmp_path: Path) -> None:
             QUICKSTARTS["terminal"].base_model,
             "a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
         ),
-        ("my/model", "my/model learns terminal tasks by GRPO after 112 demonstrations on this machine"),
+        ("my/model", "my/model learns terminal tasks by GRPO after 272 demonstrations on this machine"),
     ],
 )
 def test_the_first_line_names_the_model(model: str, message: str) -> None:

@@ -46,7 +46,7 @@ def test_the_generator_reproduces_the_committed_tasks(
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
     main()
     for split in ("train", "heldout"):
-        fresh = {
+        written = {
             path.relative_to(tmp_path): path.read_bytes()
             for path in (tmp_path / split).rglob("*")
             if path.is_file()
@@ -54,7 +54,7 @@ def test_the_generator_reproduces_the_committed_tasks(
         committed = {
             path.relative_to(ROOT): path.read_bytes() for path in (ROOT / split).rglob("*") if path.is_file()
         }
-        assert fresh == committed
+        assert written == committed
 
 
 def families(split: str) -> set[str]:

@@ -21,8 +21,8 @@ async def test_exec_keeps_harbors_contract(tmp_path: Path) -> None:
     async with environment(
         tmp_path, "FROM debian\nENV A=image B=image\nWORKDIR /app\n", env={"B": "task"}
     ) as env:
-        there = await env.exec("pwd; echo $A $B $C", env={"C": "call"})
-        assert there.stdout == "/app\nimage task call\n"
+        result = await env.exec("pwd; echo $A $B $C", env={"C": "call"})
+        assert result.stdout == "/app\nimage task call\n"
         assert (await env.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
         assert (await env.exec("exit 3")).return_code == 3
         with pytest.raises(RuntimeError, match="timed out after 1 seconds"):

@@ -92,10 +92,10 @@ def _temporary_root(mode: int) -> Path:
     try:
         ours = [path for path in sorted(SHARED_TEMPORARY.glob(f"{prefix}*")) if _is_ours(path)]
         if not ours:
-            made = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_TEMPORARY))
+            created = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_TEMPORARY))
             ours = [path for path in sorted(SHARED_TEMPORARY.glob(f"{prefix}*")) if _is_ours(path)]
-            if ours[0] != made:  # another trainer created one first
-                made.rmdir()
+            if ours[0] != created:  # another trainer created one first
+                created.rmdir()
         ours[0].chmod(mode)
     except OSError as error:
         raise SandboxError(

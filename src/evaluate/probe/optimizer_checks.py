@@ -168,23 +168,25 @@ def check_load_with_optimizer(probe: Probe) -> str:
 
 def check_load_without_optimizer(probe: Probe) -> str:
     service = probe.service
-    kept, fresh, gap = resumed(probe, lambda path: service.create_training_client_from_state(path).result())
+    with_old_moments, with_new_moments, gap = resumed(
+        probe, lambda path: service.create_training_client_from_state(path).result()
+    )
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
-        abs(fresh) > 3 * abs(kept),
-        f"the change by the next step was {fresh:.4f} after loading the weights and {kept:.4f} without: the "
-        "moments were loaded too",
+        abs(with_new_moments) > 3 * abs(with_old_moments),
+        f"the change by the next step was {with_new_moments:.4f} after loading the weights and "
+        f"{with_old_moments:.4f} without: the moments were loaded too",
     )
-    return f"the change by a new optimizer is {fresh:.4f}, by the old one {kept:.4f}"
+    return f"the change by a new optimizer is {with_new_moments:.4f}, by the old one {with_old_moments:.4f}"
 
 
 def check_tenants(probe: Probe) -> str:
     probe.one_step()
-    one, other = probe.client(seed=1), probe.client(seed=2)
-    probe.step(other, [1.0])
-    before = probe.logprobs(other)
-    probe.step(one, [1.0] * 4)
-    one.forward_backward([cross_entropy(OTHER)], "cross_entropy").result()
-    gap = float(np.abs(probe.logprobs(other) - before).max())
+    client, other_client = probe.client(seed=1), probe.client(seed=2)
+    probe.step(other_client, [1.0])
+    before = probe.logprobs(other_client)
+    probe.step(client, [1.0] * 4)
+    client.forward_backward([cross_entropy(OTHER)], "cross_entropy").result()
+    gap = float(np.abs(probe.logprobs(other_client) - before).max())
     expect(gap <= 1e-6, f"training one model changed the logprobs of another by {gap:.2g}")
     return "training one model does not change another"
