@@ -26,7 +26,7 @@ def with_server_from_environment(
 ) -> list[str]:
     """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless `argv` has them.
 
-    `names` are those of the two options that the program has. The other one is not added.
+    Only options in `names` are added. A program that lacks one of the options leaves it out of `names`.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
