@@ -109,15 +109,16 @@ def main() -> None:
     chat = load_chat("datasets/toy_retail/model")
     rng = random.Random(0)
     for family in FAMILIES:
-        shown = asyncio.run(demonstrate(make_instance(family, seed="shown", pool=Pool.TRAIN), rng, chat))
+        instance = make_instance(family, seed="shown", pool=Pool.TRAIN)
+        demonstration = asyncio.run(demonstrate(instance, rng, chat))
         print(
-            len(shown.ids),
-            sum(shown.is_agent_token),
-            shown.reward,
-            shown.mistakes,
+            len(demonstration.ids),
+            sum(demonstration.is_agent_token),
+            demonstration.reward,
+            demonstration.mistakes,
             [
                 chat.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                for token in shown.ids[20:]
+                for token in demonstration.ids[20:]
             ],
         )
 

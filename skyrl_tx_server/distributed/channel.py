@@ -41,7 +41,7 @@ class WrongKeyError(ServerError):
 
 
 class TamperedError(ServerError):
-    """A message is not the next one that the other side sent."""
+    """A message was changed, repeated, dropped or reordered after the other side sent it."""
 
 
 class Channel:
@@ -68,8 +68,8 @@ class Channel:
         """Return the next message.
 
         Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives in
-        time. Raises TamperedError, and ends the connection, for a message that is not the next one that the
-        other side sent.
+        time. Raises TamperedError and ends the connection if a message was changed, repeated, dropped or
+        reordered, or is longer than `at_most` bytes.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         header = _read(self._socket, LENGTH.size, deadline)
@@ -133,8 +133,8 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
     """Authenticate a connection to process 0 on another process. Return the channel to process 0.
 
-    Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as
-    sockets do.
+    Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError if
+    the connection ends or the listener does not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     hello = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)

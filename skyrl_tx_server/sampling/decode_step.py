@@ -60,7 +60,7 @@ class DecodeBatch:
     before: Carry  # the carry of the previous dispatch
     positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 if free
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
-    tables: ArrayLike  # [B, W] int32, block tables that include this dispatch, padded with the null page
+    tables: ArrayLike  # [B, W] int32, block tables with the pages for this dispatch, null page as padding
     splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
     adapters: LoraIndices  # one per slot
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1

@@ -1,4 +1,4 @@
-"""The training programs: forward, forward_backward, which adds to an accumulated gradient, and adam_step.
+"""The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
 Each program is compiled once per training shape. Losses, their settings, adapter ranks and optimizer settings
 need no further compilation. Pass host numpy arrays for everything that changes from call to call.
@@ -98,8 +98,8 @@ def forward_backward(
     """Return `grad_sum` plus the gradient of this batch, and the outputs. Losses are summed over tokens, as
     Tinker defines them.
 
-    No argument is donated: if the operation fails, the model keeps its `grad_sum`, and all models share the
-    zeros with which accumulation starts.
+    No argument is donated, because a model keeps its `grad_sum` if the operation fails, and because the
+    initial `grad_sum` is one array of zeros that all models share.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:

@@ -16,8 +16,9 @@ def load_environment(argv: Sequence[str]) -> None:
         load_dotenv(Path(".env.skyrl-tx"))
         os.environ.setdefault("TINKER_TELEMETRY", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is missing
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing Harbor requests prices
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
+    # Without this variable, LiteLLM downloads a list of prices when Harbor imports it.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 def with_server_from_environment(
@@ -25,7 +26,7 @@ def with_server_from_environment(
 ) -> list[str]:
     """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless `argv` has them.
 
-    `names` are the options among them that the program has.
+    Only options in `names` are added. A program that lacks one of the options leaves it out of `names`.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
@@ -53,7 +54,7 @@ def with_local_model(argv: Sequence[str]) -> list[str]:
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     """Add the options that the variables TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA set.
 
-    TAXONOMY_FEEDBACK has no effect unless SKYRL_MODE is unset or `train`.
+    TAXONOMY_FEEDBACK has an effect only if SKYRL_MODE is unset or `train`.
     """
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")

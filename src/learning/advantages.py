@@ -14,15 +14,17 @@ from typing import Literal
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++"]
 
-EPSILON = 1e-6  # SkyRL's: added to divisors; rewards that differ by no more count as equal
-WHITENING_EPSILON = 1e-8  # SkyRL's: added to the variance
+# Both values are SkyRL's. EPSILON is added to divisors, and the rewards of a group count as equal if they
+# differ by at most EPSILON.
+EPSILON = 1e-6
+WHITENING_EPSILON = 1e-8  # added to the variance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageEstimator:
     """How the rewards of a group become advantages."""
 
-    formula: str  # of a reward r, for help texts
+    formula: str  # the advantage of a reward r, for help texts
     source: str
     scale: Callable[[Sequence[float]], float] | None  # the factor of r - mean; None: the advantage is r
     # The advantage of the only member of a group, with singleton_advantage=raw.

@@ -95,8 +95,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
     folder = tmp_path_factory.mktemp("probe")
     settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
-    engine = Engine(cast(Executor, defective))  # it passes all other attributes on
-    context = AppState(
+    engine = Engine(cast(Executor, defective))  # `Defective` forwards all other attributes
+    state = AppState(
         engine=engine,
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
@@ -105,13 +105,13 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()
-    with serving(StartupState(state=context)) as url:
+    with serving(StartupState(state=state)) as url:
         yield url, defective
     engine.stop()
 
 
 def changing(kind: type, **changes: Callable) -> Callable:
-    """Change fields of the operations of one kind."""
+    """Return a function for `Defective.before` that changes fields of the operations of class `kind`."""
     return lambda executor, op: (
         replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
     )

@@ -2,12 +2,12 @@
 
     python -m tests.stress.checkpoint_kills DIRECTORY [EVERY]
 
-Each run is a forked child, which kills itself at its n-th call that changes the disk. The runs use every
-EVERY-th n (default: every n). The child acknowledges each completed step to its parent. After a kill, the
-checkpoint must have the version of the last acknowledged step or of the next step. The list of checkpoints
-must be readable, and the archive must have the same version as the checkpoint. After the next save, archive
-and sweep, no other files may remain. A failed check raises AssertionError; otherwise the program prints one
-line and its exit status is 0.
+Each run is a forked child, which kills itself at its n-th call that changes the disk. The values of n are 1,
+1 + EVERY, 1 + 2 * EVERY, ... (default: EVERY = 1). The child acknowledges each completed step to its parent.
+After a kill, the checkpoint must have the version of the last acknowledged step or of the next step. The list
+of checkpoints must be readable, and the archive must have the same version as the checkpoint. After the next
+save, archive and sweep, no other files may remain. A failed check raises AssertionError; otherwise the
+program prints one line and its exit status is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.http.routes.downloads import ARCHIVE, archive_of
+from skyrl_tx_server.http.routes.downloads import archive_of
 from tests.fakes.versions import save_version, version_in_archive, version_on_disk
 
 PATH = "tinker://run/weights/last"
@@ -125,8 +125,8 @@ def main(directory: Path, every: int) -> int:
         check(directory / str(kill_at), num_acknowledged)
         kill_at += every
     print(
-        f"killed at {len(range(1, kill_at, every))} points of {ARCHIVE}, saves and deletions: no version "
-        f"was lost or mixed with another"
+        f"killed at {len(range(1, kill_at, every))} points of saves, archives and deletions: "
+        "no version was lost or mixed with another"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""In every conversation, each trained token was sampled at its position with its logprob."""
+"""Each trained token of a conversation is a token that was sampled at this position with this logprob."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def sampled_tokens(turns: Sequence[Turn]) -> list[WeightedToken]:
 
 
 def assert_exact(trained: Sequence[Turn], sampled: Sequence[Turn]) -> list[TokenSequence]:
-    """Assert that each token of `sampled` is trained once, at its position and with its logprob, and no
-    other.
+    """Assert that each token of `sampled` is trained once, at its position and with its logprob, and that
+    no other token is trained.
     """
     sequences = sequences_of(trained, advantage=1.0)
     expected = Counter(sampled_tokens(sampled))
@@ -158,9 +158,9 @@ def test_terminal_trials_train_the_sampled_tokens(
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
 
     subagent_turns = {id(turn) for turn in llm.subagent_turns}
-    main = [turn for turn in policy.turns if turn.completion_ids and id(turn) not in subagent_turns]
-    assert llm.turns == main
-    sequences = assert_exact(llm.turns, main)
+    main_turns = [turn for turn in policy.turns if turn.completion_ids and id(turn) not in subagent_turns]
+    assert llm.turns == main_turns
+    sequences = assert_exact(llm.turns, main_turns)
     assert llm.prefix_breaks <= rewrites
     assert len(sequences) <= llm.prefix_breaks + 1  # A trial without a prefix break is one datum.
     all_turns = [turn for turn in policy.turns if turn.completion_ids]
@@ -339,6 +339,6 @@ def test_extended_prompts_equal_rendered_prompts(native: bool) -> None:
     ]
     for turn, end in zip(trajectory.turns, ends, strict=True):
         assert turn.prompt_ids == chat.render(trajectory.conversation[:end], tools=tools)
-    shown = chat.decode(trajectory.turns[1].prompt_ids)
-    # The request is one message, and the two results are another one.
-    assert shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2
+    prompt_text = chat.decode(trajectory.turns[1].prompt_ids)
+    # The user's request is one user message, and both tool results are in a second one.
+    assert prompt_text.count("<tool_response>") == 2 and prompt_text.count("<|im_start|>user") == 2

@@ -57,24 +57,24 @@ async def test_an_update_scale_keeps_the_decay_per_step():
     assert metrics["optim/lr"] == 1.0
 
 
-async def test_the_next_substep_is_queued_before_the_last_is_awaited():
+async def test_the_next_substep_is_queued_before_the_previous_one_is_awaited():
     client = BanditTrainingClient()
-    awaited = []
-    original = client.optim_step
+    events_at_await = []  # the calls that the client had received when each optimizer step was awaited
+    optim_step = client.optim_step
 
-    def slow(adam):
-        step = original(adam)
+    def recording_optim_step(adam):
+        step = optim_step(adam)
 
         async def wait():
             await asyncio.sleep(0)
-            awaited.append(list(client.events))
+            events_at_await.append(list(client.events))
             return await step
 
         return wait()
 
-    client.optim_step = slow
+    client.optim_step = recording_optim_step
     await Learner(client, settings()).update([datums(3), datums(2)])
-    assert awaited[0] == ["forward_backward", "optim_step"] * 2
+    assert events_at_await[0] == ["forward_backward", "optim_step"] * 2
 
 
 async def test_without_datums_there_is_no_optimizer_step():

@@ -1,5 +1,7 @@
-"""The grading method of each task. `environment_kwargs` or the record of `validate` selects it; the default
-is a fresh environment.
+"""The grading method of each task.
+
+The option `environment_kwargs` selects it. Without this option, the record that `src.envs.validate` wrote
+selects it. The default is a fresh environment.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ RUN_VALIDATE_AGAIN = "run src.envs.validate again"
 class GradingMode(StrEnum):
     """The environment in which a verifier runs."""
 
-    FRESH = "fresh"  # a new environment of the task that contains the agent's files only
+    FRESH = "fresh"  # a new environment of the task with the agent's files, not its processes
     IN_PLACE = "in_place"  # the agent's environment
 
 
@@ -61,8 +63,8 @@ def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[st
     >>> parse_grading_option({"memory_mb": "512", "keep_processes": "true"})[1].method
     GradingMethod(mode=<GradingMode.IN_PLACE: 'in_place'>, keep_processes=True, is_recorded=False)
     """
-    rest = dict(environment_kwargs)
-    mode, keep = rest.pop("grading", "recorded"), rest.pop("keep_processes", "false")
+    options = dict(environment_kwargs)
+    mode, keep = options.pop("grading", "recorded"), options.pop("keep_processes", "false")
     if mode not in ("recorded", *GradingMode):
         raise ConfigError(f"environment_kwargs grading={mode} is none of fresh, in_place, recorded")
     if keep.lower() not in ("true", "false"):
@@ -74,9 +76,9 @@ def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[st
             "a fresh environment has no processes of the agent"
         )
     if mode == "recorded" and not keep_processes:
-        return rest, GradingOption()
+        return options, GradingOption()
     mode = GradingMode.IN_PLACE if keep_processes else GradingMode(mode)
-    return rest, GradingOption(method=GradingMethod(mode=mode, keep_processes=keep_processes))
+    return options, GradingOption(method=GradingMethod(mode=mode, keep_processes=keep_processes))
 
 
 def task_checksum(folder: Path) -> str:

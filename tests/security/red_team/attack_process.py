@@ -1,5 +1,5 @@
-"""Run the attacks of one environment and user in a separate process, whose descendants all belong to
-attacks.
+"""Run the attacks of one environment and user in a separate process. All descendants of this process therefore
+belong to attacks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def command(
 
     For `RunAs.USER`, the process and its sandboxes run as an unprivileged user. The process keeps the
     capability CAP_DAC_READ_SEARCH, because the interpreter may be readable only by root; programs that it
-    starts do not inherit the capability. In Docker, the agent is an ordinary user of the container.
+    starts do not inherit the capability. In Docker, the process keeps its user, and the agent is an ordinary
+    user of the container.
     """
     attack_command = [
         sys.executable,

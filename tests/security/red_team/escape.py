@@ -61,7 +61,7 @@ mount -t proc none /tmp/m 2>/dev/null && hole "procfs can be mounted"
 mount -t sysfs none /tmp/m 2>/dev/null && hole "sysfs can be mounted"
 mount -t cgroup2 none /tmp/m 2>/dev/null && hole "cgroup2 can be mounted"
 mount -t cgroup -o rdma none /tmp/m 2>/dev/null && hole "a cgroup hierarchy can be mounted"
-mount --bind /proc/1 /tmp/m 2>/dev/null && hole "a directory can be bound"
+mount --bind /proc/1 /tmp/m 2>/dev/null && hole "a directory can be bind-mounted"
 mount -o remount,rw,bind /usr 2>/dev/null && hole "/usr can be remounted"
 mount -o remount,rw /proc/sys 2>/dev/null && hole "/proc/sys can be remounted"
 umount -l /proc 2>/dev/null && hole "/proc can be unmounted"
@@ -317,7 +317,7 @@ true
 """,
     ),
     escape(
-        "setuid-files",
+        "setuid-files",  # `host.faults_of_folder` reports such files in the trial's folder.
         """
 for place in /app /tmp /logs/agent /logs/artifacts /logs/verifier; do
     cp /bin/bash "$place/bash-$T" 2>/dev/null && chmod 6755 "$place/bash-$T"
