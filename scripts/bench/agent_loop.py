@@ -65,7 +65,7 @@ class Server:
         assert isinstance(value, int)
         return value
 
-    def programs(self) -> int:
+    def num_programs(self) -> int:
         counts = self.engine()["programs"]
         assert isinstance(counts, dict)
         return sum(counts.values())
@@ -77,7 +77,7 @@ def main(config: Peers) -> None:
         with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
             passes(server, stateless=False)
             passes(server, stateless=True)
-            programs, seeds, timings = server.programs(), itertools.count(1), {}
+            programs, seeds, timings = server.num_programs(), itertools.count(1), {}
             timings = interleave(
                 {
                     "ours": lambda: passes(server, stateless=False, seed=next(seeds)),
@@ -96,7 +96,7 @@ def main(config: Peers) -> None:
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
             figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
-            figure("programs after warm-up", server.programs() - programs, at_most=0)
+            figure("programs after warm-up", server.num_programs() - programs, at_most=0)
 
 
 def passes(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:

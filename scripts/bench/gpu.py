@@ -243,7 +243,7 @@ def training(rows: Rows, model_dir: Path, dtype: str, *, kept: str = "activation
 
 def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
     with (
-        mock.patch.object(memory_division, "TRAINING_SHARE_OF_REST", 0.0),
+        mock.patch.object(memory_division, "TRAINING_SHARE_OF_REMAINING_MEMORY", 0.0),
         mock.patch.object(memory_division, "ACTIVATIONS_SHARE_OF_CPU_MEMORY", 0.0),
     ):
         training(rows, model_dir, dtype, kept="layers recomputed")

@@ -94,7 +94,7 @@ def measure(model_dir: Path, tokens: int) -> None:
     with running(model_dir, recompute=False, **sizes(model_dir, tokens)) as ours:
         ours.train(random_sequences([tokens + 1], vocabulary=CONFIG.vocab_size))
         ours.optim_step()
-        compiled = ours.programs() - ours.stat("programs_from_cache")
+        compiled = ours.num_programs() - ours.stat("programs_from_cache")
     print(f"programs compiled during the measurement: {compiled}")
     print(planned, resident("VmHWM") - before)
 

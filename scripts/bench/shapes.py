@@ -74,13 +74,13 @@ def measure_programs(model_dir: Path, cache: str | None) -> dict:
         ours.sample(random_sequences([64]), 1)
         first_token_s = time.perf_counter() - start
         run_requests(ours, seed=0)
-        stats, programs = ours.engine.stats(), ours.programs()
+        stats, programs = ours.engine.stats(), ours.num_programs()
         run_requests(ours, seed=1)
         return {
             "programs": stats["programs"],
             "seconds": stats["program_seconds"],
             "hits": stats["programs_from_cache"],
-            "later": ours.programs() - programs,
+            "later": ours.num_programs() - programs,
             "first_token_s": first_token_s,
         }
 

@@ -78,12 +78,13 @@ def calls(action: Action, begins: str = "") -> str:
     return f"{begins}\n<tool_call>\n{body}\n</tool_call>".strip()
 
 
-def fails(request: Request) -> str:
+def failed_answer(request: Request) -> str:
     """Return the answer of a demonstrator that did nothing."""
     return "I do not know." if request.tell else "Done."
 
 
-def right(request: Request, begins: str) -> Agent:
+def without_mistake(request: Request, begins: str) -> Agent:
+    """Handle a request correctly: look up, write if requested, and answer."""
     yield calls(request.lookup, begins)
     if request.write is not None:
         yield calls(request.write)
@@ -93,36 +94,36 @@ def right(request: Request, begins: str) -> Agent:
 def with_mistake(request: Request, mistake: Mistake, begins: str) -> Agent:
     """Handle a request with the given mistake."""
     lookup = request.lookup
-    meant = request.write or lookup
+    intended = request.write or lookup
     match mistake:
         case Mistake.NO_CALL:
-            yield fails(request)
+            yield failed_answer(request)
         case Mistake.SHORT_NAME:
             short = {name: value[:-2] for name, value in lookup.arguments.items()}
             yield calls(replace(lookup, arguments=short), begins)
-            yield fails(request)
+            yield failed_answer(request)
         case Mistake.NO_LOOKUP | Mistake.WRONG_TOOL if not request.tell:
             write = request.write or Action(name="cancel_order", arguments=lookup.arguments)
             if mistake is Mistake.WRONG_TOOL:
                 write = Action(name=OTHER_TOOL.get(write.name, "cancel_order"), arguments=lookup.arguments)
             yield calls(write, begins)
             yield "Done."
-        case Mistake.WRONG_TOOL if meant.name in OTHER_TOOL:
+        case Mistake.WRONG_TOOL if intended.name in OTHER_TOOL:
             [value] = lookup.arguments.values()
             yield calls(
                 Action(
-                    name=OTHER_TOOL[meant.name],
-                    arguments={OTHER_TOOL[meant.name].removeprefix("get_"): value},
+                    name=OTHER_TOOL[intended.name],
+                    arguments={OTHER_TOOL[intended.name].removeprefix("get_"): value},
                 ),
                 begins,
             )
-            yield fails(request)
+            yield failed_answer(request)
         case Mistake.CUT:
-            whole = calls(lookup, begins)
-            yield whole[: whole.rindex('"}}')]
-            yield from right(request, begins)
+            call = calls(lookup, begins)
+            yield call[: call.rindex('"}}')]
+            yield from without_mistake(request, begins)
         case _:
-            yield from right(request, begins)
+            yield from without_mistake(request, begins)
 
 
 def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Sequence[Mistake]) -> Agent:
@@ -132,11 +133,13 @@ def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Seq
     """
     for request, mistake in zip(instance.requests, mistakes, strict=True):
         if len(script) > len(instance.requests):
-            yield fails(request) if mistake is Mistake.NO_CALL else f"{style.begins} {request.question}"
+            yield (
+                failed_answer(request) if mistake is Mistake.NO_CALL else f"{style.begins} {request.question}"
+            )
         yield from with_mistake(request, mistake, style.begins)
 
 
-def draw(style: Style, rng: random.Random) -> Mistake:
+def draw_mistake(style: Style, rng: random.Random) -> Mistake:
     return rng.choices(
         [*style.mistakes, Mistake.NONE], [*style.mistakes.values(), 1 - sum(style.mistakes.values())]
     )[0]
@@ -148,7 +151,7 @@ async def demonstrate(
     """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
     script = rng.choice(instance.scripts)
     style = CAREFUL if rng.random() < careful_share else HASTY
-    mistakes = [draw(style, rng) for _ in instance.requests]
+    mistakes = [draw_mistake(style, rng) for _ in instance.requests]
     env = ServiceEnv(
         ToyRetailEpisode(
             row("demonstration", instance, split="train"),

@@ -86,7 +86,7 @@ class SampleQueue:
             request.paused.remove(prefill.first)
             heapq.heapify(request.paused)
         else:
-            request.first = prefill.first + prefill.count
+            request.num_started = prefill.first + prefill.count
         indices = range(prefill.first, prefill.first + prefill.count)
         request.running |= dict.fromkeys(indices, self.num_dispatches)
         tenant.num_running += prefill.count
@@ -107,7 +107,7 @@ class SampleQueue:
         if prefill.paused:
             heapq.heappush(request.paused, prefill.first)
         else:
-            request.first = min(request.first, prefill.first)
+            request.num_started = min(request.num_started, prefill.first)
         self.wait(request)
 
     def pause(self, request: Request, index: int) -> None:

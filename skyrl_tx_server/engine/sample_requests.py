@@ -26,18 +26,18 @@ class Request:
     request_id: int
     op: Sample
     tenant: Tenant
-    first: int = 0  # samples from this index on have never had a slot
+    num_started: int = 0  # samples with a smaller index have or had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
     """Maps the index of each sample with a slot to the number of decode dispatches before its first one."""
 
     @property
     def num_waiting(self) -> int:
-        return self.op.num_samples - self.first + len(self.paused)
+        return self.op.num_samples - self.num_started + len(self.paused)
 
     @property
     def has_started(self) -> bool:
-        return bool(self.first or self.paused or self.running)
+        return bool(self.num_started or self.paused or self.running)
 
     @property
     def is_small(self) -> bool:
@@ -70,7 +70,7 @@ class Request:
 
         prefills = [prefill(index, 1, paused=True) for index in paused]
         if count > len(paused):
-            prefills.append(prefill(self.first, count - len(paused), paused=False))
+            prefills.append(prefill(self.num_started, count - len(paused), paused=False))
         return prefills
 
 

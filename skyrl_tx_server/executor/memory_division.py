@@ -40,7 +40,7 @@ CACHE_SHARE_OF_CPU_MEMORY = 0.25
 ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.1
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
-TRAINING_SHARE_OF_REST = 0.5
+TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
 """The maximum share of the memory without weights and adapters that a training program may use if it keeps
 activations for the backward pass."""
 ESTIMATE_MARGIN = 1.2
@@ -110,7 +110,7 @@ def divide_memory(
     )
     with_activations, with_layers = ranks.broadcast_from_rank0(lambda: compiled)
     training_bytes, activations_length = with_layers, 0
-    if with_activations <= max(with_layers, remaining_bytes * TRAINING_SHARE_OF_REST):
+    if with_activations <= max(with_layers, remaining_bytes * TRAINING_SHARE_OF_REMAINING_MEMORY):
         training_bytes = max(with_layers, with_activations)
         activations_length = max(
             shape.length

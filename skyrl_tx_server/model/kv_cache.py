@@ -47,7 +47,7 @@ class Segment:
 UNIQUE: Any = {"unique_indices": True, "mode": "drop"}
 """Arguments of scatters to unique positions. Without them, XLA's programs for GPUs write elements of 16 bits
 by compare-and-swap loops."""
-EVERYWHERE = PartitionSpec()
+REPLICATED = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
 BATCH_HEADS, LAYERS_BATCH_HEADS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
@@ -106,7 +106,7 @@ def read_positions(
     PAGE_SIZE)."""
     read = partial(_read_local_positions, config, ends)
     if config.mesh is not None:
-        read = shard_map_over(config, read, (PAGES, EVERYWHERE, PartitionSpec(BATCH)), BATCH_HEADS)
+        read = shard_map_over(config, read, (PAGES, REPLICATED, PartitionSpec(BATCH)), BATCH_HEADS)
         layer = jnp.asarray(layer)
     return read(cache, layer, jnp.asarray(tables_BW))
 
@@ -125,7 +125,7 @@ def write_layer(
     write = partial(_write_local_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
-            config, write, (PAGES, EVERYWHERE, HEADS_OF_LAYER, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES
+            config, write, (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED), PAGES
         )
     return write(
         cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B)
@@ -156,14 +156,14 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
     """Copy pages in order, from the first page of each pair to the second. A pair of -1 ends the list."""
     copy = partial(_copy_local_pages, config)
     if config.mesh is not None:
-        copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
+        copy = shard_map_over(config, copy, (PAGES, REPLICATED), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 
 # --- the pages of one device
 
 
-def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+def local_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the local number of each page and whether the page is on this device. Pages of other devices
     get the number 0 of the null page."""
     local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
@@ -175,7 +175,7 @@ def _read_local_positions(
     config: ModelConfig, ends: Sequence[int], cache: KVCache, layer: ArrayLike | int, tables_BW: jax.Array
 ) -> list[Segment]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
-    local, _ = own_pages(config, cache, tables_BW)
+    local, _ = local_pages(config, cache, tables_BW)
 
     def segment(first: int, end: int) -> Segment:
         pages = local[:, first // PAGE_SIZE : end // PAGE_SIZE]
@@ -187,10 +187,10 @@ def _read_local_positions(
     return [segment(first, end) for first, end in pairwise((0, *ends))]
 
 
-def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
-    """Return the positions of one layer in the local pages `own_BP` of each sequence."""
+def read_pages(cache: KVCache, layer: ArrayLike, local_BP: jax.Array) -> Segment:
+    """Return the positions of one layer in the local pages `local_BP` of each sequence."""
     # keys [B, P, K, hd, PAGE], values [B, P, K, PAGE, hd]
-    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]
+    keys, values = cache.keys[layer, local_BP], cache.values[layer, local_BP]
     batch, _, heads, head_dim, _ = keys.shape
     return Segment(
         keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
@@ -240,7 +240,7 @@ def _places(
     """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Positions
     from `counts_B` on, on other devices and in the null page get page numbers after the last page, which a
     scatter drops."""
-    local, _ = own_pages(config, cache, tables_BW)
+    local, _ = local_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
     page = jnp.take_along_axis(local, positions // PAGE_SIZE, axis=1)
@@ -264,7 +264,7 @@ def _write_local_positions(
         keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1) for leaf in (new.keys, new.values))
 
         def write_page(index: jax.Array, cache: KVCache) -> KVCache:
-            at, _ = own_pages(config, cache, tables_BW[b, index])
+            at, _ = local_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE_SIZE, 0, PAGE_SIZE - width)
             source = index * PAGE_SIZE + first + jnp.arange(width) - start  # index in `new` of each position
             here = (source >= 0) & (source < count)
@@ -295,7 +295,7 @@ def _merge(
 
 def _copy_local_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        (source, here), (target, _) = (own_pages(config, cache, page) for page in copies_C2[index])
+        (source, here), (target, _) = (local_pages(config, cache, page) for page in copies_C2[index])
 
         def copy_page(whole: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)

@@ -116,7 +116,7 @@ JournalLine = Annotated[
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
     """Check each line against `schema` and yield its converted value. A missing file has no lines."""
-    with _reading(path):
+    with _ReadErrors(path):
         if not path.exists():
             return
         file = path.open("rb")
@@ -129,14 +129,14 @@ def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any],
 
 def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
     """Read a file that contains one JSON value, check it against `schema` and return its converted value."""
-    with _reading(path):
+    with _ReadErrors(path):
         content = path.read_bytes()
     return _checked(content, schema, convert, str(path))
 
 
 def read_word(path: Path) -> str:
     """Read a file that contains one line of text, such as an id."""
-    with _reading(path):
+    with _ReadErrors(path):
         content = path.read_bytes()
     if re.fullmatch(rb"[\x21-\x7e][\x20-\x7e]{0,999}\n?", content) is None:
         raise ConfigError(f"{path}: not one line of text; {REMEDY}")
@@ -166,7 +166,7 @@ def _shown(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)[:200]
 
 
-class _reading:
+class _ReadErrors:
     """Converts OSError to a ConfigError that names the file."""
 
     def __init__(self, path: Path) -> None:

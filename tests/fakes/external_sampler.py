@@ -106,7 +106,7 @@ class Completion:
 class ExternalSampler:
     """Serves the sampling routes of vLLM and SGLang, and the adapter routes of `kind` (`vllm` or `sglang`).
 
-    `seen` contains the sampling parameters of every request. Tests change the other public attributes.
+    `received` contains the sampling parameters of every request. Tests change the other public attributes.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class ExternalSampler:
         self.name, self.kind, self.max_model_len = name, kind, max_model_len
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self.adapters: dict[str, tuple[str, Weights]] = {}
-        self.seen: list[dict] = []
-        self.spoil: Callable[[dict], object] = lambda answer: (
+        self.received: list[dict] = []
+        self.change_reply: Callable[[dict], object] = lambda answer: (
             None
         )  # modifies the body of each completion response
         self.leaves_adapters_out = False  # if true, all samples use the base weights
         self.loads_adapters = True  # if false, the adapter routes do not exist
-        self.hold = False  # if true, a request waits until its client disconnects
+        self.hold_requests = False  # if true, a request waits until its client disconnects
         self.changed = threading.Condition()
         self.aborted = 0  # number of completions whose client disconnected
 
@@ -266,9 +266,9 @@ class ExternalSampler:
         adapter: str,
     ) -> list[Completion]:
         with self.changed:
-            self.seen.append(settings | {"adapter": adapter})
+            self.received.append(settings | {"adapter": adapter})
             self.changed.notify_all()
-        if self.hold:
+        if self.hold_requests:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             with self.changed:
@@ -278,7 +278,7 @@ class ExternalSampler:
         plain = adapter == self.name or self.leaves_adapters_out
         weights = self.model.base if plain else self.adapters[adapter][1]
         # Without a seed, the number of requests is the seed, so that results are deterministic.
-        seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]
+        seeds = [(len(self.received) if seed is None else seed) + index for index in range(count)]
         return await asyncio.to_thread(
             lambda: [
                 self._complete(weights, prompt, settings, max_tokens, sample_seed) for sample_seed in seeds
@@ -300,7 +300,7 @@ class ExternalSampler:
         return Completion(tokens=tokens, logprobs=logprobs, finish="length")
 
     def _answer(self, answer: dict) -> Response:
-        self.spoil(answer)
+        self.change_reply(answer)
         return JSONResponse(answer.get("replies", answer))
 
     def _refused(self, status: int, message: str) -> Response:

@@ -65,7 +65,7 @@ class TextEngine:
     def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:
         self.info = EngineInfo(base_model=base_model, max_context_length=400, max_lora_rank=8, vocab_size=260)
         self.texts = texts
-        self.seen: list[Sample] = []
+        self.received: list[Sample] = []
         self.gate = threading.Event()
         self.gate.set()
         self.withdrawn = threading.Event()
@@ -76,7 +76,7 @@ class TextEngine:
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
         assert isinstance(op, Sample)
-        self.seen.append(op)
+        self.received.append(op)
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         threading.Thread(target=self._write, args=(op, watcher, future), daemon=True).start()
@@ -90,7 +90,7 @@ class TextEngine:
 
     def prompt_text(self) -> str:
         """Return the text of the last prompt."""
-        ids = self.seen[-1].prompt.tolist()
+        ids = self.received[-1].prompt.tolist()
         return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
 
     def _write(self, op: Sample, watcher: Watcher | None, future: Future[SampleResult]) -> None:

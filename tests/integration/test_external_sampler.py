@@ -122,20 +122,20 @@ def test_external_rollouts_have_the_weights_of_their_step(
     )
     base = client.create_sampling_client(base_model="local/tiny").result()
     sample_sequences(base)
-    names = [body["adapter"] for body in sampler.seen]
+    names = [body["adapter"] for body in sampler.received]
     assert len(names) == 5 and names[0] == names[2] and len(set(names)) == 4 and names[-1] == "local/tiny"
     assert (
         len(base.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result(60)) == len(PROMPT)
-        and len(sampler.seen) == 5
+        and len(sampler.received) == 5
     )
 
     sampler.adapters.clear()  # as after a restart of the sampler
     assert max_logprob_difference(training, sample_sequences(second)[0]) < 1e-4
-    sampler.spoil = lambda answer: answer["choices"][0].pop("token_ids")
+    sampler.change_reply = lambda answer: answer["choices"][0].pop("token_ids")
     with pytest.raises(tinker.RequestFailedError, match="no 'token_ids'") as failed:
         sample_sequences(second)
     assert failed.value.category is types.RequestErrorCategory.Server
-    sampler.spoil = lambda answer: None
+    sampler.change_reply = lambda answer: None
     train_step(training)
 
     metrics = httpx.get(f"{url}/metrics").text

@@ -175,7 +175,7 @@ async def test_samples_come_from_the_adapter_of_their_snapshot(
         first_result.sequences[0].logprobs - engine_logprobs(engine, None, first_result.sequences[0].tokens)
     ).mean()
     assert adapter_effect > 0.05, "the adapter has a measurable effect"
-    assert len({body["adapter"] for body in sampler.seen}) == 3 and len(sampler.seen) == 4
+    assert len({body["adapter"] for body in sampler.received}) == 3 and len(sampler.received) == 4
     assert first_result.prompt_cache_hit_tokens == (3 if sampler.kind == "sglang" else 0)
 
 
@@ -189,7 +189,7 @@ async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
         asyncio.wrap_future(saved), asyncio.wrap_future(sampled), asyncio.wrap_future(dropped)
     )
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
-    assert sampler.seen[0]["adapter"].startswith("skyrl-")
+    assert sampler.received[0]["adapter"].startswith("skyrl-")
     with pytest.raises(NotFoundError, match="freed with their session"):
         external.submit(sample("short"))
 
@@ -210,7 +210,7 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
                 atol=1e-4,
             )
             await asyncio.to_thread(sampler.wait_until, lambda: len(sampler.adapters) == 1)
-    assert len({body["adapter"] for body in sampler.seen}) == 4, "each reload has a new adapter name"
+    assert len({body["adapter"] for body in sampler.received}) == 4, "each reload has a new adapter name"
     foreign_dir = checkpoints_dir / "sampler_adapters" / "foreign"
     foreign_dir.mkdir()
     async with connected(url, engine, checkpoints_dir, model_dir):
@@ -276,7 +276,7 @@ def remove(key: str) -> Callable[[dict], object]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "message"),
     [
         (remove("token_ids"), "no 'token_ids'"),
         (remove("logprobs"), "no 'logprobs'"),
@@ -301,12 +301,12 @@ def remove(key: str) -> Callable[[dict], object]:
     ],
 )
 async def test_an_invalid_reply_fails_only_its_request(
-    external: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
+    external: ExternalSampling, sampler: ExternalSampler, change: Callable[[dict], object], message: str
 ) -> None:
-    sampler.spoil = spoil
+    sampler.change_reply = change
     with pytest.raises(SamplerError, match=message):
         await run_op(external, sample())
-    sampler.spoil = lambda answer: None
+    sampler.change_reply = lambda answer: None
     await run_op(external, sample())
 
 
@@ -333,7 +333,7 @@ async def test_samples_end_at_the_same_tokens_as_in_the_engine(
         answer["choices"][0]["token_ids"] += [65, 66]
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 
-    sampler.spoil = add_two_tokens
+    sampler.change_reply = add_two_tokens
     trimmed = (
         await run_op(external, sample(None, replace(long_settings, stop_strings=(stop_string,))))
     ).sequences[0]
@@ -350,12 +350,12 @@ async def test_the_engine_samples_if_the_sampler_lacks_a_setting(
     assert prompt_scored.prompt_logprobs is not None
     topk = await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1), topk_sample_logprobs=2))
     assert topk.sequences[0].topk is not None
-    assert not sampler.seen
+    assert not sampler.received
     await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1, seed=1)))
     await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1, stop_token_ids=(5,))))
-    assert len(sampler.seen) == (0 if sampler.kind == "sglang" else 2)
+    assert len(sampler.received) == (0 if sampler.kind == "sglang" else 2)
     await run_op(external, sample(None, SamplingSettings(max_tokens=20)))
-    assert sampler.seen[-1]["stop_token_ids"] == [257, 258] and sampler.seen[-1]["ignore_eos"] is (
+    assert sampler.received[-1]["stop_token_ids"] == [257, 258] and sampler.received[-1]["ignore_eos"] is (
         sampler.kind == "vllm"
     )
 
@@ -363,9 +363,9 @@ async def test_the_engine_samples_if_the_sampler_lacks_a_setting(
 async def test_cancelling_a_sample_closes_its_request(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    sampler.hold = True
+    sampler.hold_requests = True
     future = external.submit(sample())
-    await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
+    await asyncio.to_thread(sampler.wait_until, lambda: sampler.received)
     future.cancel()
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
 
@@ -373,7 +373,7 @@ async def test_cancelling_a_sample_closes_its_request(
 async def test_a_sampler_that_does_not_answer_times_out(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    sampler.hold = True
+    sampler.hold_requests = True
     # the timeout is set after `connect`, because the requests of `connect` may take longer
     external._server._client._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"did not reply within sampler_timeout_s=0\.2"):
@@ -384,9 +384,9 @@ async def test_a_sampler_that_does_not_answer_times_out(
 async def test_stopping_the_server_fails_waiting_samples(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    sampler.hold = True
+    sampler.hold_requests = True
     future = external.submit(sample())
-    await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
+    await asyncio.to_thread(sampler.wait_until, lambda: sampler.received)
     await external.close()
     with pytest.raises(ServerError, match=STOPPING):
         await asyncio.wrap_future(future)
@@ -407,7 +407,7 @@ async def test_a_persistent_difference_is_logged_and_counted(
             logprobs = answer["choices"][0]["logprobs"]
             logprobs["token_logprobs"] = [logprob - 0.1 for logprob in logprobs["token_logprobs"]]
 
-        sampler.spoil = lower_logprobs
+        sampler.change_reply = lower_logprobs
         with caplog.at_level(logging.WARNING, "skyrl_tx_server.external.logprob_mismatch"):
             while not (
                 warnings := [

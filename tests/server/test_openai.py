@@ -99,7 +99,7 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
         n=2,
     )
     assert engine.prompt_text() == "<system>Be brief.<|im_end|><user>Hello<|im_end|><assistant>"
-    assert engine.seen[-1].settings == SamplingSettings(
+    assert engine.received[-1].settings == SamplingSettings(
         max_tokens=100, temperature=0.5, top_p=0.9, seed=7, stop_token_ids=(END,)
     )
     assert [choice.message.content for choice in reply.choices] == ["Grüße, 世界!"] * 2
@@ -107,7 +107,7 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
     num_tokens = len("Grüße, 世界!".encode()) + 1
     assert reply.usage is not None and reply.usage.completion_tokens == 2 * num_tokens
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 2 * num_tokens
-    assert reply.usage.prompt_tokens == len(engine.seen[-1].prompt)
+    assert reply.usage.prompt_tokens == len(engine.received[-1].prompt)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_return_token_ids_adds_the_exact_token_ids(client: openai.OpenAI, engine
     reply = client.chat.completions.create(
         model=MODEL, messages=HELLO, extra_body={"return_token_ids": True}
     ).model_dump()
-    assert reply["prompt_token_ids"] == engine.seen[-1].prompt.tolist()
+    assert reply["prompt_token_ids"] == engine.received[-1].prompt.tolist()
     assert reply["choices"][0]["token_ids"][-1] == END
 
 
@@ -222,7 +222,7 @@ def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: Te
         for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices
     ] == [0, 1, 2, 3]
     client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=3)
-    assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
+    assert engine.received[-1].prompt.tolist() == [5, 6, 7]
 
 
 def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: TextEngine) -> None:
@@ -258,7 +258,7 @@ def test_closing_a_stream_withdraws_the_request(client: openai.OpenAI, engine: T
 def test_a_client_timeout_withdraws_the_request(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()
-    while not engine.seen:  # a client may time out before the server has read its request
+    while not engine.received:  # a client may time out before the server has read its request
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model=MODEL, prompt="x", timeout=0.3)
     with pytest.raises(openai.NotFoundError):
@@ -286,7 +286,7 @@ def test_models_are_the_base_samplers_and_sampler_checkpoints(
             client.chat.completions.create(model=name, messages=HELLO).choices[0].message.content
             == "Grüße, 世界!"
         )
-        assert engine.seen[-1].weights == weights
+        assert engine.received[-1].weights == weights
     with pytest.raises(openai.BadRequestError, match="is a training checkpoint"):
         client.chat.completions.create(model="tinker://run/weights/last", messages=HELLO)
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'") as error:

@@ -1,4 +1,4 @@
-"""`agent-trainer doctor`: each problem is found with its figure and command, and a healthy run has none."""
+"""`agent-trainer doctor`: each problem is found with its value and command, and a healthy run has none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_healthy_run_has_ok_lines_alone(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "figure", "command"),
+    ("changes", "name", "measured", "command"),
     [
         (
             {"env__all__reward__total": FLAT},
@@ -100,11 +100,11 @@ def test_a_healthy_run_has_ok_lines_alone(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_each_problem_is_found_alone(
-    tmp_path: Path, changes: dict, name: ProblemName, figure: str, command: str
+    tmp_path: Path, changes: dict, name: ProblemName, measured: str, command: str
 ) -> None:
     path = run_of(tmp_path / "run", **changes)
     (finding,) = problems(path).values()
-    assert finding.name == name and finding.figure.startswith(figure) and "\n" not in finding.figure
+    assert finding.name == name and finding.measured.startswith(measured) and "\n" not in finding.measured
     assert finding.command == f"agent-trainer {command.format(run=path)}"
     assert finding.lines()[1].strip() == PROBLEMS[name].meaning
 
@@ -132,7 +132,7 @@ def test_a_failed_allocation_is_found_in_the_logs(tmp_path: Path) -> None:
     log.write_text("ready\nforward_backward failed: RESOURCE_EXHAUSTED: 2 GiB\n")
     (finding,) = problems(path).values()
     assert finding.name == ProblemName.OUT_OF_MEMORY
-    assert finding.figure.startswith(f"1 lines of {log}, the last is line 2: forward_backward failed")
+    assert finding.measured.startswith(f"1 lines of {log}, the last is line 2: forward_backward failed")
     assert "serve base_model=org/base " in finding.command
     log.write_text("ready\n")
     other = tmp_path / "other.log"
@@ -161,21 +161,21 @@ def test_a_run_without_steps_has_no_problem(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text(
         json.dumps({"event": "ended", "state": "too_many_failures", "cause": "no trial was graded"}) + "\n"
     )
-    assert problems(tmp_path)[ProblemName.FAILURES].figure == "the run ended: no trial was graded"
+    assert problems(tmp_path)[ProblemName.FAILURES].measured == "the run ended: no trial was graded"
 
 
 def test_keys_are_named_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     finding = machine_checks.keys()
-    assert "TINKER_API_KEY yes" in finding.figure and "HF_TOKEN no" in finding.figure
-    assert "secret" not in finding.figure
+    assert "TINKER_API_KEY yes" in finding.measured and "HF_TOKEN no" in finding.measured
+    assert "secret" not in finding.measured
 
 
 def test_a_server_is_asked_for_its_health(tmp_path: Path) -> None:
     with serving(StartupState(state=fake_context(tmp_path))) as url:
         assert not machine_checks.server(f"{url}/").is_problem
-    assert machine_checks.server("http://127.0.0.1:9").figure.startswith("no server answers at http://127")
+    assert machine_checks.server("http://127.0.0.1:9").measured.startswith("no server answers at http://127")
 
 
 def test_the_machine_is_checked_without_a_run(

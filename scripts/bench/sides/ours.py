@@ -107,7 +107,7 @@ class Ours:
         assert isinstance(value, int)
         return value
 
-    def programs(self) -> int:
+    def num_programs(self) -> int:
         """Return the number of compiled programs."""
         counts = self.engine.stats()["programs"]
         assert isinstance(counts, dict)

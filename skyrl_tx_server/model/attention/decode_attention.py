@@ -14,7 +14,7 @@ from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
-from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, own_pages
+from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, local_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -64,7 +64,7 @@ def attend_over_pages(
     """Return attention of q [B, 1, H, hd] over the KV splits of the cached positions and over the `visible`
     [1, 1, 1, n] positions of `recent`. A GPU kernel reads the pages of `layer` in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
-    attend = partial(_attend_over_own_pages, config, spec, layer, interpret)
+    attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
         attend = shard_map_over(
@@ -73,7 +73,7 @@ def attend_over_pages(
     return attend(cache, q, tables_BW, splits, recent, visible)
 
 
-def _attend_over_own_pages(
+def _attend_over_local_pages(
     config: ModelConfig,
     spec: AttentionSpec,
     layer: ArrayLike | int,
@@ -85,7 +85,7 @@ def _attend_over_own_pages(
     recent: Segment,
     visible: jax.Array,
 ) -> jax.Array:
-    pages, _ = own_pages(config, cache, tables_BW)
+    pages, _ = local_pages(config, cache, tables_BW)
     # pass the pages of all layers, because a slice would be a copy
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     past = paged_attention(

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, supports_head_dim
-from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
+from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, local_pages, read_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -68,7 +68,7 @@ def _attend_on_device(
 ) -> jax.Array:
     """Compute the tiles whose pages are on this device, and sum the results of all devices. All pages of a
     tile belong to one data-parallel rank."""
-    tables, is_local = own_pages(config, cache, jnp.asarray(tiles.tables))
+    tables, is_local = local_pages(config, cache, jnp.asarray(tiles.tables))
     is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
     local = PrefillTiles(starts=starts, lengths=lengths, tables=tables)

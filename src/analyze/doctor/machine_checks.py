@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from src.analyze.doctor.problems import MIN_FREE_GIB, Finding, ProblemName, found
+from src.analyze.doctor.problems import MIN_FREE_GIB, Finding, ProblemName, problem_finding
 from src.core.errors import BackendError
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
@@ -34,9 +34,9 @@ def machine_findings(skyrl_tx_url: str | None) -> list[Finding]:
 def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= MIN_PYTHON:
-        return Finding(name="Python", figure=f"{version} ({sys.executable})")
+        return Finding(name="Python", measured=f"{version} ({sys.executable})")
     required = ".".join(map(str, MIN_PYTHON))
-    return Finding(name="Python", figure=f"{version}; {required} is needed", command="scripts/setup.sh")
+    return Finding(name="Python", measured=f"{version}; {required} is needed", command="scripts/setup.sh")
 
 
 def jax_devices() -> Finding:
@@ -52,38 +52,38 @@ def jax_devices() -> Finding:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        figure = f"JAX did not answer within {JAX_TIMEOUT_S:g} s; another process may hold the device"
-        return Finding(name="JAX devices", figure=figure, command="nvidia-smi")
+        measured = f"JAX did not answer within {JAX_TIMEOUT_S:g} s; another process may hold the device"
+        return Finding(name="JAX devices", measured=measured, command="nvidia-smi")
     if done.returncode == 0:
-        return Finding(name="JAX devices", figure=done.stdout.strip())
+        return Finding(name="JAX devices", measured=done.stdout.strip())
     error = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Finding(name="JAX devices", figure=error, command="scripts/setup.sh")
+    return Finding(name="JAX devices", measured=error, command="scripts/setup.sh")
 
 
 def sandbox() -> Finding:
     """Start a sandbox, and connect to the Docker engine."""
     missing = {"bubblewrap": why_no_sandbox(), "Docker": why_no_engine()}
-    figure = "; ".join(f"{name}: {reason or 'works'}" for name, reason in missing.items())
+    measured = "; ".join(f"{name}: {reason or 'works'}" for name, reason in missing.items())
     if all(missing.values()):
-        return found(ProblemName.NO_SANDBOX, figure)
-    return Finding(name="sandbox", figure=figure)
+        return problem_finding(ProblemName.NO_SANDBOX, measured)
+    return Finding(name="sandbox", measured=measured)
 
 
 def disk() -> Finding:
     folders = {Path.cwd(), Path(tempfile.gettempdir())}
     free = {folder: shutil.disk_usage(folder).free / 2**30 for folder in sorted(folders)}
-    figure = ", ".join(f"{gib:.1f} GiB free in {folder}" for folder, gib in free.items())
+    measured = ", ".join(f"{gib:.1f} GiB free in {folder}" for folder, gib in free.items())
     low = [folder for folder, gib in free.items() if gib < MIN_FREE_GIB]
     if not low:
-        return Finding(name="disk", figure=figure)
-    figure += f"; a run needs {MIN_FREE_GIB:g} GiB"
-    return Finding(name="disk", figure=figure, command=f"du -xh --max-depth=2 {low[0]} | sort -h | tail")
+        return Finding(name="disk", measured=measured)
+    measured += f"; a run needs {MIN_FREE_GIB:g} GiB"
+    return Finding(name="disk", measured=measured, command=f"du -xh --max-depth=2 {low[0]} | sort -h | tail")
 
 
 def keys() -> Finding:
     """Report which keys are set, without their values."""
     present = (f"{name} {'yes' if os.environ.get(name) else 'no'}" for name in KEYS)
-    return Finding(name="keys", figure=", ".join(present))
+    return Finding(name="keys", measured=", ".join(present))
 
 
 def server(url: str) -> Finding:
@@ -93,7 +93,7 @@ def server(url: str) -> Finding:
     except BackendError as error:
         return Finding(
             name="server",
-            figure=str(error),
+            measured=str(error),
             command="scripts/start_skyrl_tx.sh MODEL",
         )
-    return Finding(name="server", figure=f"ready at {url}")
+    return Finding(name="server", measured=f"ready at {url}")

@@ -102,7 +102,7 @@ class Finding:
     """The result of one check. It reports a problem if `problem` or `command` is given."""
 
     name: str
-    figure: str
+    measured: str
     problem: Problem | None = None
     command: str = ""
 
@@ -111,8 +111,8 @@ class Finding:
         return self.problem is not None or bool(self.command)
 
     def lines(self) -> list[str]:
-        """Return the lines to print: the figure and, for a problem, its meaning and the command."""
-        lines = [f"{'problem' if self.is_problem else 'ok':8}{self.name}: {self.figure}"]
+        """Return the lines to print: the measured value and, for a problem, its meaning and the command."""
+        lines = [f"{'problem' if self.is_problem else 'ok':8}{self.name}: {self.measured}"]
         if self.problem is not None:
             lines.append(f"{'':8}{self.problem.meaning}")
         if self.is_problem:
@@ -120,11 +120,11 @@ class Finding:
         return lines
 
 
-def found(name: ProblemName, figure: str, **values: str) -> Finding:
+def problem_finding(name: ProblemName, measured: str, **values: str) -> Finding:
     """Return the finding of a problem. `values` replace the placeholders of its command."""
     problem = PROBLEMS[name]
     command = problem.command.format_map(values).strip()
-    return Finding(name=name, figure=figure, problem=problem, command=command)
+    return Finding(name=name, measured=measured, problem=problem, command=command)
 
 
 def problem_table() -> str:

@@ -26,7 +26,7 @@ from src.analyze.doctor.problems import (
     SATURATED,
     Finding,
     ProblemName,
-    found,
+    problem_finding,
 )
 from src.analyze.show import RecordedTrial, recorded_trials
 from src.core.errors import ConfigError
@@ -84,61 +84,63 @@ def reward(run: CheckedRun) -> Finding:
     """Compare the rewards of the last third of the steps with those of the first."""
     values, name = run.metric("env/all/reward/total"), ProblemName.REWARD_FLAT
     if len(values) < MIN_STEPS:
-        return Finding(name="reward", figure=f"{len(values)} steps; a trend needs {MIN_STEPS}")
+        return Finding(name="reward", measured=f"{len(values)} steps; a trend needs {MIN_STEPS}")
     first, last = thirds(values)
     gain = fmean(last) - fmean(first)
     error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
-    figure = f"{fmean(first):.3f} in the first third of {len(values)} steps, {fmean(last):.3f} in the last"
+    measured = f"{fmean(first):.3f} in the first third of {len(values)} steps, {fmean(last):.3f} in the last"
     largest = max(run.metric("env/all/reward/max"), default=0.0)
     is_solved = largest > 0 and fmean(last) >= SATURATED * largest
     if is_solved or gain > NOISE_ERRORS * error:
-        return Finding(name="reward", figure=figure)
-    figure += f" (standard error of the difference {error:.3f})"
-    return found(name, figure, run=str(run.path), higher_rate=run.scaled_rate(2))
+        return Finding(name="reward", measured=measured)
+    measured += f" (standard error of the difference {error:.3f})"
+    return problem_finding(name, measured, run=str(run.path), higher_rate=run.scaled_rate(2))
 
 
 def groups(run: CheckedRun) -> Finding:
     """Compare the share of groups with differing rewards with its minimum."""
     mixed = run.metric("env/all/by_group/frac_mixed")[-RECENT_STEPS:]
     if not mixed:
-        return Finding(name="groups", figure="no graded step yet")
-    figure = f"{fmean(mixed):.0%} of the groups of the last {len(mixed)} steps have differing rewards"
+        return Finding(name="groups", measured="no graded step yet")
+    measured = f"{fmean(mixed):.0%} of the groups of the last {len(mixed)} steps have differing rewards"
     if fmean(mixed) >= MIN_MIXED_GROUPS:
-        return Finding(name="groups", figure=figure)
+        return Finding(name="groups", measured=measured)
     shares = {
         kind: run.metric(f"env/all/by_group/{name}")[-RECENT_STEPS:]
         for kind, name in (("low", "frac_all_bad"), ("high", "frac_all_good"))
     }
     parts = [f"{fmean(values):.0%} are all {kind}" for kind, values in shares.items() if values]
-    return found(ProblemName.GROUPS_ALIKE, "; ".join([figure, *parts]), run=str(run.path))
+    return problem_finding(ProblemName.GROUPS_ALIKE, "; ".join([measured, *parts]), run=str(run.path))
 
 
 def kl(run: CheckedRun) -> Finding:
     """Compare the divergences of the last third of the steps with their limits and the first third."""
-    figures = []
+    measurements = []
     for name, limit in KL_LIMITS.items():
         values = run.metric(name)
         if len(values) < MIN_STEPS:
             continue
         first, last = (fmean(third) for third in thirds(values))
-        figure = f"{name} {first:.2g} in the first third of the steps, {last:.2g} in the last"
+        measured = f"{name} {first:.2g} in the first third of the steps, {last:.2g} in the last"
         if last > limit and last >= KL_GROWTH * first:
-            return found(ProblemName.KL_RISING, figure, run=str(run.path), lower_rate=run.scaled_rate(0.5))
-        figures.append(figure)
-    return Finding(name="KL", figure="; ".join(figures) or f"a trend needs {MIN_STEPS} steps")
+            return problem_finding(
+                ProblemName.KL_RISING, measured, run=str(run.path), lower_rate=run.scaled_rate(0.5)
+            )
+        measurements.append(measured)
+    return Finding(name="KL", measured="; ".join(measurements) or f"a trend needs {MIN_STEPS} steps")
 
 
 def truncated(run: CheckedRun) -> Finding:
     """Compare the share of cut trials with its maximum."""
     graded = [trial.line for trial in run.recent_trials() if "failure" not in trial.line]
     if not graded:
-        return Finding(name="answers", figure="no graded trial yet")
+        return Finding(name="answers", measured="no graded trial yet")
     num_cut = sum(line.get("stop_reason") in CUT for line in graded)
-    figure = f"{num_cut} of the last {len(graded)} trials were cut by a length limit"
+    measured = f"{num_cut} of the last {len(graded)} trials were cut by a length limit"
     if num_cut <= MAX_TRUNCATED * len(graded):
-        return Finding(name="answers", figure=figure)
+        return Finding(name="answers", measured=measured)
     more = str(2 * int(run.options.get("max_tokens") or 1024))
-    return found(ProblemName.TRUNCATED, figure, run=str(run.path), more_tokens=more)
+    return problem_finding(ProblemName.TRUNCATED, measured, run=str(run.path), more_tokens=more)
 
 
 def failures(run: CheckedRun) -> Finding:
@@ -146,19 +148,21 @@ def failures(run: CheckedRun) -> Finding:
     ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
     end = last_end(run.path)
     if end is not None and end.state == RunState.TOO_MANY_FAILURES and not ungraded:
-        return found(
+        return problem_finding(
             ProblemName.FAILURES, f"the run ended: {end.cause[:MAX_SHOWN]}", run=str(run.path), trial=""
         )
     if not run.trials:
-        return Finding(name="failures", figure="no finished step yet")
-    figure = f"{len(ungraded)} of {len(run.trials)} trials could not be graded"
+        return Finding(name="failures", measured="no finished step yet")
+    measured = f"{len(ungraded)} of {len(run.trials)} trials could not be graded"
     if len(ungraded) <= MAX_FAILED * len(run.trials):
-        return Finding(name="failures", figure=figure)
+        return Finding(name="failures", measured=measured)
     (kind, count), *_ = Counter(line.get("failure", "") for line in ungraded).most_common(1)
     line = next(line for line in ungraded if line.get("failure") == kind)
     message = (line.get("message", "").splitlines() or [""])[0][:MAX_SHOWN]
-    figure += f", {count} of kind {kind}: {message}"
-    return found(ProblemName.FAILURES, figure, run=str(run.path), trial=line["trial"] or line["task"])
+    measured += f", {count} of kind {kind}: {message}"
+    return problem_finding(
+        ProblemName.FAILURES, measured, run=str(run.path), trial=line["trial"] or line["task"]
+    )
 
 
 def memory(run: CheckedRun) -> Finding:
@@ -169,10 +173,10 @@ def memory(run: CheckedRun) -> Finding:
             lines = [(number, line) for number, line in enumerate(file, 1) if OUT_OF_MEMORY.search(line)]
         if lines:
             number, line = lines[-1]
-            figure = f"{len(lines)} lines of {path}, the last is line {number}: {line.strip()[:MAX_SHOWN]}"
-            return found(ProblemName.OUT_OF_MEMORY, figure, base_model=run.base_model)
+            measured = f"{len(lines)} lines of {path}, the last is line {number}: {line.strip()[:MAX_SHOWN]}"
+            return problem_finding(ProblemName.OUT_OF_MEMORY, measured, base_model=run.base_model)
     searched = ", ".join(path.name for path in logs) or "no log; give server_log=FILE"
-    return Finding(name="memory", figure=f"no failed allocation in {searched}" if logs else searched)
+    return Finding(name="memory", measured=f"no failed allocation in {searched}" if logs else searched)
 
 
 CHECKS: Sequence[Callable[[CheckedRun], Finding]] = (reward, groups, kl, truncated, failures, memory)
