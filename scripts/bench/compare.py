@@ -44,7 +44,7 @@ class Peers:
         default=2,
         doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
     )
-    layers: int = chz.field(default=8, doc="Layers of the model; the bars are set for 8")
+    layers: int = chz.field(default=8, doc="Layers of the model; the targets are set for 8")
     repeats: int = chz.field(default=3, doc="Measured turns of each side")
 
 
@@ -185,11 +185,12 @@ def interleave(
 
 
 def report(
-    title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, baseline: str = "ours"
+    title: str, timings: Mapping[str, Timing], targets: Mapping[str, float], *, baseline: str = "ours"
 ) -> None:
-    """Print one line per program: its times, their ratios to those of `baseline`, and whether its bar is met.
+    """Print one line per program: its times, their ratios to those of `baseline`, and whether its target
+    is met.
 
-    `bars` are the minimum ratios by program.
+    `targets` are the minimum ratios by program.
     """
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")
@@ -201,33 +202,35 @@ def report(
                 timing.cpu_s / timings[baseline].cpu_s,
             )
             line += f"  {ratio:6.2f}x (CPU {cpu_ratio:5.2f}x)"
-            if name in bars:
-                line += f"  {verdict(ratio, at_least=bars[name])}"
+            if name in targets:
+                line += f"  {verdict(ratio, at_least=targets[name])}"
         print(line, flush=True)
 
 
 def figure(
     name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
 ) -> None:
-    """Print a figure, and whether it meets its bar if it has one."""
-    bar = (
+    """Print a figure, and whether it meets its target if it has one."""
+    result = (
         ""
         if isinstance(value, str) or (at_least is None and at_most is None)
         else verdict(value, at_least=at_least, at_most=at_most)
     )
-    print(f"  {name:56} {value if isinstance(value, str) else format(value, '.4g'):>10}  {bar}", flush=True)
+    print(
+        f"  {name:56} {value if isinstance(value, str) else format(value, '.4g'):>10}  {result}", flush=True
+    )
 
 
 def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
-    """Return whether a figure meets its bar, in words.
+    """Return whether a figure meets its target, in words.
 
     >>> verdict(1.6, at_least=1.5), verdict(0.6, at_most=0.55)
-    ('bar >= 1.5: met', 'bar <= 0.55: MISSED')
+    ('target >= 1.5: met', 'target <= 0.55: MISSED')
     """
     if at_least is not None:
-        return f"bar >= {at_least:g}: {'met' if value >= at_least else 'MISSED'}"
+        return f"target >= {at_least:g}: {'met' if value >= at_least else 'MISSED'}"
     assert at_most is not None
-    return f"bar <= {at_most:g}: {'met' if value <= at_most else 'MISSED'}"
+    return f"target <= {at_most:g}: {'met' if value <= at_most else 'MISSED'}"
 
 
 def random_sequences(lengths: Sequence[int], *, seed: int = 0, vocabulary: int = 4096) -> list[list[int]]:

@@ -108,10 +108,9 @@ class Rows:
         text = f"{1e3 * seconds:12,.2f} ms"
         if calculate is not None:
             share = calculate(self.limit) / seconds
-            bar = "" if min_share is None else verdict(share, at_least=min_share)
-            text += (
-                f"  calculated {1e3 * calculate(self.predicted):12,.2f} ms  {share:7.1%} of the limit  {bar}"
-            )
+            result = "" if min_share is None else verdict(share, at_least=min_share)
+            text += f"  calculated {1e3 * calculate(self.predicted):12,.2f} ms"
+            text += f"  {share:7.1%} of the limit  {result}"
         print(f"{name:58} {text}", flush=True)
         return seconds
 
@@ -119,8 +118,8 @@ class Rows:
         """Print the number that `measure` returns."""
         value = self._try(name, measure)
         if value is not None:
-            bar = "" if at_most is None else verdict(value, at_most=at_most)
-            print(f"{name:58} {value:12.4g}     {bar}", flush=True)
+            result = "" if at_most is None else verdict(value, at_most=at_most)
+            print(f"{name:58} {value:12.4g}     {result}", flush=True)
 
     def _try(self, name: str, measure: Callable[[], float]) -> float | None:
         try:

@@ -41,8 +41,10 @@ def main(config: Peers) -> None:
             }
             if "skyrl-tx" in others:
                 turns["skyrl-tx"] = partial(others["skyrl-tx"].call, "train", sequences=sequences)
-            bars = {"one bucket": 2.5, "skyrl-tx": 5.0}
-            report("forward_backward, 32 ragged sequences", interleave(turns, repeats=config.repeats), bars)
+            targets = {"one bucket": 2.5, "skyrl-tx": 5.0}
+            report(
+                "forward_backward, 32 ragged sequences", interleave(turns, repeats=config.repeats), targets
+            )
     data = [datum(sequence) for sequence in sequences]
     trained = [np.ones(len(item.tokens), bool) for item in data]
     batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
