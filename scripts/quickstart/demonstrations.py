@@ -64,6 +64,7 @@ HASTY = Style(
         Slip.MALFORMED: 0.08,
     },
 )
+TWO_OPERATIONS = ("collect", "pair", "pipe")  # families
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if a task needs >>
 REPAIR_RATE = 0.15  # share of visible errors that are corrected when confirmation is requested
@@ -131,13 +132,16 @@ def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations of the careful demonstrator to the JSON lines file `path`, in the format
     of `python -m src.sft`.
 
-    All of them solve their task. Three of four end with the first answer, because the answers to the request
-    for confirmation are easier to learn. The file is the same in every call with one version of Harbor.
+    All of them solve their task. Half of the tasks need two operations. Three of four chats end with the first
+    answer, because the answers to the request for confirmation are easier to learn. The file is the same in
+    every call with one version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
+    single = [family for family in TRAINING if family not in TWO_OPERATIONS]
     with path.open("w", encoding="utf-8") as chats:
         for number in range(count):
-            instance = make_instance(rng.choice(list(TRAINING)), seed=f"warm-start-{number}", pool=Pool.TRAIN)
+            family = rng.choice(TWO_OPERATIONS if number % 2 else single)
+            instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
             messages = demonstrate(instance, rng, careful_share=1.0, with_errors=False).messages
             shown = messages if number % 4 == 0 else messages[:2]
             chats.write(json.dumps({"messages": [asdict(message) for message in shown]}) + "\n")

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
     """Compile `programs` (name, program) in a thread. A request that needs a program earlier compiles it.
 
-    The exit of Python waits for the current compilation, because the exit handlers of XLA crash during one.
+    The thread is not a daemon: a normal exit of Python waits for the current compilation, because the exit
+    handlers of XLA crash during one. The command `python -m skyrl_tx_server` ends without waiting.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 
