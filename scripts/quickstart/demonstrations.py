@@ -132,9 +132,9 @@ def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations of the careful demonstrator to the JSON lines file `path`, in the format
     of `python -m src.sft`.
 
-    All of them solve their task. Half of the tasks need two operations. Three of four chats end with the first
-    answer, because the answers to the request for confirmation are easier to learn. The file is the same in
-    every call with one version of Harbor.
+    All of them solve their task. Half of the tasks need two operations. Three of four chats end with the
+    first answer, because the answers to the request for confirmation are easier to learn. The file is the
+    same in every call with one version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]

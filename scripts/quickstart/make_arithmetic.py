@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2] / "datasets" / "arithmetic"
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
 THINGS = ("apples", "books", "coins", "pens", "stones", "cards", "shells", "eggs", "stamps", "keys")
 TRAIN_PER_FAMILY, HELD_OUT_PER_FAMILY = 16, 8
-HIGHEST = 9
+MAX_OPERAND = 9
 SEED = 0
 
 
@@ -57,7 +57,7 @@ HELD_OUT = (
 
 def problem(family: Family, rng: random.Random) -> tuple[str, str]:
     """Return a question and its answer. The answer is at least 1."""
-    a, b = rng.randint(1, HIGHEST), rng.randint(1, HIGHEST)
+    a, b = rng.randint(1, MAX_OPERAND), rng.randint(1, MAX_OPERAND)
     if family.sign == "-":
         a += b
     name, other = rng.sample(NAMES, 2)

@@ -9,7 +9,7 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Run one step of the operation `request_id`: one micro-batch of training, or a whole small operation."""
+    """Run one step of the operation `request_id`: one micro-batch of training, or a small operation."""
 
     request_id: int
     op: Op

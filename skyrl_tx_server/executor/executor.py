@@ -126,7 +126,7 @@ class DeviceExecutor:
         self._writer = ThreadPoolExecutor(1, "checkpoints")
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
-        self._models = TrainingModelPool(on_device=model.max_models, ranks=ranks)
+        self._models = TrainingModelPool(max_on_device=model.max_models, ranks=ranks)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self.adapters = AdapterCache(
             self._config,

@@ -2,8 +2,9 @@
 
 The compilation of a program takes time in proportion to the layers of the model. Until a program is ready,
 another program computes the same sequences, with the same tokens and logprobs:
-- a wider program in place of a narrow one, which is compiled after several dispatches could have used it;
-- a rolled program in place of the widest one. Its compilation takes about as long as that of a few layers.
+- A wider program replaces a narrow one. The narrow program is compiled after several dispatches could have
+  used it.
+- A rolled program replaces the widest one. Its compilation takes about as long as that of a few layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ USES_BEFORE_COMPILATION = 16
 """A narrow program is compiled after this number of dispatches could have used it, because a compilation
 takes as long as many dispatches."""
 MIN_ROLLED_LAYERS = 8
-"""A model of fewer layers has no rolled programs, because its unrolled programs are compiled as fast."""
+"""A model of fewer layers has no rolled programs, because its unrolled programs are compiled quickly."""
 COMPILE_THREAD = "compile-decode"  # name of the thread that compiles
 
 logger = logging.getLogger(__name__)
@@ -39,18 +40,19 @@ class DecodePrograms:
     def get(self, program: DecodeProgram) -> Compiled | None:
         return self._compiled.get(program)
 
-    def request(self, program: DecodeProgram, *, uses_before: int | None = None) -> Compiled | None:
+    def request(self, program: DecodeProgram, *, min_uses: int | None = None) -> Compiled | None:
         """Return the compiled program. If it is not compiled yet, count the request and return None. The
-        compilation begins after `uses_before` requests (default: USES_BEFORE_COMPILATION)."""
+        compilation begins with request number `min_uses` (default: USES_BEFORE_COMPILATION) or later, when no
+        other program is being compiled."""
         if program in self._compiled:
             return self._compiled[program]
         self._uses[program] += 1
         busy = self._thread is not None and self._thread.is_alive()
-        needed = USES_BEFORE_COMPILATION if uses_before is None else uses_before
+        needed = USES_BEFORE_COMPILATION if min_uses is None else min_uses
         if self._uses[program] >= needed and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
-            # The engine's thread is a daemon, and threads inherit this. The exit of Python must wait for this
-            # thread, because the exit handlers of XLA crash during a compilation.
+            # A thread that the engine's daemon thread starts is a daemon by default. The exit of Python must
+            # wait for this thread, because the exit handlers of XLA crash during a compilation.
             self._thread = threading.Thread(
                 target=self._compile, args=(program,), name=COMPILE_THREAD, daemon=False
             )
@@ -67,7 +69,7 @@ class DecodePrograms:
             self._compiled[program] = self._lower(program).compile()
         except Exception as error:
             logger.warning(
-                "cannot compile the decode program for %d sequences; a slower one is used: %s",
+                "cannot compile the decode program for %d sequences per rank; a slower one is used: %s",
                 program.width,
                 error,
             )

@@ -183,7 +183,7 @@ class ModelRunner:
         else:
             self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
         if program.rolled:  # The rolled program is compiled first, because sequences wait for it.
-            self._programs.request(replace(program, rolled=False), uses_before=1)
+            self._programs.request(replace(program, rolled=False), min_uses=1)
         return outputs
 
     def wait_for_compilation(self) -> None:

@@ -40,10 +40,10 @@ class TrainingModel:
 
 
 class TrainingModelPool:
-    """Training models by id, at most `on_device` of them on the device."""
+    """Training models by id, at most `max_on_device` of them on the device."""
 
-    def __init__(self, *, on_device: int, ranks: RankGroup = SINGLE_RANK) -> None:
-        self._limit = on_device
+    def __init__(self, *, max_on_device: int, ranks: RankGroup = SINGLE_RANK) -> None:
+        self._limit = max_on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
         # models with the shardings that their arrays had on the device
@@ -53,7 +53,11 @@ class TrainingModelPool:
         return model_id in self._device or model_id in self._in_host_memory
 
     def get(self, model_id: str) -> TrainingModel:
-        """Return the model, moved to the device if necessary. Raises NotFoundError if the id is unknown."""
+        """Return the model, moved to the device if necessary.
+
+        Raises NotFoundError if the id is unknown, and CapacityError if no other model can be moved to host
+        memory.
+        """
         if model_id in self._in_host_memory:
             self._make_room()
             model, shardings = self._in_host_memory.pop(model_id)
@@ -67,9 +71,9 @@ class TrainingModelPool:
     def put(self, model_id: str, model: TrainingModel) -> None:
         """Add a model, or replace its record. Raises CapacityError if neither the device nor host memory has
         room for it."""
-        self._in_host_memory.pop(model_id, None)
         if self._device.pop(model_id, None) is None:
             self._make_room()
+        self._in_host_memory.pop(model_id, None)  # after _make_room, whose error must not lose the model
         self._device[model_id] = model
 
     def drop(self, model_id: str) -> None:

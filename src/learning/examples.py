@@ -84,10 +84,10 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages by whitened ones. Before this call the advantages are plain returns."""
+    """Replace the advantages, which are the rewards up to here, by whitened ones."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
-    changed = iter(
+    whitened = iter(
         replace(
             example,
             advantage=value,
@@ -95,22 +95,24 @@ def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Exam
         )
         for example, value in zip(flat, values, strict=True)
     )
-    return [[next(changed) for _ in group] for group in examples_P_G]
+    return [[next(whitened) for _ in group] for group in examples_P_G]
 
 
 def split_substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> list[list[Example]]:
-    """Divide a batch into parts of almost equal size, one per optimizer step.
+    """Divide a batch into at most `num_substeps` parts, one per optimizer step.
 
-    A part consists of whole groups, or of whole trajectories if there are fewer groups than steps.
+    A part consists of whole groups, or of single examples if there are fewer groups than steps. The numbers
+    of groups or examples in the parts differ by at most one.
 
     >>> [len(examples) for examples in split_substeps([["a", "b"], ["c", "d"], ["e", "f"]], 2)]
     [4, 2]
     """
-    whole: list[Sequence[Example]] = list(examples_P_G)
-    units = whole if len(whole) >= num_substeps else [[example] for group in whole for example in group]
-    num_parts = min(num_substeps, len(units))
-    bounds = [-(-len(units) * i // num_parts) for i in range(num_parts + 1)] if num_parts else [0]
-    return [[example for unit in units[start:end] for example in unit] for start, end in pairwise(bounds)]
+    groups: list[Sequence[Example]] = list(examples_P_G)
+    if len(groups) < num_substeps:
+        groups = [[example] for group in groups for example in group]
+    num_parts = min(num_substeps, len(groups))
+    bounds = [-(-len(groups) * i // num_parts) for i in range(num_parts + 1)] if num_parts else [0]
+    return [[example for group in groups[start:end] for example in group] for start, end in pairwise(bounds)]
 
 
 def apply_loss_reduction(examples: Sequence[Example], options: AdvantageOptions) -> list[Example]:

@@ -39,10 +39,10 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoint_record import is_on_disk
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
-UNLUCKY_TOKEN = 13
+REFUSED_TOKEN = 13
 """The engine raises UserError for a prompt or datum that begins with this token."""
 
-FACTORS = {
+LORA_WEIGHTS = {
     "base_model.model.lm_head.lora_A.weight": np.ones((4, 2), np.float32),
     "base_model.model.lm_head.lora_B.weight": np.zeros((3, 4), np.float32),
 }
@@ -108,8 +108,8 @@ class FakeEngine:
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
     def _train(self, op: ForwardBackward) -> Any:
-        if any(datum.tokens[0] == UNLUCKY_TOKEN for datum in op.data):
-            raise UserError("an unlucky datum")
+        if any(datum.tokens[0] == REFUSED_TOKEN for datum in op.data):
+            raise UserError("a refused datum")
         logprobs = tuple((-datum.target_tokens / 10).astype(np.float32) for datum in op.data)
         weights = [np.ones(len(d.tokens)) if d.weights is None else d.weights for d in op.data]
         loss = -sum(float((w * lp).sum()) for w, lp in zip(weights, logprobs, strict=True))
@@ -123,7 +123,7 @@ class FakeEngine:
         self, path: str, model_id: str, user_metadata: dict[str, str], *, overwrite: bool = False
     ) -> Any:
         model = self.models[model_id]
-        arrays = {"steps": np.asarray([model.steps]), **FACTORS}
+        arrays = {"steps": np.asarray([model.steps]), **LORA_WEIGHTS}
         info = self._checkpoints.write(
             path, arrays, lora=model.lora, step=model.steps, user_metadata=user_metadata, overwrite=overwrite
         )
@@ -152,8 +152,8 @@ class FakeEngine:
         return Done()
 
     def _sample(self, op: Sample) -> Any:
-        if op.prompt[0] == UNLUCKY_TOKEN:
-            raise UserError("an unlucky prompt")
+        if op.prompt[0] == REFUSED_TOKEN:
+            raise UserError("a refused prompt")
         if op.weights is None:
             shift = 0
         elif op.weights in self.snapshots:

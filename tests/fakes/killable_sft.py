@@ -170,10 +170,10 @@ def result(path: Path) -> list[object]:
 
 def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
     """Kill one run at each of `num_points` random points and one run repeatedly, and compare each with an
-    unbroken run. Returns 0 if there is no difference.
+    undisturbed run. Returns 0 if there is no difference.
     """
-    total = count_in_child(lambda: play(folder / "unbroken", None, *options))
-    unbroken, rng, num_bad = result(folder / "unbroken"), random.Random(seed), 0
+    total = count_in_child(lambda: play(folder / "undisturbed", None, *options))
+    undisturbed, rng, num_bad = result(folder / "undisturbed"), random.Random(seed), 0
     chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
     for kills in [
         *([kill_point] for kill_point in sorted(rng.sample(range(1, total + 1), num_points))),
@@ -183,11 +183,11 @@ def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
         for kill_point in [*kills, None]:
             if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
                 break
-        if result(path) != unbroken:
+        if result(path) != undisturbed:
             num_bad += 1
-            print(f"killed at {kills}: the run differs from the unbroken one")
-    trained = set(unbroken[1].values())  # pyright: ignore[reportAttributeAccessIssue]
-    print(f"{num_points + 1 - num_bad} of {num_points + 1} runs ended as the unbroken one ({total} points)")
+            print(f"killed at {kills}: the run differs from the undisturbed one")
+    trained = set(undisturbed[1].values())  # pyright: ignore[reportAttributeAccessIssue]
+    print(f"{num_points + 1 - num_bad} of {num_points + 1} runs ended as without a kill ({total} points)")
     return 1 if num_bad or trained != {1} else 0
 
 

@@ -29,7 +29,7 @@ from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
-from tests.fakes.engine import FACTORS, FakeEngine
+from tests.fakes.engine import LORA_WEIGHTS, FakeEngine
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.sdk_datum import sdk_datum
 from tests.fakes.server import fake_context, fake_engine
@@ -262,7 +262,7 @@ async def test_engine_errors_are_results_with_a_category(http: httpx.AsyncClient
         sampling_params={"max_tokens": 1},
     )
     assert reply["sample_sequence_ids"] == [f"{session_id}:sample:0:0:0"]
-    assert await result(http, reply) == {"error": "an unlucky prompt", "category": "user"}
+    assert await result(http, reply) == {"error": "a refused prompt", "category": "user"}
 
 
 async def test_a_pending_future_is_a_408_and_an_unknown_one_a_410(
@@ -745,7 +745,7 @@ async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx
         with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
             assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
             config, weights = (file.read() for name in tar.getnames() if (file := tar.extractfile(name)))
-        assert json.loads(config)["r"] == 4 and safetensors.numpy.load(weights).keys() == FACTORS.keys()
+        assert json.loads(config)["r"] == 4 and safetensors.numpy.load(weights).keys() == LORA_WEIGHTS.keys()
         other_checkpoint_url = reply.headers["location"].replace(
             checkpoint_id, "weights/w1" if "sampler" in checkpoint_id else "sampler_weights/s1"
         )

@@ -1,5 +1,5 @@
-"""Apply the patches of add-a-route.md and add-a-server-option.md to a copy of the server. Use the new route
-and the new option."""
+"""The patches of add-a-route.md and add-a-server-option.md apply to a copy of the server, and the new route
+and the new option work."""
 
 import re
 import shutil

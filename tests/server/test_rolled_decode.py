@@ -91,7 +91,7 @@ class SlowLowered:
         print("compiled")
 
 programs = DecodePrograms(lambda program: SlowLowered())
-engine = threading.Thread(target=lambda: programs.request("program", uses_before=1), daemon=True)
+engine = threading.Thread(target=lambda: programs.request("program", min_uses=1), daemon=True)
 engine.start()
 engine.join()
 """

@@ -34,7 +34,7 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import StartupState
-from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
+from tests.fakes.engine import LORA_WEIGHTS, REFUSED_TOKEN, FakeEngine
 from tests.fakes.sdk_datum import sdk_datum
 from tests.fakes.server import fake_context, fake_engine, serving
 
@@ -331,7 +331,7 @@ def test_weights_are_downloaded_in_pefts_layout(
     files = {name: httpx.get(address) for name, address in reply.urls.items()}
     assert json.loads(files["adapter_config.json"].content)["r"] == 4
     tensors = safetensors.numpy.load(files["adapter_model.safetensors"].content)
-    assert tensors.keys() == FACTORS.keys()
+    assert tensors.keys() == LORA_WEIGHTS.keys()
     for response in files.values():
         assert int(response.headers["content-length"]) == len(response.content)
     address = reply.urls["adapter_config.json"]
@@ -374,12 +374,12 @@ def test_a_bad_request_does_not_affect_other_requests(client: tinker.ServiceClie
     """The HTTP side refuses one bad request, and the engine refuses another."""
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=2)
-    first_tokens = [1, 99, 2, UNLUCKY_TOKEN, 3]
+    first_tokens = [1, 99, 2, REFUSED_TOKEN, 3]
     calls = [sampler.sample(prompt(first), 1, params) for first in first_tokens]
     assert [calls[i].result(10).sequences[0].tokens for i in (0, 2, 4)] == [[2, 3], [3, 4], [4, 5]]
     with pytest.raises(tinker.BadRequestError, match="vocabulary"):
         calls[1].result(10)
-    with pytest.raises(tinker.RequestFailedError, match="an unlucky prompt"):
+    with pytest.raises(tinker.RequestFailedError, match="a refused prompt"):
         calls[3].result(10)
 
     training = client.create_lora_training_client(MODEL, rank=4).result()
@@ -389,7 +389,7 @@ def test_a_bad_request_does_not_affect_other_requests(client: tinker.ServiceClie
     )
     step = training.optim_step(types.AdamParams())
     assert good.result(10).metrics and step.result(10).metrics
-    with pytest.raises(tinker.RequestFailedError, match="an unlucky datum"):
+    with pytest.raises(tinker.RequestFailedError, match="a refused datum"):
         bad.result(10)
 
 

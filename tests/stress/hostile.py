@@ -1,4 +1,4 @@
-"""Runs a training loop and hostile clients on one server, and checks that the clients do no harm.
+"""Runs a training loop and hostile clients on one server, and checks that the training is unaffected.
 
     python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
@@ -6,7 +6,7 @@ The server runs the model of the quick start. `hostile_requests` sends the attac
 while the loop trains, saves and samples. A new server then repeats the same steps without any other client.
 The exit status is 0 only if
 
-- the server survived, sent no response that a correct server never sends and logged no traceback,
+- the server survived, sent only valid responses and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
 - the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
   after all sessions have ended.
@@ -138,7 +138,9 @@ def training_loop(
     api_key: str = "tml-dummy",
     on_start: Callable[[str], None] = lambda model_id: None,
 ) -> list[Step]:
-    """Take at most one step every `pace_s` seconds, until `num_steps` steps or the monotonic time `until`.
+    """Take on average at most one step every `pace_s` seconds.
+
+    The loop ends after `num_steps` steps or at the monotonic time `until`.
 
     `on_start` is called with the model id before the first step.
     """
@@ -219,7 +221,7 @@ class Watch:
         self._thread.join()
 
     def memory_by_objects(self) -> tuple[float, float]:
-        """Return (MiB per object, MiB per hour) of a least-squares fit after the first third.
+        """Return (MiB per object, MiB per hour) of a least-squares fit over the last two thirds of the run.
 
         The fit is `memory = constant + a * objects + b * time`. `b` is the growth that does not depend on the
         number of training models and snapshots, that is, a leak.
@@ -230,7 +232,7 @@ class Watch:
         return float(per_object), float(3600 * per_second)
 
     def slope(self) -> float:
-        """Return the slope in MiB per hour of the minimum of resident memory after the first third.
+        """Return the slope in MiB per hour of the minimum of resident memory in the last two thirds.
 
         A leak raises this minimum, but the start and end of sessions do not. The slope is a least-squares fit
         to the minima of eight equal parts.
@@ -253,7 +255,7 @@ class AttackReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Disturbed:
+class DisturbedRun:
     """The results of the run with hostile clients."""
 
     steps: list[Step]
@@ -265,7 +267,7 @@ class Disturbed:
     tracebacks: int
 
 
-def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_s: float) -> Disturbed:
+def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_s: float) -> DisturbedRun:
     with server(folder, "disturbed") as running:
         watch = Watch(running)
         report = folder / "hostile.jsonl"
@@ -287,7 +289,7 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
     attack_report = AttackReport(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
-    return Disturbed(
+    return DisturbedRun(
         steps=steps,
         watch=watch,
         hostile=attack_report,
@@ -337,7 +339,7 @@ def main(argv: list[str]) -> int:
     return report(run, undisturbed)
 
 
-def report(run: Disturbed, undisturbed: list[Step]) -> int:
+def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
     """Print the results. Returns 0 if all checks pass."""
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     print(

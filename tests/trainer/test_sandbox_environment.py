@@ -41,7 +41,7 @@ async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "requested", "available", "lacking"),
+    ("config", "requested", "available", "without_network"),
     [
         ({}, False, NetworkAccess.PUBLIC, NetworkAccess.LACKING),
         ({"network_mode": "no-network"}, False, NetworkAccess.OFF, NetworkAccess.OFF),
@@ -56,13 +56,13 @@ def test_a_task_has_harbors_default_network(
     config: dict[str, object],
     requested: bool,
     available: NetworkAccess,
-    lacking: NetworkAccess,
+    without_network: NetworkAccess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
+        warnings.simplefilter("ignore", DeprecationWarning)  # Harbor warns that allow_internet is deprecated
         parsed = EnvironmentConfig.model_validate(config)
-    for reason, expected in ((None, available), ("it needs a package", lacking)):
+    for reason, expected in ((None, available), ("it needs a package", without_network)):
         monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
         assert network_access(parsed, has_network_option=requested) is expected
 

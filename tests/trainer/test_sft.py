@@ -34,7 +34,9 @@ from tests.fakes.trials import trajectory, turn
 from tests.fakes.wandb_module import FakeWandb
 
 ROOT = Path(__file__).resolve().parents[2]
-APPEND_ONLY = [family for family in FAMILIES if family.name in ("qwen2_5", "qwen3_2507", "llama3_1")]
+APPEND_ONLY_TEMPLATES = [
+    family for family in FAMILIES if family.name in ("qwen2_5", "qwen3_2507", "llama3_1")
+]
 CALL = {"id": "0", "type": "function", "function": {"name": "get_order", "arguments": '{"id": null}'}}
 MESSAGES = [
     {"role": "system", "content": "The policy."},
@@ -66,7 +68,7 @@ def trained_texts(template: Template, train_on: TrainOn) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("family", APPEND_ONLY, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", APPEND_ONLY_TEMPLATES, ids=lambda family: family.name)
 def test_the_tokens_are_those_of_the_chat_template(family: Family) -> None:
     tokenizer = family_tokenizer(family)
     tokens = render(
@@ -92,7 +94,7 @@ def test_the_tokens_are_those_that_a_rollout_sees(family: Family) -> None:
 
 
 def test_train_on_selects_the_trained_messages() -> None:
-    template = Template(family_tokenizer(APPEND_ONLY[0]))
+    template = Template(family_tokenizer(APPEND_ONLY_TEMPLATES[0]))
     call = '<tool_call>\n{"name": "get_order", "arguments": {"id": null}}\n</tool_call><|im_end|>'
     answers = [call, "It is sent.<|im_end|>", "Bye<|im_end|>"]
     assert trained_texts(template, "all_assistant_messages") == answers
@@ -147,7 +149,7 @@ def test_a_mistake_in_a_file_gives_a_one_line_error(tmp_path: Path, text: str, m
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_line_stops_the_command_before_any_work(
+def test_an_invalid_line_stops_the_command_before_any_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.sft.run.load_chat", lambda name: toy_chat())
@@ -291,7 +293,7 @@ def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fakes.killable_sft", str(tmp_path), "20", "7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "21 of 21 runs ended as the unbroken one" in done.stdout
+    assert "21 of 21 runs ended as without a kill" in done.stdout
 
 
 def run_folder(path: Path, **config: str) -> Path:

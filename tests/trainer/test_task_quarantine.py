@@ -6,34 +6,34 @@ from tests.fakes.trials import failure, task, trajectory
 SETTINGS = FaultOptions(quarantine_after=2, max_failure_rate=0.5)
 
 
-def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
+def group(name, *, graded=0, failed=0, kind=FailureKind.SANDBOX):
     return TrajectoryGroup(
         task=task(name),
         trajectories=[trajectory(name)] * graded,
-        failures=[failure(name, kind, "no tmux\nlong story")] * lost,
+        failures=[failure(name, kind, "no tmux\ndetails")] * failed,
     )
 
 
 def test_groups_in_a_row_without_a_grade_quarantine_a_task():
-    after_one = FaultState().after([group("a", lost=2), group("b", lost=1, graded=1)], SETTINGS)
+    after_one = FaultState().after([group("a", failed=2), group("b", failed=1, graded=1)], SETTINGS)
     assert after_one.strikes == {"a": 1} and not after_one.quarantined
-    assert after_one.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
-    after_two = after_one.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
+    assert after_one.after([group("a", graded=1, failed=1)], SETTINGS).strikes == {}
+    after_two = after_one.after([group("a", failed=2, kind=FailureKind.VERIFIER)], SETTINGS)
     assert after_two.quarantined == {"a": "verifier"}
     assert not after_one.after(
-        [group("a", lost=2)], FaultOptions(quarantine_after=0, max_failure_rate=1)
+        [group("a", failed=2)], FaultOptions(quarantine_after=0, max_failure_rate=1)
     ).quarantined
 
 
 def test_failures_of_the_agent_quarantine_no_task():
     state = FaultState()
     for _ in range(3):
-        state = state.after([group("a", lost=2, kind=FailureKind.AGENT)], SETTINGS)
+        state = state.after([group("a", failed=2, kind=FailureKind.AGENT)], SETTINGS)
     assert not state.quarantined and not state.strikes
 
 
 def test_the_failure_rate_needs_four_groups_and_drops_old_ones():
-    bad, good = group("a", lost=4), group("b", graded=4)
+    bad, good = group("a", failed=4), group("b", graded=4)
     assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
     # Half is not more than half.
     assert not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
@@ -49,9 +49,9 @@ def test_the_failure_rate_needs_four_groups_and_drops_old_ones():
 
 def test_the_diagnosis_names_the_commonest_cause_with_an_example():
     groups = [
-        group("a", lost=3),
-        group("b", lost=2, kind=FailureKind.VERIFIER),
-        group("c", lost=1),
+        group("a", failed=3),
+        group("b", failed=2, kind=FailureKind.VERIFIER),
+        group("c", failed=1),
         group("d", graded=1),
     ]
     assert diagnosis(FaultState().after(groups, SETTINGS), groups, SETTINGS) == (
@@ -64,8 +64,8 @@ def test_the_diagnosis_names_the_commonest_cause_with_an_example():
 def test_the_state_is_restored_from_its_record():
     state = (
         FaultState()
-        .after([group("a", lost=2), group("b", graded=1)], SETTINGS)
-        .after([group("a", lost=1)], SETTINGS)
+        .after([group("a", failed=2), group("b", graded=1)], SETTINGS)
+        .after([group("a", failed=1)], SETTINGS)
     )
     assert from_record(to_record(state)) == FaultState(
         strikes={"a": 2}, quarantined={"a": "sandbox"}, recent=list(state.recent)

@@ -93,18 +93,20 @@ type ReplyFormat = ChatFormat | TextFormat
 
 
 class Choices:
-    """The choices of a stream."""
+    """Makes the chunks of all choices of a streamed reply."""
 
     def __init__(self, header: Header, reply_format: ReplyFormat, op: Sample) -> None:
         self._header = header
         self._format = reply_format
         self._answers = [reply_format.answer() for _ in range(op.num_samples)]
         self._logprobs = [reply_format.logprobs() for _ in range(op.num_samples)]
-        self._calls = [0] * op.num_samples
+        self._num_calls = [0] * op.num_samples
 
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
-        """Yield a chunk with the new text, if there is any, and at the end of a choice a chunk with the
-        finish reason."""
+        """Yield a chunk with the new text and, at the end of a choice, a chunk with the finish reason.
+
+        Without new text, the first chunk is sent only if it has the logprobs or token ids of new tokens.
+        """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
             answer.add(token_delta.tokens)
@@ -116,13 +118,13 @@ class Choices:
         ):
             yield self._chunk(
                 index,
-                self._format.delta(pieces, self._calls[index]),
+                self._format.delta(pieces, self._num_calls[index]),
                 logprobs=self._logprobs[index](token_delta.tokens, token_delta.logprobs)
                 if self._format.sampling.logprobs
                 else None,
                 **({"token_ids": list(token_delta.tokens)} if self._format.sampling.token_ids else {}),
             )
-        self._calls[index] += sum(isinstance(piece, ToolCall) for piece in pieces)
+        self._num_calls[index] += sum(isinstance(piece, ToolCall) for piece in pieces)
         if token_delta.ended is not None:
             yield self._chunk(
                 index,
@@ -131,13 +133,13 @@ class Choices:
                 finish_reason=answer.finish_reason(token_delta.ended),
             )
 
-    def _chunk(self, index: int, delta: Mapping[str, object], **more: object) -> dict[str, object]:
-        return self._header.with_choices([{"index": index, **delta, "finish_reason": None, **more}])
+    def _chunk(self, index: int, delta: Mapping[str, object], **fields: object) -> dict[str, object]:
+        return self._header.with_choices([{"index": index, **delta, "finish_reason": None, **fields}])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """The fields that all chunks of a reply have."""
+    """The fields that a complete reply and all chunks of a streamed reply have."""
 
     id: str
     object: str

@@ -101,13 +101,13 @@ class ExecRequest:
         try:
             self.stdout.drain()
             self.stderr.drain()
-        except OSError as error:  # the disk that stores the output is full
+        except OSError as error:  # for example because the disk that stores the output is full
             self.fail(SandboxError(f"cannot store the output of a command: {error}"))
         if not self.done.done():
             self.done.set_result(status)
 
     def refuse(self, reason: str) -> None:
-        """Report that the sandbox could not start the command, for example because it has no free process."""
+        """Report that the sandbox could not start the command, for example because of its process limit."""
         self.stderr.data += f"cannot start a command: {reason}\n".encode()
         self.finish(CANNOT_START_STATUS)
 
@@ -124,7 +124,7 @@ class ExecRequest:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # marks it as retrieved when no task awaits it
+            self.done.exception()  # asyncio reports exceptions that are never read
         self.done.cancel()
 
     def _on_output(self, stream: Stream) -> None:
