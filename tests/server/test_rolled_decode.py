@@ -100,7 +100,7 @@ engine.join()
 
 
 def test_a_stop_does_not_wait_for_a_compilation(tmp_path: Path) -> None:
-    model_dir = make_model(tmp_path / "model", replace(CONFIG, num_layers=12))
+    model_dir = make_model(tmp_path / "model", replace(CONFIG, num_layers=24))
     options = (
         f"base_model={model_dir}",
         "port=0",
