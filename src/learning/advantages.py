@@ -38,7 +38,7 @@ class AdvantageEstimator:
 ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
     "grpo": AdvantageEstimator(
         formula="(r - mean) / std of the group",
-        source="GRPO, arXiv 2402.03300; the sample deviation plus 1e-6, as in SkyRL",
+        source="GRPO, arXiv 2402.03300; the sample standard deviation plus 1e-6, as in SkyRL",
         scale=lambda rewards: 1 / (statistics.stdev(rewards) + EPSILON),
         raw_singleton=lambda reward: reward / (1 + EPSILON),
         options=("normalize_advantages_by_std", "singleton_advantage"),
