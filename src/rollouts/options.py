@@ -101,8 +101,8 @@ class RolloutOptions(TrialOptions, SeedOptions):
 
     trial_attempts: int = chz.field(
         default=3,
-        doc="Maximum number of attempts at a trial that ends with a failure of the kind sandbox, backend, verifier "
-        "or env_server",
+        doc="Maximum number of attempts at a trial that ends with a failure of the kind sandbox, backend, "
+        "verifier or env_server",
         validator=at_least(1),
     )
     retry_wait_s: float = chz.field(
