@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from scripts.quickstart.demonstrations import write_chats
+from scripts.quickstart.make_tasks import write_training_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
@@ -44,6 +46,7 @@ class WarmStart:
 
     num_demonstrations: int
     write_demonstrations: Callable[[Path, int], None]  # (path of the JSON lines file, number of chats)
+    write_tasks: Callable[[Path], None]  # writes the tasks of the RL to a folder
     options: dict[str, str]  # of src.sft
     rl_options: dict[str, str]  # of the RL that follows; they replace those of the quick start
     server: tuple[str, ...]  # options of the server, in place of those of the quick start
@@ -94,6 +97,7 @@ QUICKSTARTS = {
         warm_start=WarmStart(
             num_demonstrations=720,
             write_demonstrations=write_chats,
+            write_tasks=partial(write_training_tasks, scale=6),
             options={
                 "learning_rate": "2e-3",
                 "lr_schedule": "linear",
@@ -101,9 +105,12 @@ QUICKSTARTS = {
                 "eval_split": "0.03",
             },
             rl_options={
+                "learning_rate": "3e-4",
+                "batch_size": "16",
+                "group_size": "6",
                 "eval_group_size": "4",
-                "max_steps": "16",
-                "eval_every": "16",
+                "max_steps": "8",
+                "eval_every": "8",
                 "n_parallel_envs": "64",
                 "context_limit": "1536",
                 "trial_timeout_s": "1200",

@@ -163,6 +163,9 @@ def quick_start(user_options: dict[str, str]) -> int:
             stop(server)
             return status
         options |= {"load_checkpoint_path": weights, "load_optimizer": "false"}
+        if "tasks_dir" not in user_options:
+            options["tasks_dir"] = str(server_folder / "tasks")
+            warm_start.write_tasks(server_folder / "tasks")
     status = train(options, server, key=key)
     print_message(
         f"finished after {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "

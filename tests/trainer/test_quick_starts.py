@@ -68,6 +68,16 @@ def test_the_chats_of_the_warm_start_are_reproducible(tmp_path: Path) -> None:
     assert all(chat[-1]["role"] == "assistant" for chat in chats)
 
 
+def test_the_rl_after_a_warm_start_has_more_tasks(tmp_path: Path) -> None:
+    chosen = QUICKSTARTS["terminal"]
+    assert chosen.warm_start is not None
+    chosen.warm_start.write_tasks(tmp_path)
+    written = {folder.name for folder in tmp_path.iterdir()}
+    assert written > {folder.name for folder in Path(chosen.options["tasks_dir"]).iterdir()}
+    assert not written & {folder.name for folder in Path(chosen.options["eval_tasks"]).iterdir()}
+    assert (tmp_path / "write-12" / "tests" / "test.sh").stat().st_mode & 0o111
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -75,7 +85,7 @@ def test_the_chats_of_the_warm_start_are_reproducible(tmp_path: Path) -> None:
             QUICKSTARTS["terminal"].base_model,
             "a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
         ),
-        ("my/model", "my/model learns terminal tasks by GRPO after 272 demonstrations on this machine"),
+        ("my/model", "my/model learns terminal tasks by GRPO after 720 demonstrations on this machine"),
     ],
 )
 def test_the_first_line_names_the_model(model: str, message: str) -> None:
