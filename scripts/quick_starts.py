@@ -95,7 +95,7 @@ QUICKSTARTS = {
             "enable_summarize": "false",
         },
         warm_start=WarmStart(
-            num_demonstrations=720,
+            num_demonstrations=600,
             write_demonstrations=write_chats,
             write_tasks=partial(write_training_tasks, scale=6),
             options={
@@ -105,7 +105,7 @@ QUICKSTARTS = {
                 "eval_split": "0.03",
             },
             rl_options={
-                "learning_rate": "3e-4",
+                "learning_rate": "5e-4",
                 "batch_size": "16",
                 "group_size": "6",
                 "eval_group_size": "4",

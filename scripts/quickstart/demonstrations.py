@@ -96,7 +96,6 @@ def demonstrate(
     rng: random.Random,
     *,
     careful_share: float = CAREFUL_SHARE,
-    with_errors: bool = True,
 ) -> Demonstration:
     """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
     screen = Screen()
@@ -105,7 +104,7 @@ def demonstrate(
     messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
     while True:
         style = CAREFUL if rng.random() < careful_share else HASTY
-        slip = _draw_slip(style, instance, rng) if with_errors else Slip.NONE
+        slip = _draw_slip(style, instance, rng)
         keys, output = _keystrokes(instance, slip)
         text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
         if slip is not Slip.MALFORMED:
@@ -129,12 +128,12 @@ def demonstrate(
 
 
 def write_chats(path: Path, count: int) -> None:
-    """Write `count` demonstrations of the careful demonstrator to the JSON lines file `path`, in the format
-    of `python -m src.sft`.
+    """Write `count` demonstrations to the JSON lines file `path`, in the format of `python -m src.sft`.
 
-    All of them solve their task. Half of the tasks need two operations. Three of four chats end with the
-    first answer, because the answers to the request for confirmation are easier to learn. The file is the
-    same in every call with one version of Harbor.
+    All of them solve their task. Half of the tasks need two operations. The texts around the commands are
+    always the same, so that after the fine-tuning only the tokens of the commands have a gradient. Three of
+    four chats end with the first answer, because the answers to the request for confirmation are easier to
+    learn. The file is the same in every call with one version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]
@@ -142,9 +141,21 @@ def write_chats(path: Path, count: int) -> None:
         for number in range(count):
             family = rng.choice(TWO_OPERATIONS if number % 2 else single)
             instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
-            messages = demonstrate(instance, rng, careful_share=1.0, with_errors=False).messages
-            shown = messages if number % 4 == 0 else messages[:2]
-            chats.write(json.dumps({"messages": [asdict(message) for message in shown]}) + "\n")
+            screen = Screen()
+            if rng.random() >= LATE_PROMPT_RATE:
+                screen.show_prompt()
+            keys = instance.command + "\n"
+            messages = [
+                Message(role="user", content=first_message(instance.instruction + "\n", screen.observe())),
+                Message(role="assistant", content=answer(CAREFUL.analyses[1], CAREFUL.plans[2], keys)),
+            ]
+            if number % 8 in (0, 3):
+                screen.type(keys, [])
+                messages += [
+                    Message(role="user", content=confirmation_message(screen.observe())),
+                    Message(role="assistant", content=answer(*CONFIRMED[0], "")),
+                ]
+            chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:

@@ -85,7 +85,7 @@ def test_the_rl_after_a_warm_start_has_more_tasks(tmp_path: Path) -> None:
             QUICKSTARTS["terminal"].base_model,
             "a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
         ),
-        ("my/model", "my/model learns terminal tasks by GRPO after 720 demonstrations on this machine"),
+        ("my/model", "my/model learns terminal tasks by GRPO after 600 demonstrations on this machine"),
     ],
 )
 def test_the_first_line_names_the_model(model: str, message: str) -> None:
