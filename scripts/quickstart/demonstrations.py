@@ -64,7 +64,8 @@ HASTY = Style(
         Slip.MALFORMED: 0.08,
     },
 )
-TWO_OPERATIONS = ("collect", "pair", "pipe")  # families
+FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
+TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if a task needs >>
 REPAIR_RATE = 0.15  # share of visible errors that are corrected when confirmation is requested
@@ -98,10 +99,8 @@ def demonstrate(
     careful_share: float = CAREFUL_SHARE,
 ) -> Demonstration:
     """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
-    screen = Screen()
-    if rng.random() >= LATE_PROMPT_RATE:
-        screen.show_prompt()
-    messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
+    screen, first = _opening(instance, rng)
+    messages = [first]
     while True:
         style = CAREFUL if rng.random() < careful_share else HASTY
         slip = _draw_slip(style, instance, rng)
@@ -141,21 +140,24 @@ def write_chats(path: Path, count: int) -> None:
         for number in range(count):
             family = rng.choice(TWO_OPERATIONS if number % 2 else single)
             instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
-            screen = Screen()
-            if rng.random() >= LATE_PROMPT_RATE:
-                screen.show_prompt()
+            screen, first = _opening(instance, rng)
             keys = instance.command + "\n"
-            messages = [
-                Message(role="user", content=first_message(instance.instruction + "\n", screen.observe())),
-                Message(role="assistant", content=answer(CAREFUL.analyses[1], CAREFUL.plans[2], keys)),
-            ]
-            if number % 8 in (0, 3):
+            messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
+            if number % 8 in (0, 3):  # one task with one operation and one task with two
                 screen.type(keys, [])
                 messages += [
                     Message(role="user", content=confirmation_message(screen.observe())),
                     Message(role="assistant", content=answer(*CONFIRMED[0], "")),
                 ]
             chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
+
+
+def _opening(instance: Instance, rng: random.Random) -> tuple[Screen, Message]:
+    """Return the terminal, in which the prompt of the shell may still be missing, and the first message."""
+    screen = Screen()
+    if rng.random() >= LATE_PROMPT_RATE:
+        screen.show_prompt()
+    return screen, Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:

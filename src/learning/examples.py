@@ -84,7 +84,7 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages, which are the rewards up to here, by whitened ones."""
+    """Replace the advantages of the examples, which are not normalised yet, by whitened ones."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     whitened = iter(

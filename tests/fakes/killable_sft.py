@@ -187,7 +187,9 @@ def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
             num_bad += 1
             print(f"killed at {kills}: the run differs from the undisturbed one")
     trained = set(undisturbed[1].values())  # pyright: ignore[reportAttributeAccessIssue]
-    print(f"{num_points + 1 - num_bad} of {num_points + 1} runs ended as without a kill ({total} points)")
+    print(
+        f"{num_points + 1 - num_bad} of {num_points + 1} runs ended like the undisturbed one ({total} points)"
+    )
     return 1 if num_bad or trained != {1} else 0
 
 

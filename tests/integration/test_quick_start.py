@@ -62,6 +62,7 @@ def test_the_terminal_quick_start_fine_tunes_another_model(tmp_path: Path) -> No
     config = json.loads((run / "config.json").read_text())
     assert config["load_checkpoint_path"] == json.loads(fine_tuned)["state_path"]
     assert not config["load_optimizer"]
+    assert config["tasks_dir"] == str(tmp_path / "run.server" / "tasks")
     [*_, step] = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8
 
