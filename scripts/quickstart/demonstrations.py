@@ -207,7 +207,8 @@ def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
 
 
 def _wrong_name(command: str) -> str | None:
-    """Return the command without the directory, or else the extension, of its last path; None without both."""
+    """Return the command without the directory, or else the extension, of its last path; None if the
+    path has neither."""
     head, _, path = command.rpartition(" ")
     if "/" in path.rstrip("/"):
         return f"{head} {path.rpartition('/')[2]}"
