@@ -44,7 +44,7 @@ OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.Is: ast.IsNot,
 }
-EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # for tests that do not end
+EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # if no report was written
 OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 
 
