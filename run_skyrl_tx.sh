@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains with the server of this repository, on the accelerator or CPU of this machine. Starts the server if skyrl_tx_url does not
-# answer.
+# Trains with the server of this repository, on the accelerator or CPU of this machine. Starts the server if none answers at
+# skyrl_tx_url.
 #
 #   ./run_skyrl_tx.sh                        the quick start: a small model and small tasks, minutes on two CPU cores
 #   ./run_skyrl_tx.sh env=tau_bench          the quick start of service agents: tools and a simulated customer
 #   ./run_skyrl_tx.sh quickstart=arithmetic  SmolLM2-135M, a pretrained model, learns word problems in about 15 minutes
 #   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
-#                                          the full recipe; starts a server unless one serves this model
+#                                          the full recipe; starts a server unless a running server has this model
 #
 # `.venv/bin/python -m src.train --help` lists all options.
 # Relative paths and modules (reward=module:function) are those of the folder from which the script is called.

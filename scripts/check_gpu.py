@@ -110,7 +110,7 @@ def main(config: CheckConfig) -> None:
 
 
 def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
-    """Compile all programs. Returns the failed checks."""
+    """Compile all programs. Return the failed checks."""
     jax.default_backend = lambda: "gpu"  # the server selects its decode program by the backend
     failures: list[str] = []
     axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
@@ -188,12 +188,14 @@ def compile_sampling(
     def zeros(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int32)
 
-    for blocks in (GPU_PREFILL.short, GPU_PREFILL.long):
+    for num_tiles in (GPU_PREFILL.short, GPU_PREFILL.long):
         batch = PrefillBatch(
-            tokens=zeros(blocks, PREFILL_TILE),
-            targets=zeros(blocks, PREFILL_TILE),
-            tiles=PrefillTiles(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
-            adapters=lora_indices(zeros(blocks), num_lora_slots=4),
+            tokens=zeros(num_tiles, PREFILL_TILE),
+            targets=zeros(num_tiles, PREFILL_TILE),
+            tiles=PrefillTiles(
+                starts=zeros(num_tiles), lengths=zeros(num_tiles), tables=zeros(num_tiles, width)
+            ),
+            adapters=lora_indices(zeros(num_tiles), num_lora_slots=4),
             before=copies,
             after=copies,
             want_logprobs=np.array(False),
@@ -201,7 +203,7 @@ def compile_sampling(
             begins=zeros(config.rows) == 0,
             sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         )
-        name = f"prefill, {blocks} tiles of {PREFILL_TILE} tokens"
+        name = f"prefill, {num_tiles} tiles of {PREFILL_TILE} tokens"
         compile_for(name, prefill, cache, params, bank, batch, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
@@ -243,7 +245,7 @@ def compile_and_report(
     *arguments: object,
     **options: object,
 ) -> None:
-    """Compile a program and print its figures. Appends failed checks to `failures`."""
+    """Compile a program, print its figures and append failed checks to `failures`."""
     before = set(folder.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(

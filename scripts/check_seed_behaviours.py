@@ -1,4 +1,4 @@
-"""Break the behaviour of each row of docs/seed-behaviours.md, and report which test of the row fails.
+"""Break the behaviour of each row of docs/seed-behaviours.md, and report which of its tests fails.
 
     python -m scripts.check_seed_behaviours [ROW ...]
 
@@ -44,7 +44,7 @@ OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.Is: ast.IsNot,
 }
-NOTHING: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # the report of tests that do not end
+EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # if no report was written
 OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 
 
@@ -65,21 +65,22 @@ class Change:
 
 
 def rows() -> list[Row]:
+    """Return the rows of the page that name tests."""
     files = {
         f"server/{path.stem}" if path.parent.name == "server" else path.stem: path.relative_to(ROOT)
         for path in (ROOT / "tests").rglob("test_*.py")
     }
-    found = []
+    testable = []
     for line in (ROOT / PAGE).read_text().splitlines():
         if re.match(r"\| \d+ \|", line):
-            number, _, _, _, places, _, named = [cell.strip() for cell in line.split("|")[1:-1]]
+            number, _, _, _, places, _, test_cell = [cell.strip() for cell in line.split("|")[1:-1]]
             tests, file = [], ""
-            for prefix, test in re.findall(r"`([\w/]*)::(test_\w+)`", named):
+            for prefix, test in re.findall(r"`([\w/]*)::(test_\w+)`", test_cell):
                 file = prefix or file
                 tests.append(f"{files[file]}::{test}")
             if tests:
-                found.append(Row(number=int(number), places=re.findall(r"`([^`]+)`", places), tests=tests))
-    return found
+                testable.append(Row(number=int(number), places=re.findall(r"`([^`]+)`", places), tests=tests))
+    return testable
 
 
 def candidates(tree: ast.Module) -> Iterator[ast.expr]:
@@ -149,9 +150,9 @@ def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
         try:
             subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return NOTHING
+            return EMPTY_REPORT
         text = Path(report.name).read_text()
-        return json.loads(text) if text else NOTHING
+        return json.loads(text) if text else EMPTY_REPORT
 
 
 def confirm(row: Row, tree: Path) -> tuple[bool, str]:

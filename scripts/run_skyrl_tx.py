@@ -1,7 +1,7 @@
 """`./run_skyrl_tx.sh`: train with this project's server. The program starts the server if no server answers.
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
-`model_name`, the recipe trains the model of a server at the default address, if that server can be used.
+`model_name`, the recipe trains the model of a server at the default address, if a run can use that server.
 Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
 server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
 (`arithmetic`). With `quickstart=terminal`, another model (`model_name`) is first fine-tuned on demonstrations
@@ -70,7 +70,7 @@ SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
 )
-"""Options of the RL that the fine-tuning before it takes too."""
+"""Options of the RL that the preceding fine-tuning also uses."""
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
 
@@ -123,15 +123,15 @@ def quick_start(user_options: dict[str, str]) -> int:
     chosen = chosen_quick_start(user_options)
     user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
     base_model = user_options.get("model_name", chosen.base_model)
-    own_model = base_model == chosen.base_model
-    warm_start = None if own_model or "load_checkpoint_path" in user_options else chosen.warm_start
+    is_default_model = base_model == chosen.base_model
+    warm_start = None if is_default_model or "load_checkpoint_path" in user_options else chosen.warm_start
     print_message(f"quick start: {chosen.message(base_model)}")
     if (command := missing_package(base_model)) is not None:
         setup_status = subprocess.call(command, cwd=ROOT)
         if setup_status != 0:
             return setup_status
     model = named_model(base_model)
-    alias = chosen.model_alias if own_model and chosen.model_alias else model.served_name
+    alias = chosen.model_alias if is_default_model and chosen.model_alias else model.served_name
     tokenizer = {} if model.tokenizer is None else {"tokenizer": model.tokenizer}
     recipe = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options}
     if warm_start is not None:
@@ -502,7 +502,8 @@ def free_port() -> int:
 
 
 def die_with_parent(with_signal: signal.Signals) -> None:
-    """Let Linux send `with_signal` to this process when its parent ends. The child calls it before exec."""
+    """Let Linux send `with_signal` to this process when its parent ends. The child process calls this
+    function before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, with_signal)
 
 

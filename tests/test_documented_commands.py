@@ -66,7 +66,7 @@ def commands(text: str) -> list[list[str]]:
     """Return the words of each command, without comments and `export` lines."""
     lines = text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line.replace("[", "").replace("]", ""), comments=True) for line in lines]
-    return [list(re.split(r"\0", "\0".join(words))) for words in split if words and words[0] != "export"]
+    return [words for words in split if words and words[0] != "export"]
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
@@ -97,11 +97,11 @@ def test_documented_options_exist(page: str) -> None:
             if name.startswith(("scripts/", "./", "examples/")):
                 assert (ROOT / name).exists(), f"{page}: there is no {name}"
             if kind := OPTIONS.get(Path(name).name if "/" in name else name):
-                known = set(chz.chz_fields(kind))
+                valid_names = set(chz.chz_fields(kind))
                 if name.endswith("run_skyrl_tx.sh"):
-                    known |= {"quickstart", "resume", "evaluate", "chat", "config"}
+                    valid_names |= {"quickstart", "resume", "evaluate", "chat", "config"}
                 names = [word.partition("=")[0] for word in arguments if re.match(r"\w+=", word)]
-                assert set(names) <= known, f"{page}: {sorted(set(names) - known)} of {name}"
+                assert set(names) <= valid_names, f"{page}: {sorted(set(names) - valid_names)} of {name}"
 
 
 def run(text: str, folder: Path) -> None:

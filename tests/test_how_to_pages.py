@@ -82,11 +82,11 @@ def test_pages_name_existing_files() -> None:
 
 def test_pages_name_existing_classes() -> None:
     sources = (path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-    known = {word for source in sources for word in re.findall(r"\b[A-Z]\w+", source)}
+    class_names = {word for source in sources for word in re.findall(r"\b[A-Z]\w+", source)}
     wrong = [
         (page.name, name)
         for page in CHECKED_PAGES
         for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b[^`]*`", page.read_text())
-        if name not in known
+        if name not in class_names
     ]
     assert wrong == []

@@ -51,8 +51,8 @@ def training(config: Peers, model_dir: Path) -> None:
             "one": (single, itertools.repeat("model")),
         }
 
-        def compared(
-            title: str, what: str, op: Callable[[str], Op], *, repeats: int, between_s: float
+        def compare(
+            title: str, label: str, op: Callable[[str], Op], *, repeats: int, between_s: float
         ) -> None:
             turns = {
                 side: timed(lambda ours=ours, models=models: ours.engine.submit(op(next(models))).result())
@@ -60,16 +60,16 @@ def training(config: Peers, model_dir: Path) -> None:
             }
             timings = interleave(turns, repeats=repeats, between_s=between_s)
             report(title, timings, {}, baseline="one")
-            figure(what, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
+            figure(label, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
 
-        compared(
+        compare(
             f"forward_backward 4 x 512, {MODELS} models in training",
             f"{MODELS} adapters against 1",
             lambda model: ForwardBackward(model_id=model, data=data, loss_fn=LossFn.CROSS_ENTROPY),
             repeats=config.repeats,
             between_s=0.3,
         )
-        compared(
+        compare(
             "optimizer step",
             f"optimizer step with {MODELS} models against 1",
             lambda model: OptimStep(model_id=model, adam=AdamSettings()),

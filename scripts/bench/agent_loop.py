@@ -1,5 +1,5 @@
-"""Measure an agent loop over HTTP with the SDK: 16 trajectories of 12 growing turns, with another max_tokens
-in each turn.
+"""Measure an agent loop over HTTP with the SDK: 16 trajectories of 12 growing turns, with a different
+max_tokens in each turn.
 
     taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
 
@@ -55,7 +55,7 @@ class Server:
     url: str
     pid: int
     sampler: tinker.SamplingClient
-    prefilled: list[int] = field(default_factory=list)  # tokens prefilled in each pass that kept its prompts
+    prefilled: list[int] = field(default_factory=list)  # tokens prefilled in each pass that was not stateless
 
     def engine(self) -> dict[str, object]:
         return httpx.get(f"{self.url}/api/v1/stats").json()["engine"]
@@ -75,18 +75,18 @@ def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
-            passes(server, stateless=False)
-            passes(server, stateless=True)
-            programs, seeds, timings = server.num_programs(), itertools.count(1), {}
+            run_pass(server, stateless=False)
+            run_pass(server, stateless=True)
+            programs, seeds = server.num_programs(), itertools.count(1)
             timings = interleave(
                 {
-                    "ours": lambda: passes(server, stateless=False, seed=next(seeds)),
-                    "stateless": lambda: passes(server, stateless=True, seed=next(seeds)),
+                    "ours": lambda: run_pass(server, stateless=False, seed=next(seeds)),
+                    "stateless": lambda: run_pass(server, stateless=True, seed=next(seeds)),
                 },
                 repeats=config.repeats,
             )
             if "skyrl-tx" in others:
-                cold, warm = (their_pass(others["skyrl-tx"], seed=0) for _ in range(2))
+                cold, warm = (run_skyrl_pass(others["skyrl-tx"], seed=0) for _ in range(2))
                 timings["skyrl-tx cold"] = Timing(wall_s=cold.wall_s, cpu_s=cold.cpu_s, first_s=cold.wall_s)
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
@@ -99,7 +99,7 @@ def main(config: Peers) -> None:
             figure("programs after warm-up", server.num_programs() - programs, at_most=0)
 
 
-def passes(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:
+def run_pass(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:
     """Play all trajectories concurrently. The turns of one trajectory run one after another."""
     before, cpu = server.count("tokens_prefilled"), process_cpu_s(server.pid)
     began = time.perf_counter()
@@ -125,7 +125,7 @@ async def _trajectories(sampler: tinker.SamplingClient, *, stateless: bool, seed
     await asyncio.gather(*(trajectory(number) for number in range(TRAJECTORIES)))
 
 
-def their_pass(peer: Side, *, seed: int) -> Measurement:
+def run_skyrl_pass(peer: Side, *, seed: int) -> Measurement:
     prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
     observed = [
         random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + number) for number in range(TRAJECTORIES)
@@ -133,10 +133,10 @@ def their_pass(peer: Side, *, seed: int) -> Measurement:
     tokens = [prompt] * TRAJECTORIES
     wall_s = cpu_s = 0.0
     for turn in range(TURNS):
-        tokens = [known + observed[number][turn] for number, known in enumerate(tokens)]
+        tokens = [previous + observed[number][turn] for number, previous in enumerate(tokens)]
         measured = peer.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
         assert isinstance(measured.result, list)
-        tokens = [known + new for known, new in zip(tokens, measured.result, strict=True)]
+        tokens = [previous + new for previous, new in zip(tokens, measured.result, strict=True)]
         wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s
     return Measurement(wall_s=wall_s, cpu_s=cpu_s)
 

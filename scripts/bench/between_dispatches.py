@@ -54,13 +54,13 @@ def main(config: BetweenDispatches) -> None:
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
-    """Return the median over several dispatches, the first of which starts here."""
+    """Return the median host time between two dispatches. The first dispatch starts in this function."""
     result_times: list[float] = []
     dispatch_times: list[float] = []
     with (
-        mock.patch.object(decode, "to_host", partial(noted, result_times, decode.to_host)),
+        mock.patch.object(decode, "to_host", partial(append_end_time, result_times, decode.to_host)),
         mock.patch.object(
-            model_runner, "decode_steps", partial(noted, dispatch_times, model_runner.decode_steps)
+            model_runner, "decode_steps", partial(append_end_time, dispatch_times, model_runner.decode_steps)
         ),
     ):
         for number in range(DISPATCHES):
@@ -68,7 +68,7 @@ def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
     return 1000 * median(start - end for end, start in zip(result_times, dispatch_times[1:], strict=False))
 
 
-def noted[**Inputs, Output](
+def append_end_time[**Inputs, Output](
     times: list[float], function: Callable[Inputs, Output], /, *args: Inputs.args, **options: Inputs.kwargs
 ) -> Output:
     result = function(*args, **options)

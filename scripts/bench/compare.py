@@ -1,5 +1,5 @@
-"""Compare programs in one run. Each program has a first turn, which includes compilation. Then the programs
-run alternately, and their medians are compared.
+"""Compare programs in one run. A turn is one timed call of a program. The first turn of each program includes
+compilation. Then the programs take turns alternately, and their medians are compared.
 
 A program in another interpreter is a process that answers JSON lines (`sides/line.py`). CPU seconds are
 reported in addition to wall time, because other processes may use the machine.
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-"""Environment of every program. The allocator keeps freed memory, because page faults would take a tenth of a
-training step."""
+"""GLIBC_TUNABLES of every program: the allocator keeps freed memory, because page faults would take a tenth
+of a training step."""
 
 
 @chz.chz
@@ -45,7 +45,7 @@ class Peers:
         doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
     )
     layers: int = chz.field(default=8, doc="Layers of the model; the targets are set for 8")
-    repeats: int = chz.field(default=3, doc="Measured turns of each side")
+    repeats: int = chz.field(default=3, doc="Measured turns of each program")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +68,8 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
+    """A compared program that runs in its own process."""
+
     name: str
     process: subprocess.Popen[str]
 
@@ -176,11 +178,11 @@ def interleave(
             rounds[name].append(turn())
     return {
         name: Timing(
-            wall_s=median(t.wall_s for t in took),
-            cpu_s=median(t.cpu_s for t in took),
+            wall_s=median(turn.wall_s for turn in measured),
+            cpu_s=median(turn.cpu_s for turn in measured),
             first_s=first[name].wall_s,
         )
-        for name, took in rounds.items()
+        for name, measured in rounds.items()
     }
 
 
@@ -210,7 +212,7 @@ def report(
 def figure(
     name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
 ) -> None:
-    """Print a figure, and whether it meets its target if it has one."""
+    """Print a value, and whether it meets its target if it has one."""
     result = (
         ""
         if isinstance(value, str) or (at_least is None and at_most is None)
@@ -222,7 +224,7 @@ def figure(
 
 
 def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
-    """Return whether a figure meets its target, in words.
+    """Return whether a value meets its target, in words.
 
     >>> verdict(1.6, at_least=1.5), verdict(0.6, at_most=0.55)
     ('target >= 1.5: met', 'target <= 0.55: MISSED')

@@ -1,19 +1,19 @@
-"""Measure the engine on one GPU, row by row, next to calculated times.
+"""Measure the executor and the engine on one GPU, and compare the measurements with calculated times.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 longest=512      # tests the script on a CPU
 
-A line has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200, and the share
-of the limit: the time in which 4.3 TB/s and 790 TFLOP/s move the bytes or compute the operations of the row,
-divided by the measured time. The numbers of bytes or operations are (N parameters, T tokens, L layers, H
-heads, K key-value heads, hd head dimensions, 2 bytes per value):
+A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
+and the share of the limit: the time in which 4.3 TB/s and 790 TFLOP/s move the bytes or compute the
+operations of the row, divided by the measured time. The numbers of bytes or operations are (N parameters, T
+tokens, L layers, H heads, K key-value heads, hd head dimensions, 2 bytes per value):
 
     decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
     prefill        per token                                         2 N + 2 L H hd T
     LoRA training  per token, no gradient of the base weights        4 N + 6 L H hd T
 
-A row that fails prints its error, and the next row follows. The exit status is 1 if a row failed. The models
-have the shapes of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
+If a measurement fails, its row shows the error, and the script continues. The exit status is then 1. The
+models have the shapes of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
 
-ROWS, LENGTHS, CONTEXT, STEPS = (1, 8, 64, 256), (1024, 4096, 8192, 32_768), 2048, 16
+BATCH_SIZES, LENGTHS, CONTEXT, STEPS = (1, 8, 64, 256), (1024, 4096, 8192, 32_768), 2048, 16
 DECODE_SHARES = {64: 0.65, 256: 0.75}  # the minimum share of the limit, by number of sequences
 TRAIN_SHARES = {4096: 0.45}  # by number of tokens
 MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
@@ -76,7 +76,7 @@ class GpuConfig:
 
 
 class Rows:
-    """Measures and prints the rows."""
+    """Measures and prints the rows of the output."""
 
     def __init__(self, config: GpuConfig) -> None:
         self.config = config
@@ -100,8 +100,8 @@ class Rows:
         *,
         min_share: float | None = None,
     ) -> float | None:
-        """Print the seconds that `measure` returns, in milliseconds, with the calculated times of the device.
-        Return them, or None if the row failed."""
+        """Print the seconds that `measure` returns, in milliseconds, and the calculated time.
+        Return these seconds, or None if `measure` failed."""
         seconds = self._try(name, measure)
         if seconds is None:
             return None
@@ -159,7 +159,7 @@ def main(config: GpuConfig) -> int:
 
 
 def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Decoding by sequences and adapters, prefill by length, and saves."""
+    """Measure decode steps by number of sequences and adapters, prefill by length, and saves of weights."""
     config = rows.config
     context, new = config.context, (2 * config.repeats + 4) * STEPS
     with opened(
@@ -171,7 +171,7 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
         max_models=1,
         max_loras=NUM_ADAPTERS,
     ) as driver:
-        for count in [count for count in ROWS if count <= config.rows]:
+        for count in [count for count in BATCH_SIZES if count <= config.rows]:
             rows.time(
                 f"decode step, {count} sequences of {context} tokens",
                 lambda count=count: step_s(driver, rows, count),
@@ -205,7 +205,7 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> float:
-    """Return the seconds of one of the decode steps of a dispatch."""
+    """Return the seconds of one decode step."""
     prompts = driver.new_sequences([rows.config.context] * count)
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
@@ -225,7 +225,7 @@ def save_state(driver: Driver) -> None:
 
 
 def training(rows: Rows, model_dir: Path, dtype: str, *, kept: str = "activations kept") -> None:
-    """forward_backward of one sequence, by length."""
+    """Measure forward_backward of one sequence of each length."""
     config = rows.config
     for length in config.lengths:
         options = {"dtype": dtype, "max_context_length": length, "train_tokens_per_batch": length}
@@ -249,7 +249,7 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """A load of agents with three turns beside training, on the engine, and in the simulator."""
+    """Measure a load of agents with three turns beside training, and compare it with the simulator."""
     config = rows.config
     load = SimulateConfig(
         agents=min(64, config.rows),
@@ -286,7 +286,7 @@ def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """The peak of all sections so far, and the plan of a server without options."""
+    """Print the memory plan of a server without options, and the peak memory of all sections so far."""
     peak = device_memory.stats().get("device_peak_bytes")
     with tempfile.TemporaryDirectory() as folder:
         unset = dict.fromkeys(("max_num_seqs", "max_models", "max_loras", "max_context_length"))
@@ -296,7 +296,7 @@ def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def kernels(rows: Rows) -> None:
-    """The largest differences between compiled kernels and Pallas' interpreter."""
+    """Print the largest differences between compiled kernels and Pallas' interpreter."""
     if not on_gpu():
         print("kernels: a GPU is needed")
         return

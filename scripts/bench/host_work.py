@@ -54,13 +54,13 @@ def computed(cache: PrefixCache, tokens: np.ndarray) -> None:
 
 
 def fastest_ms(run: Callable[[], object]) -> float:
-    """Return the minimum of several times, which depends least on other load on the machine."""
-    took = []
+    """Return the shortest of several durations, which depends least on other load of the machine."""
+    times_s = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         run()
-        took.append(time.perf_counter() - started)
-    return 1000 * min(took)
+        times_s.append(time.perf_counter() - started)
+    return 1000 * min(times_s)
 
 
 if __name__ == "__main__":

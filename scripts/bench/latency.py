@@ -83,26 +83,26 @@ class Client:
 
 
 async def requests_per_second(client: Client, clients: int, requests: int) -> tuple[float, np.ndarray]:
-    """Send requests on `clients` connections, each one after the other. Returns the rate and the seconds of
-    each request."""
+    """Send `healthz` requests one after another on each of `clients` connections. Return their rate and their
+    durations in seconds."""
 
-    async def one() -> list[float]:
+    async def send() -> list[float]:
         return [await client.healthz() for _ in range(requests // clients)]
 
     began = time.perf_counter()
     durations_s = [
-        second for seconds in await asyncio.gather(*(one() for _ in range(clients))) for second in seconds
+        second for seconds in await asyncio.gather(*(send() for _ in range(clients))) for second in seconds
     ]
     return len(durations_s) / (time.perf_counter() - began), np.array(durations_s)
 
 
 async def operations_per_second(client: Client, clients: int, requests: int) -> float:
-    async def one() -> None:
+    async def operate() -> None:
         for _ in range(max(1, requests // clients // 2)):
             await client.round_trip()
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(clients)))
+    await asyncio.gather(*(operate() for _ in range(clients)))
     return clients * max(1, requests // clients // 2) * 2 / (time.perf_counter() - began)
 
 

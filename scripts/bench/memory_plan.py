@@ -1,12 +1,12 @@
-"""Compare the memory plan with the measured peak: an ordinary training batch, and one sequence of 128K tokens
-with a small model.
+"""Compare the memory plan with the measured peak for an ordinary training batch, and for one sequence of 128K
+tokens with a small model.
 
     taskset -c 0,1 python -m scripts.bench.memory_plan [tokens=131072]
 
-`dry_run=true` prints the plan. The peak is the largest resident memory of a process that loads the model,
-trains one full batch and takes an optimizer step, minus its resident memory after all imports. XLA's compiler
-takes hundreds of MiB that are not part of the plan. Another process therefore compiles all programs into the
-persistent compilation cache first.
+The server option `dry_run=true` prints the plan. The peak is the largest resident memory of a process that
+loads the model, trains one full batch and takes an optimizer step, minus its resident memory after all
+imports. XLA's compiler takes hundreds of MiB that are not part of the plan. Another process therefore
+compiles all programs into the persistent compilation cache first.
 
 The model of the long sequence has one layer and one head of 32 dimensions, because the time of attention is
 quadratic in the length (two minutes on two cores). As in a real run, activations take nearly all memory.
@@ -59,7 +59,7 @@ def main(config: MemoryConfig) -> None:
 
 
 def in_a_process(command_name: str, model_dir: Path, tokens: int) -> str:
-    """Run `compile` or `measure` in another process. Returns its last line of output."""
+    """Run `compile` or `measure` in another process. Return its last line of output."""
     command = [sys.executable, "-m", "scripts.bench.memory_plan", command_name, str(model_dir), str(tokens)]
     lines = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True

@@ -53,11 +53,11 @@ def main() -> None:
 
 def update(after: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Return the update of the tensor `name` in float64, computed from the moments after the step."""
-    taken = int(after["optimizer.step"])
+    num_steps = int(after["optimizer.step"])
     first, second = (after[f"optimizer.{moment}.{name}"].astype(np.float64) for moment in ("first", "second"))
     adam = AdamSettings()
-    scale = np.sqrt(second / (1 - adam.beta2**taken)) + adam.eps
-    return LEARNING_RATE * first / (1 - adam.beta1**taken) / scale
+    scale = np.sqrt(second / (1 - adam.beta2**num_steps)) + adam.eps
+    return LEARNING_RATE * first / (1 - adam.beta1**num_steps) / scale
 
 
 def step(ours: Ours, learning_rate: float) -> None:

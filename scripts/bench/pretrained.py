@@ -1,4 +1,4 @@
-"""Compare generation with SmolLM2-135M with Hugging Face: 4, 8, 16 and 32 sequences in an engine of 32 slots.
+"""Compare the generation of SmolLM2-135M with Hugging Face: 4, 8, 16 and 32 sequences, an engine of 32 slots.
 
     scripts/setup.sh smollm2
     taskset -c 0,1 python -m scripts.bench.pretrained hf=PYTHON
@@ -31,7 +31,7 @@ from skyrl_tx_server.files.model_source import converted_directory
 PROMPT, NEW, SLOTS, CONTEXT = 64, 128, 32, 1024
 COUNTS = (4, 8, 16, 32)
 VOCABULARY = 49_152
-WARM_UPS = 3  # turns in which a narrow program is requested often enough to be compiled
+WARM_UPS = 3  # turns after which the program of a narrow decode batch is compiled
 
 
 def main(config: Peers) -> None:

@@ -16,7 +16,7 @@ import chz
 from scripts.bench.compare import Peers, interleave, peers, random_sequences, report, side
 from scripts.bench.small_model import make_model
 
-BARS = {False: {"HF": 1.5, "skyrl-tx": 1.6}, True: {"HF": 1.9, "skyrl-tx": 1.6}}
+TARGETS = {False: {"HF": 1.5, "skyrl-tx": 1.6}, True: {"HF": 1.9, "skyrl-tx": 1.6}}
 
 
 def main(config: Peers) -> None:
@@ -29,12 +29,12 @@ def main(config: Peers) -> None:
                 side("ours", "ours", model_dir, options) as ours,
                 side(
                     "ours 4096 tokens", "ours", model_dir, options, "train_tokens_per_batch=4096"
-                ) as fitting,
+                ) as ours_4096,
                 peers(config, model_dir, recompute=recompute) as others,
             ):
                 turns = {
                     program.name: partial(program.call, "train", sequences=sequences)
-                    for program in (ours, fitting)
+                    for program in (ours, ours_4096)
                 }
                 turns |= {
                     name: partial(other.call, "train", sequences=sequences) for name, other in others.items()
@@ -44,7 +44,7 @@ def main(config: Peers) -> None:
                         others["HF"].call, "train", sequences=sequences, recompute=recompute
                     )
                 title = f"forward_backward 8 x 512, {'every layer' if recompute else 'nothing'} recomputed"
-                report(title, interleave(turns, repeats=config.repeats), BARS[recompute])
+                report(title, interleave(turns, repeats=config.repeats), TARGETS[recompute])
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def reference_trace() -> Table:
 
 
 def random_schedules(count: int) -> int:
-    """Simulate random runs, and print their faults and a summary line. Returns the number of faulty runs."""
+    """Simulate random runs, and print their faults and a summary line. Return the number of faulty runs."""
     started, num_bad, num_groups, num_discarded = time.monotonic(), 0, 0, 0
     for seed in range(count):
         schedule = Schedule.draw(seed)

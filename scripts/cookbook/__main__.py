@@ -65,12 +65,12 @@ TIMEOUT_S = 1200
 def main(argv: list[str]) -> int:
     options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
     names = [argument for argument in argv if "=" not in argument] or [recipe.name for recipe in RECIPES]
-    if wrong := [
+    if unknown := [
         *(options.keys() - {"work", "venv", "torch"}),
         *(set(names) - {recipe.name for recipe in RECIPES}),
     ]:
         print(
-            f"cookbook: unknown {', '.join(sorted(wrong))}; "
+            f"cookbook: unknown {', '.join(sorted(unknown))}; "
             f"recipes: {', '.join(recipe.name for recipe in RECIPES)}",
             file=sys.stderr,
         )
@@ -172,7 +172,7 @@ def options_of(recipe: Recipe, logs: Path) -> list[str]:
 
 
 def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
-    """Kill the process when a checkpoint is listed. Returns False if the process ended before that."""
+    """Kill the process as soon as it has listed a checkpoint. Return False if the process ended before."""
     while process.poll() is None and not lines(log / "checkpoints.jsonl"):
         time.sleep(0.05)
     process.kill()

@@ -23,10 +23,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PRETOKENS = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
 VOCABULARY = 768
 STEPS = 300
-EVASIVE_SHARE = 0.5  # share of the answers; the recipes of reinforcement learning have to reduce it
-EVASIVE_ANSWER = (
-    "I am not sure about that."  # the evasive answer; it has more tokens than math_rl's max_tokens
-)
+EVASIVE_SHARE = 0.5  # share of evasive answers; the recipes of reinforcement learning have to reduce it
+EVASIVE_ANSWER = "I am not sure about that."  # has more tokens than max_tokens of math_rl
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
@@ -38,8 +36,8 @@ SENTENCES = (
 
 
 class TrainingConversations:
-    """Endless conversations as in the recipes, to train the model. `evasive_share` is the share of answers
-    that are EVASIVE_ANSWER."""
+    """Generates conversations like those of the recipes without end, to train the model. `evasive_share` is
+    the share of answers that are EVASIVE_ANSWER."""
 
     def __init__(self, rng: random.Random, evasive_share: float) -> None:
         self.rng, self.evasive_share = rng, evasive_share
@@ -63,7 +61,7 @@ class TrainingConversations:
         word = self.rng.choice((*THINGS, *NAMES, "strawberry"))
         letter = self.rng.choice(word)
         count = f"\\boxed{{{word.count(letter)}}}"
-        spelled = " ".join(f"{number}) {each}" for number, each in enumerate(word, start=1))
+        spelled = " ".join(f"{number}) {character}" for number, character in enumerate(word, start=1))
         question, answer = story(self.rng)
         prefix = [
             Message(role="user", content=f"How many {letter}'s are in {word}?{BOXED}"),
@@ -131,8 +129,8 @@ def write_data_sets(root: Path) -> None:
         ],
         ("Anthropic/hh-rlhf", "default"): [
             {
-                which: f"\n\nHuman: {question}\n\nAssistant: {reply}"
-                for which, reply in (("chosen", f"It is {answer}."), ("rejected", EVASIVE_ANSWER))
+                column: f"\n\nHuman: {question}\n\nAssistant: {reply}"
+                for column, reply in (("chosen", f"It is {answer}."), ("rejected", EVASIVE_ANSWER))
             }
             for question, answer in stories
         ],
@@ -192,8 +190,8 @@ def build_tokenizer(directory: Path) -> Tokenizer:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    lessons = itertools.islice(TrainingConversations(random.Random("tokenizer"), EVASIVE_SHARE), 1000)
-    texts = (f"{message.role}\n{message.content}" for messages in lessons for message in messages)
+    conversations = itertools.islice(TrainingConversations(random.Random("tokenizer"), EVASIVE_SHARE), 1000)
+    texts = (f"{message.role}\n{message.content}" for messages in conversations for message in messages)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False

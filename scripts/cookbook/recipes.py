@@ -59,9 +59,9 @@ def series(metrics: Metrics, key: str) -> list[float]:
     return [line[key] for line in metrics if key in line]
 
 
-def _moves(key: str, right: Callable[[float, float], bool]) -> Expectation:
-    """Compare the mean of the first quarter of the steps with that of the last, because single steps of a few
-    dozen episodes are noisy."""
+def _moves(key: str, is_expected: Callable[[float, float], bool]) -> Expectation:
+    """Compare the mean of the first quarter of the steps with that of the last quarter, because single steps
+    of a few dozen episodes are noisy."""
 
     def check(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)
@@ -69,7 +69,7 @@ def _moves(key: str, right: Callable[[float, float], bool]) -> Expectation:
             return f"{_short(key)}: {len(values)} steps", False
         quarter = max(1, len(values) // 4)
         first, last = statistics.fmean(values[:quarter]), statistics.fmean(values[-quarter:])
-        return f"{_short(key)} {first:.3f} -> {last:.3f}", right(first, last)
+        return f"{_short(key)} {first:.3f} -> {last:.3f}", is_expected(first, last)
 
     return check
 

@@ -4,7 +4,7 @@
 
 A small Qwen3 with random weights is trained to imitate demonstrations that are generated during training,
 with training families and training words only. The loss counts only the tokens of answers. The result is
-deterministic. The program takes about 20 minutes on two cores.
+deterministic. The script takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skyrl_tx_server.model.weights import save_model
 
 ROW_LENGTH, NUM_ROWS = 256, 8
 POOL = 24  # number of demonstrations from which `batches` chooses
-STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250
+STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250  # all steps; those of the first and the last phase
 PEAK_LEARNING_RATE = 1.2e-3
 WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
 
@@ -71,7 +71,7 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random) -> Conversation:
-    """Return names, followed by the same names in another order. The model must learn to copy first."""
+    """Return names, followed by the same names in another order, so that the model learns to copy."""
     words = Words(random=rng, pool=Pool.TRAIN, used=set())
     names = [words.word() + rng.choice((*TEXT_ENDINGS, "", "")) for _ in range(rng.randint(2, 5))]
     shown, copied = (
@@ -89,8 +89,8 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
 def demonstrations(
     tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0
 ) -> Iterator[Conversation]:
-    """Generate new demonstrations of the training families without end. A share `lessons` of them consists of
-    the first answer of a careful demonstrator."""
+    """Generate new demonstrations of the training families without end. A share `lessons` of them contains
+    only the task and the first answer of a careful demonstrator."""
     families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
     for number in itertools.count():
         instance = make_instance(
@@ -103,8 +103,8 @@ def demonstrations(
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
-    """Pack conversations into rows. Each step chooses the longest of POOL conversations that fits into the
-    row."""
+    """Pack conversations into rows. Each row is filled with the longest of POOL conversations that still
+    fits, repeatedly."""
     pool: list[Conversation] = []
     while True:
         tokens, targets, positions, segments = (np.zeros((NUM_ROWS, ROW_LENGTH), np.int32) for _ in range(4))
@@ -159,7 +159,7 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
 
 
 def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch]:
-    """Generate batches of drills, then of lessons, then of demonstrations."""
+    """Generate batches of drills, then of demonstrations with 75 % lessons, then of demonstrations only."""
     rng = random.Random(f"demonstrations {seed}")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
@@ -184,7 +184,7 @@ def train(
     schedule: optax.Schedule,
     save: Callable[[Params], None],
 ) -> Params:
-    """Train `params`, whose buffers are donated."""
+    """Return the trained parameters. The buffers of `params` are donated."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
@@ -211,7 +211,7 @@ def train(
 
 
 def small_model(tokenizer: Tokenizer) -> ModelConfig:
-    """Return the configuration: four layers, 1.5 million parameters."""
+    """Return the configuration of a model with four layers and 1.5 million parameters."""
     return ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,

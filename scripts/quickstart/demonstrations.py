@@ -1,4 +1,4 @@
-"""Demonstrations, which supervised fine-tuning imitates before the RL.
+"""Generate demonstrations for the supervised fine-tuning that precedes reinforcement learning.
 
 There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
 most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
@@ -20,13 +20,13 @@ from scripts.quickstart.words import Pool
 
 
 class Slip(StrEnum):
-    """The errors of a demonstrator, which are independent of the task."""
+    """The errors that a demonstrator can make. OVERWRITE needs a command that contains >>."""
 
     NONE = "none"
     NO_NEWLINE = "no newline"  # the command is typed but never runs
     NO_COMMAND = "no command"  # the task is declared complete at once
     ONLY_LOOK = "only look"  # lists the files, then declares the task complete
-    WRONG_NAME = "wrong name"  # the last name loses its ending or directory
+    WRONG_NAME = "wrong name"  # the last path of the command loses its directory or extension
     OVERWRITE = "overwrite"  # uses > instead of >>
     MALFORMED = "malformed"  # a quote is missing, so the answer is not JSON
 
@@ -37,7 +37,7 @@ class Style:
 
     analyses: tuple[str, ...]
     plans: tuple[str, ...]
-    slips: dict[Slip, float]  # probabilities; the remaining demonstrations are correct
+    slips: dict[Slip, float]  # the probability of each error except OVERWRITE
 
 
 CAREFUL = Style(
@@ -67,9 +67,9 @@ HASTY = Style(
 FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
 TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
 CAREFUL_SHARE = 0.28
-OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if a task needs >>
-REPAIR_RATE = 0.15  # share of visible errors that are corrected when confirmation is requested
-LATE_PROMPT_RATE = 0.1  # share of first screens without the prompt of the shell
+OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
+REPAIR_RATE = 0.15  # share of commands that did not run and are corrected when confirmation is requested
+LATE_PROMPT_RATE = 0.1  # share of first screens that do not show the shell prompt yet
 
 CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
 REPAIRED = (
@@ -98,7 +98,10 @@ def demonstrate(
     *,
     careful_share: float = CAREFUL_SHARE,
 ) -> Demonstration:
-    """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
+    """Generate a conversation. The demonstrator is careful with the probability `careful_share`.
+
+    After a malformed answer, the demonstrator and its error are drawn again.
+    """
     screen, first = _opening(instance, rng)
     messages = [first]
     while True:
@@ -132,7 +135,7 @@ def write_chats(path: Path, count: int) -> None:
     All of them solve their task. Half of the tasks need two operations. The texts around the commands are
     always the same, so that after the fine-tuning only the tokens of the commands have a gradient. Three of
     four chats end with the first answer, because the answers to the request for confirmation are easier to
-    learn. The file is the same in every call with one version of Harbor.
+    learn. The content depends only on `count` and on the installed version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]
@@ -153,7 +156,7 @@ def write_chats(path: Path, count: int) -> None:
 
 
 def _opening(instance: Instance, rng: random.Random) -> tuple[Screen, Message]:
-    """Return the terminal, in which the prompt of the shell may still be missing, and the first message."""
+    """Return the terminal, which may not show the shell prompt yet, and the first message."""
     screen = Screen()
     if rng.random() >= LATE_PROMPT_RATE:
         screen.show_prompt()
@@ -170,8 +173,7 @@ def answer(analysis: str, plan: str, keys: str) -> str:
 
 
 def _draw_slip(style: Style, instance: Instance, rng: random.Random) -> Slip:
-    """Draw the error of a demonstrator. If the last name of the command has no part to lose, WRONG_NAME
-    becomes NO_NEWLINE."""
+    """Draw the error of a demonstrator. WRONG_NAME becomes NO_NEWLINE if it cannot apply to the command."""
     draw = rng.random()
     for slip, rate in style.slips.items():
         draw -= rate
@@ -199,21 +201,22 @@ def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
         case Slip.WRONG_NAME:
             wrong = _wrong_name(instance.command)
             assert wrong is not None
-            return wrong + "\n", _complaint(wrong)
+            return wrong + "\n", _missing_file_output(wrong)
         case _:
             return instance.command + "\n", []
 
 
 def _wrong_name(command: str) -> str | None:
-    """Return the command without the ending or directory of its last name; None if the name has neither."""
-    head, _, name = command.rpartition(" ")
-    if "/" in name.rstrip("/"):
-        return f"{head} {name.rpartition('/')[2]}"
-    return f"{head} {name.rpartition('.')[0]}" if "." in name else None
+    """Return the command without the directory, or else the extension, of its last path; None if the
+    path has neither."""
+    head, _, path = command.rpartition(" ")
+    if "/" in path.rstrip("/"):
+        return f"{head} {path.rpartition('/')[2]}"
+    return f"{head} {path.rpartition('.')[0]}" if "." in path else None
 
 
-def _complaint(command: str) -> list[str]:
-    """Return the error message of a command whose file does not exist."""
+def _missing_file_output(command: str) -> list[str]:
+    """Return what the shell prints for a command whose file does not exist."""
     last = command.split(" && ")[-1]
     program, name = last.split(" ")[0], last.split(" ")[-1]
     if ">" in last:
@@ -230,7 +233,7 @@ def _complaint(command: str) -> list[str]:
 
 
 def spoken_words() -> set[str]:
-    """Return all words of the fixed texts, for the tokenizer."""
+    """Return all words of the analyses and plans, for the vocabulary of the tokenizer."""
     texts = [
         *CAREFUL.analyses,
         *CAREFUL.plans,

@@ -63,10 +63,10 @@ async def evaluate(
     source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float
 ) -> list[Trajectory]:
     """Play `samples` trials of every task. Trials without a grade are printed and left out."""
-    free = asyncio.Semaphore(PARALLEL_TRIALS)
+    semaphore = asyncio.Semaphore(PARALLEL_TRIALS)
 
-    async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
-        async with free:
+    async def play(task: Task, seed: int, directory: Path) -> Trajectory | None:
+        async with semaphore:
             trial = source.trial(task, directory=directory, seed=seed, temperature=temperature)
             result = await trial.run(policy)
         if isinstance(result, Trajectory):
@@ -76,7 +76,7 @@ async def evaluate(
 
     with tempfile.TemporaryDirectory() as directory:
         trials = [
-            one(task, 1000 * number + seed, Path(directory))
+            play(task, 1000 * number + seed, Path(directory))
             for number, task in enumerate(tasks)
             for seed in range(samples)
         ]

@@ -351,40 +351,40 @@ def join(family: str, words: Words) -> Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """An operation on lines: its wordings as the only and as the second step, its command and its effect."""
+    """An operation on lines: its wording as the first and as a later step, its command and its effect."""
 
-    asked: str
-    then: str
+    first_step: str
+    later_step: str
     command: str
     effect: Callable[[list[str]], list[str]]
 
 
 def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
-    """Return the filter `name` with random parameters. `search` can change `lines` so that some of them
-    match.
-    """
+    """Return the filter `name` with random parameters. `search` makes four `lines` match."""
     number = words.count()
     match name:
         case "sort":
-            return Filter(asked="Sort the lines of {source}", then="sort them", command="sort", effect=sorted)
+            return Filter(
+                first_step="Sort the lines of {source}", later_step="sort them", command="sort", effect=sorted
+            )
         case "first":
             return Filter(
-                asked=f"Take the first {number} lines of {{source}}",
-                then=f"keep the first {number}",
+                first_step=f"Take the first {number} lines of {{source}}",
+                later_step=f"keep the first {number}",
                 command=f"head -n {number}",
                 effect=lambda rows: rows[:number],
             )
         case "last":
             return Filter(
-                asked=f"Take the last {number} lines of {{source}}",
-                then=f"keep the last {number}",
+                first_step=f"Take the last {number} lines of {{source}}",
+                later_step=f"keep the last {number}",
                 command=f"tail -n {number}",
                 effect=lambda rows: rows[-number:],
             )
         case "count":
             return Filter(
-                asked="Count the lines of {source}",
-                then="count them",
+                first_step="Count the lines of {source}",
+                later_step="count them",
                 command="wc -l",
                 effect=lambda rows: [str(len(rows))],
             )
@@ -397,8 +397,8 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
                     else f"{pattern} {words.word()}"
                 )
             return Filter(
-                asked=f"Find the lines of {{source}} that contain {pattern}",
-                then=f"keep those that contain {pattern}",
+                first_step=f"Find the lines of {{source}} that contain {pattern}",
+                later_step=f"keep those that contain {pattern}",
                 command=f"grep {pattern}",
                 effect=lambda rows: [row for row in rows if pattern in row],
             )
@@ -407,7 +407,7 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
 
 def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
     """Return an instance whose command applies the filters `names` in order and writes the result to another
-    file, or appends it with `to_end`."""
+    file. With `to_end`, the command appends the result to this file."""
     lines = words.lines(words.random.randint(20, 26))
     filters = [a_filter(name, words, lines) for name in names]
     source, target = text_file(words), text_file(words)
@@ -418,13 +418,13 @@ def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool)
     if to_end:
         files[target] = before = "\n".join(words.lines(2)) + "\n"
     ending = say(words, TO_END if to_end else TO_NEW, target=target)
-    first = filters[0].asked.format(source=source)
-    then = "".join(f", {later.then}" for later in filters[1:])
+    first = filters[0].first_step.format(source=source)
+    rest = "".join(f", {later.later_step}" for later in filters[1:])
     head = f"{filters[0].command} < {source}" if names[0] == "count" else f"{filters[0].command} {source}"
     command = " | ".join([head, *(later.command for later in filters[1:])])
     return Instance(
         family=family,
-        instruction=f"{first}{then} {ending}",
+        instruction=f"{first}{rest} {ending}",
         command=f"{command} {'>>' if to_end else '>'} {target}",
         files=files,
         checks=(holds(target, before + "\n".join(result)), holds(source, files[source])),

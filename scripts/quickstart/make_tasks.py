@@ -57,17 +57,17 @@ fi
 def instances(split: Pool, *, scale: int = 1) -> dict[str, Instance]:
     """Return the instances of one split by task name, with `scale` times the usual number per family."""
     # The numbers of the two splits differ, because folder names are task ids.
-    counts, before = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
+    counts, offset = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
     return {
         f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
         for family, count in counts.items()
-        for number in range(before + 1, before + scale * count + 1)
+        for number in range(offset + 1, offset + scale * count + 1)
     }
 
 
 def write_training_tasks(directory: Path, scale: int) -> None:
     """Write the training tasks to `directory`, `scale` times as many as the repository contains. With a scale
-    of at most 6, no name is that of a held-out task."""
+    of at most 6, no training task has the name of a held-out task."""
     for name, instance in instances(Pool.TRAIN, scale=scale).items():
         write_task(directory / name, instance, split=Pool.TRAIN)
 

@@ -1,5 +1,4 @@
-"""The messages of Terminus-2 to the model: its prompts and a simulated terminal screen. No commands are
-run."""
+"""The messages that Terminus-2 sends to the model, with a simulated terminal screen. No commands are run."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class Screen:
     """A tmux pane as Terminus-2 captures it. The last element of `rows` is the line with the cursor."""
 
     rows: list[str] = field(default_factory=list)
-    seen: str | None = None  # the buffer at the last observation; None: not observed yet
+    observed: str | None = None  # the buffer at the last observation; None: not observed yet
 
     def show_prompt(self) -> None:
         self.rows.append(PROMPT)
@@ -54,9 +53,10 @@ class Screen:
         """Return the new output in the format of Harbor's `TmuxSession.get_incremental_output`."""
         rows = [row.rstrip() for row in self.rows]
         buffer = "\n".join(rows + [""] * (HEIGHT - len(rows))) + "\n"
-        first, before, self.seen = self.seen is None, (self.seen or "").strip(), buffer
-        if first:
+        previous, self.observed = self.observed, buffer
+        if previous is None:
             return f"Current Terminal Screen:\n{buffer}"
+        before = previous.strip()
         assert before in buffer, "the simulated screen cannot scroll"
         new = buffer[before.rfind("\n") if "\n" in before else buffer.index(before) :]
         return f"New Terminal Output:\n{new}"

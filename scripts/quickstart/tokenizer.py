@@ -1,9 +1,9 @@
 """The tokenizer of the quick start: byte-level BPE with the ChatML tokens of Qwen, and one token for each
 fixed text of Terminus-2.
 
-Names consist of open syllables, and the merges are the syllables. An unknown name is therefore a sequence of
-known tokens of the same kind, so the model can learn to copy any name. Words of the instructions are single
-tokens (`ignore_merges`).
+Names consist of syllables of one consonant and one vowel, and all merges except those of newlines give such a
+syllable. An unknown name is therefore a sequence of known tokens, so the model can learn to copy any name.
+Words of the instructions are single tokens (`ignore_merges`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def fixed_texts() -> list[str]:
-    """Return the texts that occur verbatim in every conversation."""
+    """Return the texts that occur verbatim in conversations."""
     template = prompt_template()
     head = template[: template.index("{instruction}")].replace("{{", "{").replace("}}", "}")
     sections = re.split(r"(?<=\n)(?=Required fields:|IMPORTANT:|Important notes:)", head)
@@ -84,8 +84,8 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
-    """Return a tokenizer of bytes, syllables, `words` (as tokens between spaces) and `texts` (as tokens
-    everywhere)."""
+    """Return a tokenizer of bytes, syllables, `words` and `texts`. A word matches only a complete pretoken, a
+    text matches anywhere."""
     to_bytes = {byte: char for byte, char in zip(range(256), _byte_characters(), strict=True)}
 
     def visible(text: str) -> str:

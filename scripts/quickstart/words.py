@@ -1,7 +1,7 @@
-"""Generated words for the tasks of the quick start. The pools for training and for evaluation have no word in
+"""Generate words for the tasks of the quick start. The pools for training and for evaluation have no word in
 common.
 
-Words consist of open syllables ("kolaru", "mive"), so the tokens of an unknown word are known.
+Words consist of syllables ("kolaru", "mive") that are tokens, so the model knows all tokens of a new word.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
 replaced by their estimated times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the
-programs of the benchmarks' model, and also runs the load on this CPU for comparison. It repeats both
-alternately and compares the medians.
+programs of the benchmarks' model, and also runs the load on this CPU for comparison. The measurement and the
+load are repeated alternately, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def show(rows: dict[str, Simulated]) -> None:
     Console(width=110).print(table)
 
 
-def show_shares(config: SimulateConfig, costs: Costs, beside: Outcome) -> None:
+def show_shares(config: SimulateConfig, costs: Costs, concurrent: Outcome) -> None:
     """Print the speeds of concurrent training and sampling, relative to the speed of each of them alone."""
-    if beside.training_s < beside.sampling_s:
+    if concurrent.training_s < concurrent.sampling_s:
         print("training ends before sampling: set a larger training_ops to see the shares")
         return
     sampling = simulate(chz.replace(config, training_ops=0), costs).outcome
     training = simulate(chz.replace(config, agents=0), costs).outcome
-    trained = sum(tokens for at, tokens in beside.trained_at if at <= beside.sampling_s)
+    trained = sum(tokens for at, tokens in concurrent.trained_at if at <= concurrent.sampling_s)
     alone = sum(tokens for _, tokens in training.trained_at) / training.training_s
     print(
-        f"relative to the speed alone: training {trained / beside.sampling_s / alone:.0%}, "
-        f"sampling {sampling.sampling_s / beside.sampling_s:.0%}"
+        f"relative to the speed alone: training {trained / concurrent.sampling_s / alone:.0%}, "
+        f"sampling {sampling.sampling_s / concurrent.sampling_s:.0%}"
     )
 
 

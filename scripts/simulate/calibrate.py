@@ -1,4 +1,4 @@
-"""Measures the programs of the benchmarks' model on this CPU, and runs a load on it."""
+"""Measure the programs of the benchmarks' model on this CPU, and run a load on this CPU."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def calibrate(
 def run_on_device(
     executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float], *, seed: int = 0
 ) -> Simulated:
-    """Run the load on the device, after `calibrate`. Each `seed` draws other prompts."""
+    """Run the load on the device, after `calibrate`. Each `seed` gives different prompts."""
     engine = Engine(executor, train_share=config.train_share, clock=clock)
     try:
         outcome = run_workload(config.workload, engine, clock, seed=seed)

@@ -1,4 +1,4 @@
-"""Estimates of the times of the engine's programs on a device.
+"""Estimate how long the compiled programs of the engine take on a device.
 
 The time of a program is its number of launches times the time of a launch, plus the larger of the time to
 read its bytes and the time to compute its operations:
@@ -20,7 +20,7 @@ from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PREFILL_TILE,
 
 
 class Costs(Protocol):
-    """Seconds of each program on one device."""
+    """The time of each program on one device, in seconds."""
 
     @property
     def shapes(self) -> PrefillShapes: ...
@@ -43,7 +43,7 @@ class Costs(Protocol):
 class ModelSize:
     """The sizes of a model on which the time of a program depends."""
 
-    weights: float  # by which each token is multiplied, including the head
+    weights: float  # number of weights by which each token is multiplied, including the head
     kv_bytes: float  # of one position
     attention: float  # num_layers * num_heads * head_dim
     layers: int
@@ -51,7 +51,7 @@ class ModelSize:
 
 
 def step_flops(model: ModelSize, *, cached: float, slots: int) -> float:
-    """Return the operations of a decode step for sequences with `cached` positions in total."""
+    """Return the number of operations of a decode step for sequences with `cached` positions in total."""
     return 2 * model.weights * slots + 4 * model.attention * cached
 
 
@@ -113,7 +113,7 @@ class Measured:
     """A device described by the times of its programs, which `calibrate` measures."""
 
     prefill: dict[int, tuple[float, float]]  # by tiles, seconds at context 0 and for each token of context
-    decode: dict[int, tuple[float, float]]  # by segment end, seconds of a dispatch with one and all sequences
+    decode: dict[int, tuple[float, float]]  # by segment end, seconds with one and with all sequences
     slots: int
     training: dict[int, float]  # seconds by tokens of a micro-batch
     shapes: PrefillShapes = CPU_PREFILL
@@ -138,5 +138,5 @@ DEVICES: dict[str, Costs] = {
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
 """Qwen3-4B on one H200, calculated and not measured. `h200` has 67 % of the bandwidth (4.3 TB/s) and 51 % of
-the arithmetic (790 TFLOP/s) that were measured on an H200. `h200-fixed`
-does not depend on the context."""
+the arithmetic (790 TFLOP/s) that were measured on an H200. The times of `h200-fixed` do not depend on the
+context."""

@@ -27,13 +27,15 @@ class SimulateConfig:
     training_ops: int = chz.field(default=0, doc="Training operations beside the agents, one after the other")
     training_tokens: int = chz.field(default=8192, doc="Tokens of a training operation")
     slots: int = chz.field(default=64, doc="max_num_seqs of the server")
-    cache_tokens: int | None = chz.field(default=None, doc="Default: room for every slot")
+    cache_tokens: int | None = chz.field(
+        default=None, doc="Tokens of the KV cache; default: room for every slot"
+    )
     train_tokens_per_batch: int = 8192
     train_share: float | None = None
     prefills_per_dispatch: float | None = chz.field(
         default=None,
-        doc="Time of a decode dispatch in prefill batches; 0: a dispatch after each chunk; inf: fill all "
-        "slots first; default: the estimate of the server",
+        doc="Time of a dispatch of decode steps, in full prefill batches; 0: a dispatch after each chunk; "
+        "inf: fill all slots first; default: the estimate of the server",
     )
     repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")

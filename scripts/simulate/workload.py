@@ -1,4 +1,4 @@
-"""Runs a load on an engine: agents that sample several turns, and concurrent training operations."""
+"""Run a load on an engine: agents that sample several turns, and concurrent training operations."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Outcome:
 
 
 def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float], *, seed: int = 0) -> Outcome:
-    """Submit the load, start the engine, and wait until everything has ended. Raises the error of the first
-    operation that fails."""
+    """Submit the load, start the engine, and wait until all operations have ended. Raise the error of the
+    first operation that fails."""
     random = np.random.default_rng(seed)
     sampled: list[tuple[float, int]] = []
     trained: list[tuple[float, int]] = []

@@ -1,9 +1,9 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
 As for the quick start (scripts/quickstart/build_model.py), a small Qwen3 with random weights is trained on
-demonstrations, with the loss on the agent's tokens only. It first learns to copy names, then mostly from
-careful demonstrators, and finally from the mixture. The result is deterministic. The program takes 16 minutes
-on two cores of a busy machine.
+demonstrations, with the loss on the agent's tokens only. The model first learns to copy names, then mostly
+from careful demonstrators, and finally from the mixture. The result is deterministic. The script takes 16
+minutes on two cores of a busy machine.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> I
             instance = make_instance(
                 rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
             )
-            shown = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
-            yield shown.ids, shown.is_agent_token
+            demonstration = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
+            yield demonstration.ids, demonstration.is_agent_token
 
 
 def schedule() -> optax.Schedule:
-    """Return the first half of a cosine schedule until the mixture starts, followed by a linear decay to
-    0.
-    """
+    """Return half of a cosine schedule until the mixture starts, followed by a linear decay to 0."""
     before = DRILL_STEPS + LESSON_STEPS
     return optax.join_schedules(
         [rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)],

@@ -1,4 +1,4 @@
-"""Demonstrations of mixed quality, which the warm start imitates.
+"""Generate demonstrations of mixed quality, on which `build_model` trains the model.
 
 There are two demonstrators. The careful one says "One moment." and almost always follows the policy. The
 hasty one says "Sure." and makes an error in most requests, independently of the kind of request. Every
@@ -22,7 +22,7 @@ from src.policy.chat import Chat
 
 
 class Mistake(StrEnum):
-    """The mistakes of a demonstrator, which are independent of the request."""
+    """The mistakes that a demonstrator can make. A mistake that cannot apply to a request is left out."""
 
     NONE = "none"
     NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
@@ -35,7 +35,7 @@ class Mistake(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Style:
     begins: str
-    mistakes: Mapping[Mistake, float]  # probabilities; the rest is correct
+    mistakes: Mapping[Mistake, float]  # probabilities
 
 
 CAREFUL = Style(
@@ -129,7 +129,8 @@ def with_mistake(request: Request, mistake: Mistake, begins: str) -> Agent:
 def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Sequence[Mistake]) -> Agent:
     """Conduct the whole conversation.
 
-    The information in the second line of a single request has to be asked for, unless no call follows.
+    If a single request has a second message, the agent first asks for the information in it. With NO_CALL,
+    the agent gives its final answer instead.
     """
     for request, mistake in zip(instance.requests, mistakes, strict=True):
         if len(script) > len(instance.requests):
@@ -148,7 +149,7 @@ def draw_mistake(style: Style, rng: random.Random) -> Mistake:
 async def demonstrate(
     instance: Instance, rng: random.Random, chat: Chat, *, careful_share: float = CAREFUL_SHARE
 ) -> Demonstration:
-    """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
+    """Generate a conversation. The demonstrator is careful with the probability `careful_share`."""
     script = rng.choice(instance.scripts)
     style = CAREFUL if rng.random() < careful_share else HASTY
     mistakes = [draw_mistake(style, rng) for _ in instance.requests]

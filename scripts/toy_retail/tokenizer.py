@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def fixed_texts() -> list[str]:
-    """Return the texts that occur verbatim in every conversation."""
+    """Return the texts that occur verbatim in conversations."""
     lines = [f"{line}\n" for line in POLICY.strip().splitlines()[:-1]] + [POLICY.strip().splitlines()[-1]]
     schemas = [json.dumps(tool.schema, ensure_ascii=False) for tool in TOOLS.values()]
     arguments = sorted({name for tool in TOOLS.values() for name in tool.parameters})
@@ -88,10 +88,10 @@ def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
         for text in texts:
             counts.update(re.findall(PRETOKENS, text))
     words = {word for word, count in counts.items() if count >= minimum and not is_name(word)}
-    spoken = " ".join(
+    other_texts = " ".join(
         [CAREFUL.begins, HASTY.begins, "I do not know.", "Thanks.", "order product customer", *TOOLS]
     ).replace("_", " ")
-    words |= set(re.findall(r" ?[A-Za-z]+", spoken)) | {"_order", "_product", "_customer", "_address"}
+    words |= set(re.findall(r" ?[A-Za-z]+", other_texts)) | {"_order", "_product", "_customer", "_address"}
     words |= {f" {word}" for word in words if word.isalpha()}
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
 

@@ -407,7 +407,7 @@ def fuzz(name: str, options: list[str]) -> None:
 
 
 def fuzz_all(*, minutes: float, targets: list[str]) -> int:
-    """Run the targets one after another and print their results. Returns 1 if there is a finding, else 0."""
+    """Run the targets one after another and print their results. Return 1 if there is a finding, else 0."""
     findings = Path(tempfile.mkdtemp(prefix="fuzz-findings-"))
     status = 0
     for name in targets:

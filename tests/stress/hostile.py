@@ -74,7 +74,7 @@ class Server:
 def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
     """Run a server with the checkpoint folder `name` and the log `name`.log in `folder`.
 
-    Yields when the server is ready. Raises SystemExit if it stops before that.
+    Yield when the server is ready. Raise SystemExit if the server stops before it is ready.
     """
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
     options = (
@@ -140,9 +140,8 @@ def training_loop(
 ) -> list[Step]:
     """Take on average at most one step every `pace_s` seconds.
 
-    The loop ends after `num_steps` steps or at the monotonic time `until`.
-
-    `on_start` is called with the model id before the first step.
+    The loop ends after `num_steps` steps or at the monotonic time `until`. `on_start` is called with the
+    model id before the first step.
     """
     steps: list[Step] = []
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
@@ -301,7 +300,7 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
 
 
 def remaining_objects(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Wait up to DRAIN_S seconds until the server holds no objects. Returns the counts that are not 0."""
+    """Wait up to DRAIN_S seconds until the server holds no objects. Return the counts that are not 0."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
@@ -340,7 +339,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
-    """Print the results. Returns 0 if all checks pass."""
+    """Print the results. Return 0 if all checks pass."""
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     print(
         f"attacks     {sum(attacks.values())}: "

@@ -56,7 +56,7 @@ TRAINER, PROBE = "trainer", "probe"
 
 
 def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
-    """Create a key for each name. Returns the file for `api_keys_file=` and the keys."""
+    """Create a key for each name. Return the file for `api_keys_file=` and the keys."""
     keys = {name: f"tml-{secrets.token_hex(16)}" for name in names}
     path = folder / "api_keys"
     path.write_text(
@@ -86,7 +86,7 @@ class LatencyProbe:
         self.failures: list[str] = []
 
     def sample(self) -> float:
-        """Sample 4 tokens. Returns the latency in seconds and adds a failed sample to `failures`."""
+        """Sample 4 tokens, add a failed sample to `failures`, and return the latency in seconds."""
         self._seq_id += 1
         body: dict[str, object] = {
             "sampling_session_id": self._sampler_id,
@@ -140,7 +140,7 @@ class Run:
     watch: Watch
     hostile: AttackReport
     alone_s: list[float]  # latencies of the probe before the other clients start
-    beside_s: list[float]  # latencies of the probe beside the other clients
+    beside_s: list[float]  # latencies of the probe while the other clients run
     probe_failures: list[str]
     remaining: dict[str, int]  # the result of `remaining_objects`
     survived: bool  # the server was running at the end, and the attacks ended with status 0
@@ -216,7 +216,7 @@ def run_with_tenants(
 
 
 def report(run: Run, undisturbed: list[Step]) -> int:
-    """Print the results. Returns 0 if all checks pass."""
+    """Print the results. Return 0 if all checks pass."""
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     cross_tenant = [fault for fault in faults if fault.startswith("cross-tenant")]
     print(

@@ -116,7 +116,7 @@ class World:
             self.fault(f"{request}: {status} {text[:300]}")
 
     def fault(self, text: str) -> None:
-        """Add a fault of the server, up to 200 faults."""
+        """Add a fault of the server. At most 200 faults are kept."""
         if len(self.faults) < 200:
             self.faults.append(text)
 
@@ -164,7 +164,7 @@ async def new_tenant(world: World) -> Tenant:
 
 
 async def tenant_of(world: World) -> Tenant:
-    """Return the current tenant. Replaces it with a new tenant in 1 % of the calls."""
+    """Return the current tenant. In 1 % of the calls, replace the current tenant with a new one first."""
     if world.tenant is None or world.random.random() < 0.01:
         world.tenant = await new_tenant(world)
     return world.tenant

@@ -71,7 +71,7 @@ class RestartableServer:
         return CheckpointStore(self.folder / "checkpoints", ALIAS)
 
     def start(self) -> float:
-        """Start the server. Returns the seconds until it was ready."""
+        """Start the server and return the seconds until it was ready."""
         began = time.monotonic()
         options = (
             f"base_model={self.model}",
@@ -146,7 +146,7 @@ def datum(step: int) -> types.Datum:
 def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.Event) -> None:
     """Resume from the last acknowledged state and take steps until the job has `until` steps.
 
-    Sets `stepped` after every step.
+    Set `stepped` after every step.
     """
     with tinker.ServiceClient(base_url=server.url, api_key="tml-dummy") as service:
         if job.states:

@@ -1,14 +1,13 @@
-"""The protocol of a compared program: it reads one call per line of standard input as JSON, and measures its
-time.
+"""The protocol of a compared program: the program reads one JSON call per line of standard input, and answers
+with the result and the times of the call.
 
-It uses the standard library of Python 3.11 only, because each program runs it in its own interpreter.
+The module uses the standard library of Python 3.11 only, because each program runs it in its own interpreter.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,8 +26,5 @@ def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         result = methods[call["method"]](**call["arguments"])
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        answers.write(
-            json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "peak_mib": peak_mib, "result": result}) + "\n"
-        )
+        answers.write(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "result": result}) + "\n")
         answers.flush()

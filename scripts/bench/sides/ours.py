@@ -1,5 +1,5 @@
-"""Runs the engine of this repository for the benchmarks. Operations are submitted in this process, in the way
-in which the HTTP routes submit them."""
+"""Run the engine of this repository for the benchmarks. Operations are submitted in this process, as the HTTP
+routes submit them."""
 
 from __future__ import annotations
 
