@@ -118,12 +118,8 @@ def _pack_stream(
     sequences = stream.sequences
     tokens, positions, subtree_end, token_indices = _pack_tokens(sequences, shape.length)
     masks = [_is_new_loss_position(sequence) for sequence in sequences]
-    trained = np.concatenate(
-        [
-            np.zeros(0, bool),
-            *(sequence.trained[mask] for sequence, mask in zip(sequences, masks, strict=True)),
-        ]
-    )
+    new_trained = [sequence.trained[mask] for sequence, mask in zip(sequences, masks, strict=True)]
+    trained = np.concatenate([np.zeros(0, bool), *new_trained])
     order = np.argsort(~trained, kind="stable")  # loss positions with a gradient come first
 
     def ordered(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
