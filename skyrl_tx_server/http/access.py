@@ -2,8 +2,8 @@
 
 A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them
 with an `Origin` or a `Sec-Fetch-Site` header. If the page's own name resolves to this machine (DNS
-rebinding), the name is in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither of the
-first two headers.
+rebinding), the name is in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither
+`Origin` nor `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-site"})
 
 
 class HostNames(Enum):
-    """Which `Host` headers are accepted besides the listed names."""
+    """Which `Host` headers are accepted besides `allowed_hosts`."""
 
-    ANY = "any"  # an API key protects the server, or nothing is checked
-    ADDRESSES = "addresses"  # DNS rebinding needs a name, so an IP address is safe
+    ANY = "any"  # every name, because an API key protects the server
+    ADDRESSES = "addresses"  # every IP address, because DNS rebinding needs a name
     LOOPBACK = "loopback"
 
 
@@ -44,10 +44,10 @@ def access_policy(
     web pages do not have the key and a reverse proxy forwards its own name."""
     host = host.lower().removesuffix(".")
     names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
-    machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
+    machine_names = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
     return AccessPolicy(
         host_names=HostNames.ANY if has_key else names,
-        allowed_hosts=frozenset({host, *machine, *map(host_name, _split(allowed_hosts))}),
+        allowed_hosts=frozenset({host, *machine_names, *map(host_name, _split(allowed_hosts))}),
         allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
     )
 
@@ -75,12 +75,12 @@ def _check_page(policy: AccessPolicy, headers: Mapping[bytes, bytes]) -> None:
     if origin is not None:
         if origin.decode("latin-1").lower() not in policy.allowed_origins:
             raise ForbiddenError(
-                f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with "
+                f"requests from web pages are refused (Origin {_quoted(origin)}); start the server with "
                 f"allowed_origins=ORIGIN to accept them"
             )
     elif fetch_site not in (None, b"none", b"same-origin"):
         raise ForbiddenError(
-            f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})"
+            f"requests from other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})"
         )
 
 

@@ -30,7 +30,7 @@ from skyrl_tx_server.http.routes import (
 
 logger = logging.getLogger(__name__)
 
-# Searched in this order for every request, so the most frequent routes come first.
+# Starlette searches the routes in this order for every request, so the most frequent routes come first.
 # `downloads` precedes `weights`, whose `{checkpoint_id:path}` also matches the paths of `downloads`.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
@@ -93,7 +93,7 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 
 async def housekeep(state: AppState) -> None:
-    """Reload changed API keys, and remove expired sessions, checkpoints and results."""
+    """Reload changed API keys, and remove expired sessions, checkpoints, results and derived files."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):

@@ -81,7 +81,7 @@ class AppState:
         return self.tenant == DEFAULT_TENANT
 
     def close(self) -> None:
-        """Return from all waiting polls, because the server stops."""
+        """Make all waiting polls return, because the server is stopping."""
         for state in (self, *self.tenants.values()):
             state.futures.close()
 

@@ -20,10 +20,10 @@ JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight. The number of
-connections limits them."""
+"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight. The limit on
+connections also limits their number."""
 DISCARD_AT_MOST = 1 << 30
-"""A larger body is not read to its end."""
+"""A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
 """A body that arrives more slowly than this on average is rejected."""
 MAX_COMPRESSION_RATIO = 200
@@ -69,8 +69,8 @@ class BodyBudget:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
-        """Wait until `num_bytes` are free. Raise CapacityError after `timeout_s`. A body larger than
-        `capacity` reserves all of it."""
+        """Wait until `num_bytes` are free. Raise CapacityError if this takes longer than `timeout_s`. A body
+        larger than `capacity` reserves the whole capacity."""
         num_bytes = min(num_bytes, capacity)
         if self._waiting or self._used + num_bytes > capacity:
             await self._wait(num_bytes, capacity, timeout_s)

@@ -31,18 +31,18 @@ if os.getppid() != {parent}:
     sys.exit("the parent process has ended")
 runpy.run_module("skyrl_tx_server", run_name="__main__", alter_sys=True)
 """
-"""The program that the child starts with. Linux then sends it SIGTERM when the parent ends. `preexec_fn` is
-not used, because it runs in a fork of this process, which may deadlock if the process has threads, as with
-JAX."""
+"""The program that the child process runs. It asks Linux to send SIGTERM to the child when the parent ends.
+`preexec_fn` is not used, because it runs in a fork of this process, and a fork may deadlock if the process
+has threads. JAX starts threads."""
 
 
 @asynccontextmanager
 async def serve(config: ServerConfig) -> AsyncGenerator[str]:
     """Run a server while the block runs, and yield its address, for example http://127.0.0.1:8000.
 
-    The block starts when the model is loaded. The server is a child process, whose output is copied to
-    standard error; it also stops if this process is killed. Raises ConfigError if the server refuses its
-    options or its model, and ServerError if it stops for another reason before it is ready.
+    The block starts when the model is loaded. The server is a child process. Its output is copied to
+    standard error. The server also stops if this process is killed. Raises ConfigError if the server refuses
+    its options or its model, and ServerError if it stops for another reason before it is ready.
     """
     keys = {variable: getattr(config, name) for name, variable in SECRETS.items() if getattr(config, name)}
     import_path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -60,11 +60,11 @@ async def serve(config: ServerConfig) -> AsyncGenerator[str]:
     )
     try:
         url = await _address(process)
-        copying = asyncio.create_task(_copy_output(process))
+        copy_task = asyncio.create_task(_copy_output(process))
         try:
             yield url
         finally:
-            copying.cancel()
+            copy_task.cancel()
     finally:
         await _stop(process)
 

@@ -51,8 +51,8 @@ def raise_file_limit() -> int:
 
 
 def connection_limit(requested: int, max_files: int) -> int:
-    """Return `requested`, or less if the limit on open files leaves less room. Raise ConfigError below
-    MIN_CONNECTIONS."""
+    """Return `requested`, or less if the limit on open files allows fewer connections. Raise ConfigError if
+    fewer than MIN_CONNECTIONS are allowed."""
     limit = min(requested, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
         raise ConfigError(
@@ -63,8 +63,8 @@ def connection_limit(requested: int, max_files: int) -> int:
 
 
 class Connections:
-    """The open connections, and those without a request in progress in the order in which they became
-    idle."""
+    """The open connections, and the idle ones in the order in which they became idle. An idle connection has
+    no request in progress."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -189,18 +189,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Acceptor:
-    """Accepts connections on one socket until it is closed, through the interface of an asyncio server."""
+    """Accepts connections on one socket until `close` is called. uvicorn uses it as an asyncio server."""
 
     def __init__(
         self,
         listener: socket.socket,
         connections: Connections,
-        make: Callable[[], BoundedProtocol],
+        make_protocol: Callable[[], BoundedProtocol],
         tls: ssl.SSLContext | None,
     ) -> None:
         self._listener = listener
         self._connections = connections
-        self._make = make
+        self._make_protocol = make_protocol
         self._tls = tls
         self._starting: set[asyncio.Task[None]] = set()
         listener.setblocking(False)
@@ -216,7 +216,7 @@ class Acceptor:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        is_short = False  # no file descriptor was free; logged once
+        has_warned = False  # since the last accepted connection
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
@@ -225,19 +225,19 @@ class Acceptor:
             except OSError as error:
                 if error.errno == errno.EBADF:
                     return  # the listening socket was closed
-                if not is_short:
+                if not has_warned:
                     logger.warning("cannot accept connections: %s; closing idle connections", error.strerror)
-                is_short = True
+                has_warned = True
                 self._connections.close_longest_idle()
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
-            is_short = False
+            has_warned = False
             if self._connections.are_full and not self._connections.close_longest_idle():
                 accepted.close()
                 continue
             # The loop releases the descriptor of a closed connection in its next iteration.
             await asyncio.sleep(0)
-            protocol = self._make()
+            protocol = self._make_protocol()
             self._connections.add(protocol)
             task = asyncio.create_task(self._start(accepted, protocol))
             self._starting.add(task)
@@ -271,19 +271,19 @@ class BoundedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
 
-        def make() -> BoundedProtocol:
+        def make_protocol() -> BoundedProtocol:
             return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
 
         # uvicorn declares a list of asyncio servers, but calls only their `close` and `wait_closed`.
         self.servers: list[Acceptor] = [  # pyright: ignore[reportIncompatibleVariableOverride]
-            Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []
+            Acceptor(listener, self.connections, make_protocol, self.config.ssl) for listener in sockets or []
         ]
         self.started = True
 
 
 class StoppableServer(BoundedServer):
-    """A server that sets `stop` on SIGTERM or SIGINT; the caller shuts it down. A second signal exits the
-    process."""
+    """A server that sets `stop` on SIGTERM or SIGINT. The caller then shuts the server down. A second signal
+    exits the process."""
 
     def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
         super().__init__(config, max_connections)

@@ -11,7 +11,7 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, O
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
-"""The minimum number of tokens that a sample or a forward_backward counts, so that the quota also limits the
+"""A sample or a forward_backward counts as at least this number of tokens, so that the quota also limits the
 number of operations."""
 
 
@@ -37,7 +37,7 @@ class EngineShare:
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
         """Submit `op` for this tenant; `tenant` is ignored. Raise CapacityError while too many tokens are in
-        flight, and UserError for an operation that exceeds the quota alone."""
+        flight, and UserError for an operation that alone exceeds the quota."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(

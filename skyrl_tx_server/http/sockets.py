@@ -35,9 +35,8 @@ def open_socket(options: HttpOptions) -> socket.socket:
 
 
 def tls_files(options: HttpOptions) -> tuple[Path, Path] | None:
-    """Return the paths of certificate and key, None for plain http. Raise ConfigError if they cannot be
-    used.
-    """
+    """Return the paths of the certificate and the key, or None for plain HTTP. Raise ConfigError if they
+    cannot be used."""
     if options.ssl_certfile is None or options.ssl_keyfile is None:
         return None
     files = Path(options.ssl_certfile).expanduser(), Path(options.ssl_keyfile).expanduser()

@@ -74,7 +74,7 @@ async def stream_tokens(
 async def wait_for_results(
     state: AppState, request: Request, ops: Sequence[Sample]
 ) -> list[SampleResult] | None:
-    """Return the results of `ops`, or None if the client disconnects first, which withdraws them."""
+    """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None."""
     watcher = StreamWatcher(streams_tokens=False)
     futures = [state.engine.submit(op, watcher) for op in ops]
     disconnected = asyncio.create_task(_disconnected(request))

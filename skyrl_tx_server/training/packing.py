@@ -1,5 +1,5 @@
-"""Packs training data into batches of token streams. Sequences with a common prefix share its tokens. All
-arrays are in host memory.
+"""Packs training data into batches of token streams. Sequences with a common prefix share the tokens of this
+prefix. All arrays are in host memory.
 
 A stream is a forest of prefix trees in depth-first order: the shared prefix of two sequences occurs once, and
 only the other tokens of the second sequence follow. A token attends to itself and to the earlier tokens whose
@@ -10,8 +10,8 @@ subtree contains it. The subtree of token j ends before index `subtree_end[j]`. 
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
 Loss inputs are stored per loss position. The token index of a loss position is the packed token whose hidden
-state the loss reads. Sequences share a loss position if token, target and all loss inputs are equal, as in
-the prompt of a group. `counts` is the number of these sequences.
+state the loss reads. Sequences share a loss position if they share the token, and target and loss inputs are
+equal, as in the prompt of a group. `counts` is the number of these sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DatumSpan:
     datum: int
     stream: int
     loss_positions: np.ndarray  # [N] int32, one per position of the datum
-    num_targets: int | None  # per position; None: the arrays of the datum have no target axis
+    num_targets: int | None  # targets per position; None: the arrays of the datum have no target axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +59,20 @@ def dummy_batch(shape: BucketShape) -> TrainBatch:
 def pack(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes
 ) -> list[PackedBatch]:
-    """Pack checked data into batches of few tokens. `trained` has one array [N] bool per datum, True at
-    positions with a gradient."""
+    """Pack validated data into batches with little padding. `trained` has one array [N] bool per datum, True
+    at positions with a gradient."""
     num_targets = _num_targets(data)
-    streams = plan_streams(data, trained, shapes, num_targets=num_targets or 1)
+    streams_by_shape = plan_streams(data, trained, shapes, num_targets=num_targets or 1)
     return [
-        _pack_streams(of_shape[first : first + shape.streams], shape, num_targets)
-        for shape, of_shape in streams.items()
-        for first in range(0, len(of_shape), shape.streams)
+        _pack_streams(streams[first : first + shape.streams], shape, num_targets)
+        for shape, streams in streams_by_shape.items()
+        for first in range(0, len(streams), shape.streams)
     ]
 
 
 def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Convert one array per batch, shaped like the targets of the batch, to one array per datum, shaped like
-    the targets of the datum, in the order of the data of `pack`."""
+    """Convert one array per batch, in the shape of the batch's targets, to one array per datum, in the shape
+    of the datum's targets. The datums have the order in which `pack` received them."""
     by_datum = {
         span.datum: _cut_targets(array[span.stream, span.loss_positions], span.num_targets)
         for batch, array in zip(batches, values, strict=True)
@@ -89,7 +89,7 @@ def _num_targets(data: Sequence[TrainDatum]) -> int | None:
 
 
 def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
-    """Convert [N] or [N, K] with K targets of the batch to [N] or [N, K] with the targets of the datum."""
+    """Convert values in the shape of the batch's targets, [N] or [N, K], to that of the datum's targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if num_targets is None else values[:, :num_targets]
@@ -117,16 +117,15 @@ def _pack_stream(
     """Return the arrays of one stream, without the leading axis, and the loss positions of each sequence."""
     sequences = stream.sequences
     tokens, positions, subtree_end, token_indices = _pack_tokens(sequences, shape.length)
-    new = [_has_own_loss(sequence) for sequence in sequences]
-    trained = np.concatenate(
-        [np.zeros(0, bool), *(sequence.trained[own] for sequence, own in zip(sequences, new, strict=True))]
-    )
+    masks = [_is_new_loss_position(sequence) for sequence in sequences]
+    new_trained = [sequence.trained[mask] for sequence, mask in zip(sequences, masks, strict=True)]
+    trained = np.concatenate([np.zeros(0, bool), *new_trained])
     order = np.argsort(~trained, kind="stable")  # loss positions with a gradient come first
 
     def ordered(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
         """Concatenate the new loss positions of all sequences, sort them by `order` and pad them."""
-        own_parts = [part[own] for part, own in zip(parts, new, strict=True)]
-        flat = np.concatenate([empty, *own_parts])[order]
+        new_parts = [part[mask] for part, mask in zip(parts, masks, strict=True)]
+        flat = np.concatenate([empty, *new_parts])[order]
         padding = np.zeros((shape.loss_positions - len(flat), *flat.shape[1:]), flat.dtype)
         return np.concatenate([flat, padding])
 
@@ -177,11 +176,11 @@ def _pack_tokens(
     return tokens, positions, subtree_end, token_indices
 
 
-def _has_own_loss(sequence: TreeSequence) -> np.ndarray:
-    """Return [N] bool, True where the sequence cannot share the loss position of the previous sequence."""
-    own = np.ones(len(sequence.tokens), bool)
-    own[: sequence.num_shared] = ~sequence.shares_loss
-    return own
+def _is_new_loss_position(sequence: TreeSequence) -> np.ndarray:
+    """Return [N] bool, False where the sequence shares the loss position of the previous sequence."""
+    is_new = np.ones(len(sequence.tokens), bool)
+    is_new[: sequence.num_shared] = ~sequence.shares_loss
+    return is_new
 
 
 def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> list[np.ndarray]:
@@ -190,20 +189,20 @@ def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> lis
     by_sequence: list[np.ndarray] = []
     created = 0
     for sequence in sequences:
-        own = _has_own_loss(sequence)
-        positions = np.zeros(len(own), np.int32)
-        positions[own] = order[created : created + own.sum()]
+        is_new = _is_new_loss_position(sequence)
+        positions = np.zeros(len(is_new), np.int32)
+        positions[is_new] = order[created : created + is_new.sum()]
         if sequence.num_shared:
             shared = np.flatnonzero(sequence.shares_loss)
             positions[shared] = by_sequence[-1][shared]
-        created += int(own.sum())
+        created += int(is_new.sum())
         by_sequence.append(positions)
     return by_sequence
 
 
 def _tree_layout(subtree_end: np.ndarray, num_tokens: int) -> TreeLayout:
-    """Return the layout of a stream with the key tiles that each query tile attends to. Tiles of padding
-    attend to none."""
+    """Return the layout of a stream with the key tiles to which each query tile attends. Query tiles of
+    padding attend to no key tile."""
     count = len(subtree_end) // ATTENTION_TILE
     tile = np.arange(count)
     tile_end = subtree_end.reshape(count, ATTENTION_TILE).max(axis=1)

@@ -1,5 +1,5 @@
-"""Groups sequences with common prefixes into prefix trees, and trees into streams of the bucket shapes. This
-module uses numpy only."""
+"""Groups sequences with common prefixes into prefix trees, and distributes the trees over streams of the
+bucket shapes. This module uses numpy only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TreeSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """Consecutive sequences of a stream: one prefix tree, or all trees of a full stream."""
+    """Consecutive sequences of a stream, which form one prefix tree or all trees of a stream."""
 
     sequences: tuple[TreeSequence, ...]
     tokens: int  # number of tokens, shared ones counted once
@@ -94,7 +94,7 @@ def _sorted_sequences(
 
 
 def _shares_loss(left: TreeSequence, right: TreeSequence, positions: slice) -> np.ndarray:
-    """Return [n] bool, True where both sequences have the same targets and loss inputs."""
+    """Return [n] bool, True at the `positions` where both sequences have the same targets and loss inputs."""
     equal = (left.targets[positions] == right.targets[positions]).all(axis=1)
     equal &= (left.inputs[positions] == right.inputs[positions]).all(axis=1)
     equal &= left.trained[positions] == right.trained[positions]
@@ -172,7 +172,7 @@ def _by_shape(streams: Iterable[tuple[BucketShape, PrefixTree]]) -> dict[BucketS
 
 def _computed_tokens(streams: Mapping[BucketShape, Sequence[PrefixTree]]) -> int:
     """Return the number of tokens in the batches, including padding."""
-    return sum(-(-len(of_shape) // shape.streams) * shape.tokens for shape, of_shape in streams.items())
+    return sum(-(-len(planned) // shape.streams) * shape.tokens for shape, planned in streams.items())
 
 
 def _first_fit(trees: Sequence[PrefixTree], shape: BucketShape) -> list[list[PrefixTree]]:

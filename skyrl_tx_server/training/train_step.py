@@ -1,7 +1,8 @@
 """The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
-Each program is compiled once per training shape. Losses, their settings, adapter ranks and optimizer settings
-need no further compilation. Pass host numpy arrays for everything that changes from call to call.
+Each program is compiled once per training shape and number of targets per position. Losses, their settings,
+adapter ranks and optimizer settings need no further compilation. Pass everything that changes from call to
+call as a numpy array in host memory.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 CHUNKS = 16
 MIN_CHUNK_POSITIONS = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""The head computes the loss positions of a batch in CHUNKS chunks, or in more if a chunk would have more
-than MAX_CHUNK_LOGITS logits (256 MiB in float32). The logits [E, V] of all positions are never in memory."""
+"""The head computes the loss positions of a batch in CHUNKS chunks, so that the logits of all positions are
+never in memory together. There are more chunks if a chunk would have more than MAX_CHUNK_LOGITS logits (256
+MiB in float32), and fewer if a chunk would have fewer than MIN_CHUNK_POSITIONS positions of each stream."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +159,10 @@ def adam_step(
     first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * shrink * g, state.first, grads)
     second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (shrink * g) ** 2, state.second, grads)
 
-    def update(value: jax.Array, m: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
+    def update(value: jax.Array, m: jax.Array, v: jax.Array, is_trained: jax.Array) -> jax.Array:
         denominator = jnp.sqrt(v / correct2) + eps
         direction = jnp.where(denominator > 0, m / correct1 / denominator, 0.0) + weight_decay * value
-        return value - learning_rate * allowed * direction
+        return value - learning_rate * is_trained * direction
 
     adapter = jax.tree.map(update, adapter, first, second, mask)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
@@ -185,7 +187,7 @@ def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dic
 def adam_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> AdamState:
-    """Return the inverse of `adam_to_arrays` in host memory."""
+    """Return the optimizer state in host memory. This is the inverse of `adam_to_arrays`."""
 
     def moment(name: str) -> Adapter:
         prefix = f"optimizer.{name}."

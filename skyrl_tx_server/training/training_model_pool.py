@@ -46,7 +46,7 @@ class TrainingModelPool:
         self._limit = max_on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        # models with the shardings that their arrays had on the device
+        # The models, and the shardings that their arrays had on the device.
         self._in_host_memory: dict[str, tuple[TrainingModel, object]] = {}
 
     def __contains__(self, model_id: str) -> bool:
@@ -55,8 +55,8 @@ class TrainingModelPool:
     def get(self, model_id: str) -> TrainingModel:
         """Return the model, moved to the device if necessary.
 
-        Raises NotFoundError if the id is unknown, and CapacityError if no other model can be moved to host
-        memory.
+        Raises NotFoundError if the id is unknown, and CapacityError if the device is full and host memory
+        has no room for another model.
         """
         if model_id in self._in_host_memory:
             self._make_room()
@@ -69,8 +69,8 @@ class TrainingModelPool:
         return self._device[model_id]
 
     def put(self, model_id: str, model: TrainingModel) -> None:
-        """Add a model, or replace its record. Raises CapacityError if neither the device nor host memory has
-        room for it."""
+        """Add a model, or replace its record. Raises CapacityError if the device is full and host
+        memory has no room for another model."""
         if self._device.pop(model_id, None) is None:
             self._make_room()
         self._in_host_memory.pop(model_id, None)  # after _make_room, whose error must not lose the model
@@ -91,21 +91,20 @@ class TrainingModelPool:
     def _make_room(self) -> None:
         """Move the least recently used models to host memory until the device has room for one more."""
         while len(self._device) >= self._limit:
-            oldest = next(iter(self._device))
-            model = self._device[oldest]
+            model_id, model = next(iter(self._device.items()))
             if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
                     f"{self._limit} models are on the device (max_models), and host memory has {free >> 20} "
                     f"MiB free, but moving a model there takes {model.num_bytes >> 20} MiB; unload a model"
                 )
-            self._in_host_memory[oldest] = model.moved(to_host), _shardings(model)
-            del self._device[oldest]
+            self._in_host_memory[model_id] = model.moved(to_host), _shardings(model)
+            del self._device[model_id]
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings of the arrays, to restore them on the devices. None: the arrays are uncommitted,
-    as on one device. Committed arrays would recompile every program that was compiled for uncommitted
-    ones."""
+    """Return the shardings of the arrays, with which `put` moves the arrays back to the devices. None: the
+    arrays are uncommitted, as on one device. Committed arrays would recompile every program that was
+    compiled for uncommitted arrays."""
     arrays = model.arrays()
     return (
         jax.tree.map(lambda leaf: leaf.sharding, arrays)

@@ -1,6 +1,4 @@
-"""`BanditBackend`: the Tinker API over a softmax of four logits, which learns from the datums that it
-receives.
-"""
+"""`BanditBackend`: a backend with a policy of four logits, which its training client learns from datums."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ class BanditBackend:
         self.training_client = BanditTrainingClient()
         self.saved: dict[str, np.ndarray] = {}
         self.versions: list[int] = []
-        self.opened: list[str | None] = []  # names of the reference models that were opened
+        self.opened: list[str | None] = []  # the names that `reference_model` received
 
     async def policy(self, version: int) -> TinkerPolicy:
         self.versions.append(version)

@@ -12,11 +12,7 @@ KEY = b"k" * 32
 
 def channels(*, process: int = 1) -> tuple[Channel, Channel]:
     """Return the channel of process 0 and the channel of the process with number `process`."""
-    return over(*socket.socketpair(), process=process)
-
-
-def over(accepting: socket.socket, connecting: socket.socket, *, process: int = 1) -> tuple[Channel, Channel]:
-    """Authenticate both ends of a socket pair. Returns the same two channels as `channels`."""
+    accepting, connecting = socket.socketpair()
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(accept, accepting, KEY, timeout_s=60)
         connected = connect(connecting, KEY, process=process, timeout_s=60)

@@ -122,9 +122,8 @@ class ExternalSampler:
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self.adapters: dict[str, tuple[str, Weights]] = {}
         self.received: list[dict] = []
-        self.change_reply: Callable[[dict], object] = lambda answer: (
-            None
-        )  # modifies the body of each completion response
+        # Modifies the body of each completion response.
+        self.change_reply: Callable[[dict], object] = lambda answer: None
         self.leaves_adapters_out = False  # if true, all samples use the base weights
         self.loads_adapters = True  # if false, the adapter routes do not exist
         self.hold_requests = False  # if true, a request waits until its client disconnects
@@ -275,8 +274,8 @@ class ExternalSampler:
                 self.aborted += 1
                 self.changed.notify_all()
             return []
-        plain = adapter == self.name or self.leaves_adapters_out
-        weights = self.model.base if plain else self.adapters[adapter][1]
+        uses_base = adapter == self.name or self.leaves_adapters_out
+        weights = self.model.base if uses_base else self.adapters[adapter][1]
         # Without a seed, the number of requests is the seed, so that results are deterministic.
         seeds = [(len(self.received) if seed is None else seed) + index for index in range(count)]
         return await asyncio.to_thread(
@@ -309,7 +308,7 @@ class ExternalSampler:
 
 @contextlib.contextmanager
 def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
-    """Serve the sampler on a loopback port and yield its URL. On exit, unload all adapters."""
+    """Serve the sampler on a loopback port and yield its URL. Unload all adapters at the end."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -14,12 +14,12 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-TOP = {
+TOP = {  # the tensors outside the layers
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-PARTS = {
+PARTS = {  # the modules of a layer
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -77,7 +77,7 @@ def write_gguf(
 
 
 def stored_tensors(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors under their GGUF names. For `llama`, the rows of q and k have the order of GGUF."""
+    """Return the tensors under their GGUF names. For `llama`, the rows of q and k are permuted."""
     stored = {TOP[name]: value for name, value in weights.items() if name in TOP}
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for layer in range(config["num_hidden_layers"]):
@@ -113,15 +113,15 @@ def read_fixture(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
 
 
 def _add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(width)
-    writer.add_value_length(width)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if experts := num_experts(config):

@@ -4,7 +4,7 @@
 
 Points are before, within and after each write of a record, before and after each replacement of a file, and
 at each call of the sampler, the training client and `save`. Every run is a forked child process. SIGKILL ends
-it without cleanup, so that the resumed run has only the files on disk.
+it without cleanup, so that a resumed run has only the files on disk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODES = {
         "kl_penalty_coef=0",
     ),
 }
-CURSED = "say-03"  # All trials of this task fail, so that the trainer quarantines it.
+FAILING_TASK = "say-03"  # All trials of this task fail, so that the trainer quarantines it.
 
 
 @dataclass(kw_only=True)
@@ -136,7 +136,7 @@ def play(path: Path, kill_point: int | None, *options: str) -> int:
     async def sometimes_failing(trial, policy):
         num_attempts[trial.seed] += 1
         if (
-            trial.task.id == CURSED
+            trial.task.id == FAILING_TASK
             or trial.seed % 11 == 0
             or (trial.seed % 4 == 0 and num_attempts[trial.seed] % 3 == 1)
         ):
@@ -180,7 +180,7 @@ def outcome(path: Path) -> Outcome:
     )
 
 
-def finished_places(path: Path) -> set[tuple[str, str, int]]:
+def finished_rollouts(path: Path) -> set[tuple[str, str, int]]:
     """Return the graded rollouts on disk as (file, task, member)."""
     return {
         (file.name, str(record["task"]), int(record["member"]))
@@ -190,7 +190,7 @@ def finished_places(path: Path) -> set[tuple[str, str, int]]:
     }
 
 
-def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
+def started_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     """Return the rollouts that started after the first `num_records` records of the journal, as (file, task,
     member).
     """
@@ -201,38 +201,38 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     }
 
 
-def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *options: str) -> list[str]:
-    """Kill a run at each point of `kills` in turn, finish it, and return its differences from `unbroken`.
+def faults_of(path: Path, kills: list[int], expected: Outcome, mode: str, *options: str) -> list[str]:
+    """Kill a run at each point of `kills` in turn, finish it, and return its faults.
 
-    In asynchronous modes, the groups of a step depend on timing. In these modes the function compares only
-    how often each group was trained.
+    In synchronous mode, each difference from `expected` is a fault. In asynchronous modes, the groups of a
+    step depend on timing, and the function checks only how often each task was trained.
     """
     faults = []
     for kill_point in [*kills, None]:
-        before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
+        before, num_records = finished_rollouts(path), len(records(path / "run" / "journal.jsonl"))
         num_points = play_in_child(path, kill_point, *MODES[mode], *options)
-        if repeated := before & admitted_since(path, num_records):
+        if repeated := before & started_since(path, num_records):
             faults.append(f"{len(repeated)} finished rollouts were played again")
-        if lost := before - finished_places(path):
+        if lost := before - finished_rollouts(path):
             faults.append(f"{len(lost)} finished rollouts were lost")
         if num_points:
             break
     resumed = outcome(path)
     if mode != "synchronous":
         return faults + training_faults(resumed)
-    if json.dumps(resumed.metrics) != json.dumps(unbroken.metrics):
+    if json.dumps(resumed.metrics) != json.dumps(expected.metrics):
         faults.append("metrics differ")
-    if set(resumed.trained.values()) != {1} or resumed.trained != unbroken.trained:
+    if set(resumed.trained.values()) != {1} or resumed.trained != expected.trained:
         faults.append("groups were not trained exactly once")
-    if resumed.seen_by_server != unbroken.seen_by_server or resumed.final_state != unbroken.final_state:
+    if resumed.seen_by_server != expected.seen_by_server or resumed.final_state != expected.final_state:
         faults.append("the final weights were trained on other data")
     return faults
 
 
 def training_faults(resumed: Outcome) -> list[str]:
-    """Return a fault unless every task except CURSED was trained exactly once in each of the three epochs."""
+    """Return a fault unless each task except FAILING_TASK was trained exactly once in each of 3 epochs."""
     expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
-    del expected[CURSED]
+    del expected[FAILING_TASK]
     trained = Counter(task for _, task in resumed.trained.elements())
     return (
         []
@@ -246,16 +246,16 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     summary. Returns 0 if there is no fault.
     """
     started = time.monotonic()
-    total = play_in_child(directory / "unbroken", None, *MODES[mode], *options)
-    unbroken = outcome(directory / "unbroken")
+    total = play_in_child(directory / "uninterrupted", None, *MODES[mode], *options)
+    uninterrupted = outcome(directory / "uninterrupted")
     rng = random.Random(seed)
     points = sorted(rng.sample(range(1, total + 1), num_points))
     faults = {
-        kill_point: faults_of(directory / f"kill-{kill_point}", [kill_point], unbroken, mode, *options)
+        kill_point: faults_of(directory / f"kill-{kill_point}", [kill_point], uninterrupted, mode, *options)
         for kill_point in points
     }
     chain = [rng.randrange(1, total // 3) for _ in range(num_points)]
-    faults[-1] = faults_of(directory / "chain", chain, unbroken, mode, *options)
+    faults[-1] = faults_of(directory / "chain", chain, uninterrupted, mode, *options)
     num_kills = (
         num_points
         + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl"))
@@ -269,9 +269,9 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     print(
         f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: "
         f"{len(faults) - num_bad} of {len(faults)} "
-        f"runs ended as {as_expected} ({len(unbroken.metrics)} lines of metrics, "
-        f"{unbroken.trained.total()} groups, "
-        f"{unbroken.metrics[-1]['tasks/quarantined']:g} task quarantined)"
+        f"runs ended as {as_expected} ({len(uninterrupted.metrics)} lines of metrics, "
+        f"{uninterrupted.trained.total()} groups, "
+        f"{uninterrupted.metrics[-1]['tasks/quarantined']:g} task quarantined)"
     )
     return 1 if num_bad else 0
 

@@ -40,7 +40,7 @@ OPTIONS = (
 
 
 class UnigramClient:
-    """A training client for `cross_entropy` with momentum. Its distribution ignores the context."""
+    """A training client for `cross_entropy` with momentum. The context does not change its distribution."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self.logits, self.momentum, self.gradient = (np.zeros(VOCAB) for _ in range(3))
@@ -170,10 +170,10 @@ def result(path: Path) -> list[object]:
 
 def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
     """Kill one run at each of `num_points` random points and one run repeatedly, and compare each with an
-    undisturbed run. Returns 0 if there is no difference.
+    uninterrupted run. Returns 0 if there is no difference.
     """
-    total = count_in_child(lambda: play(folder / "undisturbed", None, *options))
-    undisturbed, rng, num_bad = result(folder / "undisturbed"), random.Random(seed), 0
+    total = count_in_child(lambda: play(folder / "uninterrupted", None, *options))
+    uninterrupted, rng, num_bad = result(folder / "uninterrupted"), random.Random(seed), 0
     chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
     for kills in [
         *([kill_point] for kill_point in sorted(rng.sample(range(1, total + 1), num_points))),
@@ -183,13 +183,12 @@ def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
         for kill_point in [*kills, None]:
             if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
                 break
-        if result(path) != undisturbed:
+        if result(path) != uninterrupted:
             num_bad += 1
-            print(f"killed at {kills}: the run differs from the undisturbed one")
-    trained = set(undisturbed[1].values())  # pyright: ignore[reportAttributeAccessIssue]
-    print(
-        f"{num_points + 1 - num_bad} of {num_points + 1} runs ended like the undisturbed one ({total} points)"
-    )
+            print(f"killed at {kills}: the run differs from the uninterrupted one")
+    trained = set(uninterrupted[1].values())  # pyright: ignore[reportAttributeAccessIssue]
+    num_equal, num_runs = num_points + 1 - num_bad, num_points + 1
+    print(f"{num_equal} of {num_runs} runs ended like the uninterrupted one ({total} points)")
     return 1 if num_bad or trained != {1} else 0
 
 

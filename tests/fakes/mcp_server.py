@@ -52,7 +52,7 @@ def freeze(inventory: Inventory) -> object:
     time.sleep(3600)
 
 
-HOSTILE = {
+FAILING_TOOLS = {
     "fail": Tool(fail, "Raises an error."),
     "die": Tool(die, "Ends the server."),
     "hang": Tool(lambda inventory: None, "Does not return."),
@@ -74,7 +74,7 @@ class FailingServer(McpServer):
     """
 
     def __init__(self, marker: Path | None = None, die_at: int = 0) -> None:
-        super().__init__({**TOOLS, **HOSTILE, **{key: press(key) for key in KEYS}})
+        super().__init__({**TOOLS, **FAILING_TOOLS, **{key: press(key) for key in KEYS}})
         self._marker = marker
         self._die_at = die_at
         self._num_calls = 0

@@ -50,7 +50,7 @@ class FakeRun:
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of each step without times. A resumed run must have the same as an unbroken run."""
+    """Return the metrics of each step without times. They are equal in resumed and uninterrupted runs."""
     lines = records(log_path / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 

@@ -28,6 +28,7 @@ def fake_context(
     session_timeout_s: float = 300.0,
     settings: HttpSettings | None = None,
 ) -> AppState:
+    """Return an application state with a `FakeEngine` and checkpoints in `root`."""
     tenant_quota = None if settings is None or settings.tenant_keys is None else settings.tenant_quota
     store = CheckpointStore(root, "local/fake", tenant_quota=tenant_quota)
     return AppState(

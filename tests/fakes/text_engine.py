@@ -59,7 +59,7 @@ class TextEngine:
 
     The watcher receives each sample in blocks of `block` tokens, without the last block. A text is truncated
     at a stop string or at `max_tokens` tokens. Every token has the logprob -0.5. Each block except the first
-    waits for `gate`. `seen` contains all requests.
+    waits for `gate`. `received` contains all requests.
     """
 
     def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:

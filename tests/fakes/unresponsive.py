@@ -1,4 +1,4 @@
-"""A server with faulty responses, and a process that forks programs that use this server.
+"""A server with faulty responses, and a command that starts clients of this server as forks.
 
     python -m tests.fakes.unresponsive
 

@@ -24,7 +24,7 @@ from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 TURNS = 20  # per trial
-SLOWEST = 0.1  # `Result.slowest` contains this share of the tasks, those with the longest durations
+SLOWEST = 0.1  # share of the tasks in `Result.slowest`
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):

@@ -293,7 +293,7 @@ def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fakes.killable_sft", str(tmp_path), "20", "7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "21 of 21 runs ended like the undisturbed one" in done.stdout
+    assert "21 of 21 runs ended like the uninterrupted one" in done.stdout
 
 
 def run_folder(path: Path, **config: str) -> Path:

@@ -126,7 +126,7 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:
-            continue  # the file was removed meanwhile, because it was replaced, deleted or unused
+            continue  # the file was removed after `derived` returned
 
 
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:
@@ -144,12 +144,13 @@ def _signature(path: str, file: str, generation: str, ends: int) -> str:
 
 
 def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Return the directory with both files of the adapter in PEFT format, which are written if necessary."""
+    """Return the record of a checkpoint and the directory of its adapter in PEFT format. Write the files if
+    necessary."""
     return checkpoints.derived(path, "peft", _write_peft)
 
 
 def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Return the tar of both files, which is written if necessary."""
+    """Return the record of a checkpoint and the tar of its adapter's files. Write the tar if necessary."""
     return checkpoints.derived(path, ARCHIVE, _write_archive)
 
 
@@ -161,11 +162,12 @@ def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, n
     """Write the tar. Its bytes are reproducible, so that a download in several parts is consistent."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory, tarfile.open(target, "x") as tar:
         write_adapter(Path(directory), arrays, info.lora, info.base_model, "float32")
+        normalize = partial(_reproducible, created_at=info.created_at)
         for name in FILES:
-            tar.add(Path(directory) / name, arcname=name, filter=partial(_plain, created_at=info.created_at))
+            tar.add(Path(directory) / name, arcname=name, filter=normalize)
 
 
-def _plain(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
+def _reproducible(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
     mtime = int(created_at.timestamp())
     return member.replace(mtime=mtime, uid=0, gid=0, uname="", gname="", mode=0o644, deep=False)
 

@@ -19,11 +19,11 @@ from skyrl_tx_server.http.wire.results import result_to_json
 async def retrieve_future(state: AppState, request: Request) -> Reply:
     fields = JsonReader(await read_json(state, request), "retrieve_future")
     request_id = fields.text("request_id")
-    # The poll counts as a heartbeat when it arrives. Its reply does not: the client may have disconnected.
+    # The request counts as a heartbeat. Its reply does not, because the client may have disconnected.
     state.registry.touch(state.futures.session_of(request_id))
     outcome = await state.futures.wait(request_id)
     if outcome is None:
-        # The SDK polls again at once, so `wait` holds the request as long as the SDK allows.
+        # The SDK polls again immediately, so `wait` holds the request as long as the SDK allows.
         return JSONResponse(
             {"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408
         )
@@ -42,8 +42,8 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(state: AppState, request: Request) -> Reply:
-    """Withdraw a request. A waiting operation never starts, and a running sample ends after the next decode
-    dispatch. Any other running operation finishes and its result is discarded."""
+    """Withdraw a request. A waiting operation never starts, and a running sample ends after the current
+    decode dispatch. Any other running operation finishes, and its result is discarded."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")

@@ -31,7 +31,7 @@ class Metric:
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    source: Mapping[str, str] | str  # name of the statistic, or label value -> name
+    source: Mapping[str, str] | str  # name of the statistic, or label value -> name of the statistic
     label: str = ""  # name of the label, if `source` or the statistic is a mapping
 
 
@@ -137,8 +137,8 @@ METRICS: tuple[Metric, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Families(Collector):
-    """The metric families of one reply."""
+class _MetricsCollector(Collector):
+    """Collects the metric families of one reply."""
 
     state: AppState
 
@@ -160,7 +160,7 @@ class _Families(Collector):
 
 
 async def metrics(state: AppState, request: Request) -> Reply:
-    return Response(generate_latest(_Families(state)), media_type=MEDIA_TYPE)
+    return Response(generate_latest(_MetricsCollector(state)), media_type=MEDIA_TYPE)
 
 
 def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:

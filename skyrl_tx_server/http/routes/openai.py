@@ -1,8 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. One event of a stream contains the tokens of one decode dispatch. If the client disconnects, its
-slots are freed.
+checkpoint. One event of a stream contains the tokens of one decode dispatch. If the client disconnects, the
+slots of its samples are freed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ async def _weights(state: AppState, name: str) -> str | None:
     sampler = state.registry.find_sampler(name)
     if sampler is not None:
         if sampler.model_path is not None:
-            # The checkpoint may have been public only when the sampler was created.
+            # The checkpoint may have been unpublished since the sampler was created.
             state.checkpoints.check_readable(sampler.model_path)
         return sampler.weights
     raise NotFoundError(_no_such_model(state, name))
@@ -170,13 +170,13 @@ async def _reply(
     state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
 ) -> Reply:
     return await (
-        _stream(state, reply_format, ops[0])
+        _streamed_reply(state, reply_format, ops[0])
         if reply_format.sampling.stream
-        else _whole(state, request, reply_format, ops)
+        else _complete_reply(state, request, reply_format, ops)
     )
 
 
-async def _whole(
+async def _complete_reply(
     state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
 ) -> Reply:
     header = new_header(reply_format.prefix, reply_format.whole_object, reply_format.sampling.model)
@@ -205,8 +205,9 @@ async def _whole(
     return body
 
 
-async def _stream(state: AppState, reply_format: ReplyFormat, op: Sample) -> Response:
-    """Return a stream. Wait for the first tokens, so that a rejected request gets an error status."""
+async def _streamed_reply(state: AppState, reply_format: ReplyFormat, op: Sample) -> Response:
+    """Return a streamed response. Wait for its first tokens, so that a rejected request gets an error
+    status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
     first_delta = await anext(deltas)

@@ -67,7 +67,7 @@ async def asample(state: AppState, request: Request) -> Reply:
     if sample.sampler_id is not None:
         sampler = state.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:
-            # The checkpoint may have been public only when the sampler was created.
+            # The checkpoint may have been unpublished since the sampler was created.
             state.checkpoints.check_readable(sampler.model_path)
         return _submit(state, sample, weights=sampler.weights, session_id=sampler.session_id)
     return _submit(

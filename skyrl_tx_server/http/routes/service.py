@@ -17,7 +17,7 @@ async def healthz(state: AppState, request: Request) -> Reply:
 
 
 async def client_config(state: AppState, request: Request) -> Reply:
-    """Return the SDK's settings: it must send the chunks of a forward_backward in order and limit its
+    """Return settings for the SDK. The SDK must send the chunks of a forward_backward in order and limit its
     concurrent sampling requests."""
     await read_body(state, request)
     return {
@@ -63,8 +63,8 @@ async def capabilities(state: AppState, request: Request) -> Reply:
 
 
 async def stats(state: AppState, request: Request) -> Reply:
-    """Return the statistics of the whole engine to the operator, and the statistics of its own operations to
-    a tenant."""
+    """Return the statistics of the whole engine to the operator, and to a tenant the statistics of the
+    tenant's own operations."""
     engine = state.engine.stats()
     former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {

@@ -90,7 +90,7 @@ def begin_model(
             return
         try:
             state.run_index.record_run(run)
-        except OSError as error:  # e.g. a full disk; a model without a record is lost after a restart
+        except OSError as error:  # for example a full disk; every model must be in the run index
             state.registry.forget_model(op.model_id)
             state.engine.submit(UnloadModel(model_id=op.model_id))
             raise ServerError(
@@ -166,8 +166,8 @@ def submit[R: OpResult](
     extra: dict[str, str] | None = None,
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
-    """Submit an operation of `model` by calling `start`, once for each `seq_id`, and return its request
-    id."""
+    """Call `start`, which submits an operation of `model`, and return the request id. If an earlier request
+    had this `seq_id`, return its id instead."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
     request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done

@@ -83,7 +83,7 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # Every save is a snapshot. "inflight" only permits that its weights are newer.
+    # Every save is a snapshot of the current weights. "inflight" would also permit newer weights.
     kind = fields.optional_text("kind")
     fields.ignore("type")
     fields.finish()
@@ -163,7 +163,7 @@ def save_named(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
         if not state.checkpoints.exists(path):
-            state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
+            state.run_index.forget(path)  # a killed server may have left records of a deleted checkpoint
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -245,7 +245,7 @@ def _load_into(
         model.lora.train_unembed,
     ):
         raise UserError(
-            f"{path} was made with {lora}, this model with {model.lora}; create a new model with "
+            f"{path} was saved with {lora}, but this model has {model.lora}; create a new model with "
             f"create_training_client_from_state"
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
@@ -285,7 +285,7 @@ async def list_training_runs(state: AppState, request: Request) -> Reply:
 
 
 def _runs(state: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Return the runs of the run index, and the runs of copied checkpoints that it does not contain."""
+    """Return the runs in the run index, and the runs of copied checkpoints that are not in the index."""
     runs = state.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
@@ -306,7 +306,7 @@ async def get_training_run(state: AppState, request: Request) -> Reply:
 
 
 def _run_to_json(state: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    latest: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # sorted by time
+    latest: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # oldest first
     last_request = state.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )

@@ -60,7 +60,7 @@ def load_tokenizer(model_dir: Path | None) -> Tokenizer:
 def _loaded(model_dir: Path | None) -> Tokenizer:
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         raise UserError(
-            "text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to "
+            "text requests need a tokenizer.json, but the model has none; send a prompt of token ids to "
             "/api/v1/asample"
         )
     from transformers import AutoTokenizer, logging

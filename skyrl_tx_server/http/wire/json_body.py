@@ -1,8 +1,8 @@
-"""Parse JSON request bodies. Before parsing, the numbers of values, strings and containers and the depth are
-checked.
+"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before
+parsing.
 
-The first check also counts the characters inside of strings, so its counts are upper bounds. A body that
-exceeds a limit is checked again without its strings before it is rejected.
+The first check also counts the characters inside strings, so its counts are upper bounds. A body that
+exceeds a limit in the first check is checked again without its strings.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def _check(body: bytes, bounds: JsonBounds) -> None:
     brackets = body.translate(None, _NOT_BRACKETS)
     if body.count(b",") < bounds.values and num_quotes <= bounds.strings and len(brackets) <= bounds.depth:
         return
-    bare, num_strings = _STRING.subn(b"", body)
+    without_strings, num_strings = _STRING.subn(b"", body)
     if num_strings > bounds.strings:
         raise _exceeds("strings", bounds.strings)
-    if bare.count(b",") >= bounds.values:
+    if without_strings.count(b",") >= bounds.values:
         raise _exceeds("values", bounds.values)
-    steps = _STEPS[np.frombuffer(bare.translate(None, _NOT_BRACKETS), np.uint8)]
+    steps = _STEPS[np.frombuffer(without_strings.translate(None, _NOT_BRACKETS), np.uint8)]
     if int((steps > 0).sum()) > bounds.containers:
         raise _exceeds("lists and objects", bounds.containers)
     if steps.size and int(np.cumsum(steps, dtype=np.int32).max()) > bounds.depth:

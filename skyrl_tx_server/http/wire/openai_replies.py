@@ -25,7 +25,7 @@ from skyrl_tx_server.http.wire.output_parser import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDelta:
-    """New tokens of sample `index`. `ended` is set with the last of them."""
+    """New tokens of sample `index`. The last delta of a sample has `ended`, the stop reason."""
 
     index: int
     tokens: Sequence[int]
@@ -40,7 +40,7 @@ class ChatFormat:
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
         self.sampling = chat.sampling
-        self._calls = bool(chat.tools)
+        self._parses_calls = bool(chat.tools)
         self._part = Part.REASONING if rendered.opens_reasoning else Part.BEGINNING
         self._decode = decoder(tokenizer)
 
@@ -48,7 +48,7 @@ class ChatFormat:
         return Answer(
             self._decode,
             self.sampling.settings.stop_strings,
-            AnswerParser(calls=self._calls, part=self._part),
+            AnswerParser(parses_calls=self._parses_calls, part=self._part),
         )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
@@ -184,7 +184,7 @@ def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
 
 
 def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
-    """Return the delta of a message that has `calls_before` tool calls."""
+    """Return the delta of a message that already has `calls_before` tool calls."""
     delta: dict[str, object] = {}
     if content := text_of(pieces):
         delta["content"] = content

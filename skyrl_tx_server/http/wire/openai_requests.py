@@ -146,7 +146,7 @@ def _sampling(
     stop = fields.value("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise UserError(f"stop must be a non-empty string or a list of such, got {quoted(stop)}")
+        raise UserError(f"stop must be a non-empty string or a list of non-empty strings, got {quoted(stop)}")
     for name in ("frequency_penalty", "presence_penalty", "min_p"):
         fields.refuse(name, _SAMPLING_HINT)
     if fields.number("repetition_penalty", 1.0) != 1.0:
@@ -238,7 +238,7 @@ def _reasoning(fields: JsonReader, where: str) -> str | None:
     if text is not None and alias_text is not None and text != alias_text:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
     text = alias_text if text is None else text
-    # LiteLLM sends the same text also as reasoning_content.
+    # LiteLLM sends the text of thinking_blocks also as reasoning_content.
     if fields.items("thinking_blocks") and not text:
         raise UserError(
             f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"
@@ -269,13 +269,13 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # invalid JSON, which a model may write, is kept as text
             arguments = parse_json(arguments.encode())
-    message_json: dict[str, object] = {
+    call_json: dict[str, object] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},
     }
     if isinstance(call, dict) and isinstance(call.get("id"), str):
-        message_json["id"] = call["id"]
-    return message_json
+        call_json["id"] = call["id"]
+    return call_json
 
 
 def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:

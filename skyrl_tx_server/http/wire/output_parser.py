@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that may be the beginning of a tag or a stop string is held back until further text shows whether it is,
-so that a stream and a complete reply have the same text.
+Text that may be the beginning of a tag or a stop string is held back until further text decides this, so that
+a stream and a complete reply have the same text.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Part(StrEnum):
 
 
 class AnswerParser:
-    """Splits text into `ParsedDelta` pieces. Without `calls`, tool calls are content."""
+    """Splits text into `ParsedDelta` pieces. Without `parses_calls`, tool calls are content."""
 
-    def __init__(self, *, calls: bool, part: Part = Part.BEGINNING) -> None:
-        self._calls = calls
+    def __init__(self, *, parses_calls: bool, part: Part = Part.BEGINNING) -> None:
+        self._parses_calls = parses_calls
         self._part = part
         self._buffer = ""
         self._opening = ""  # the opening tag of the current call and the white space before it
@@ -105,13 +105,13 @@ class AnswerParser:
                 return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
             case Part.CONTENT:
                 before, opened, after = (
-                    self._buffer.partition(CALL_OPEN) if self._calls else (self._buffer, "", "")
+                    self._buffer.partition(CALL_OPEN) if self._parses_calls else (self._buffer, "", "")
                 )
                 if opened:
                     text = before.rstrip()
                     self._opening = before[len(text) :] + CALL_OPEN
                     return self._enter(Part.CALL, after, Content(text=text))
-                return self._emit_safe(Content, (CALL_OPEN,) if self._calls else ())
+                return self._emit_safe(Content, (CALL_OPEN,) if self._parses_calls else ())
             case Part.CALL:
                 body, closed, after = self._buffer.partition(CALL_CLOSE)
                 if not closed:
@@ -179,7 +179,7 @@ class Answer:
         self._text = TextPieces(decode)
         self._cutter = StopCutter(stop_strings)
         self._parser = parser
-        self._called = False
+        self._has_tool_call = False
 
     def add(self, ids: Sequence[int]) -> list[ParsedDelta]:
         return self._parse(self._cutter.add(self._text.add(ids)))
@@ -199,13 +199,13 @@ class Answer:
         return pieces + (self._parser.flush() if self._parser is not None else [])
 
     def finish_reason(self, reason: StopReason) -> str:
-        return "tool_calls" if self._called and reason is StopReason.STOP else str(reason)
+        return "tool_calls" if self._has_tool_call and reason is StopReason.STOP else str(reason)
 
     def _parse(self, text: str) -> list[ParsedDelta]:
         if self._parser is None:
             return [Content(text=text)] if text else []
         pieces = self._parser.add(text)
-        self._called |= any(isinstance(piece, ToolCall) for piece in pieces)
+        self._has_tool_call |= any(isinstance(piece, ToolCall) for piece in pieces)
         return pieces
 
 

@@ -46,7 +46,7 @@ CHECKED_FROM_BYTES = 64 << 10
 MAX_FIELDS = 200_000
 """Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
 datums."""
-MAX_PACKED_BYTES = 1024
+MAX_PACKED_BYTES = 1024  # of a packed list of numbers; the only one in a request is a tensor's shape
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
 
 _DTYPES = {
@@ -98,7 +98,7 @@ def _check_fields(body: bytes) -> None:
     """Raise UserError for a body of too many fields before it is parsed, because an empty message of two
     bytes takes a hundred bytes of memory."""
     if len(body) > CHECKED_FROM_BYTES:
-        with contextlib.suppress(IndexError):  # truncated: the parser reports it
+        with contextlib.suppress(IndexError):  # the body is truncated, which the parser reports
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
 
 
@@ -122,7 +122,7 @@ def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count
                 length, offset = _varint(body, offset)
                 field = message.fields_by_number.get(tag >> 3)
                 if offset + length > end:
-                    return count  # truncated: the parser reports it
+                    return count  # the body is truncated, which the parser reports
                 if field is not None and field.message_type is not None:
                     count = _count_fields(body, offset, offset + length, field.message_type, count)
                 elif field is not None and field.cpp_type not in _BYTES_OR_TEXT and length > MAX_PACKED_BYTES:

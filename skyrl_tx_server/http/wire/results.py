@@ -93,7 +93,7 @@ def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
-    """Return the top-k of each position; None at a position without a context."""
+    """Return the top-k of each position, with None at a position without a context."""
     return [
         None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
         for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)

@@ -1,7 +1,7 @@
 """Parse the bodies of training requests: adapters, optimizer settings and data. JSON and protobuf share the
 checks.
 
-A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+A request that the server cannot serve exactly raises a `UserError` that names an alternative. No field that
 would change a result is ignored.
 """
 
@@ -96,8 +96,8 @@ def _alpha(text: str | None) -> float:
 
 
 def check_optimizer_config(fields: JsonReader) -> None:
-    """Raise UserError for any optimizer other than AdamW. The check is made when a model is created, before
-    its first step."""
+    """Raise UserError for any optimizer other than AdamW. The routes that create a model
+    call this function, so that the error comes before the first step."""
     config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
     kind = config.optional_text("type")
     if kind not in (None, "adamw"):
