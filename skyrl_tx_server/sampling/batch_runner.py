@@ -51,8 +51,7 @@ CPU_DECODE_COST = 1.5
 
 
 class BatchRunner:
-    """Samples the sequences of all requests: they start with `prefill`, advance with `decode` and `poll`, and
-    leave when they are complete."""
+    """Runs sequences: `prefill` starts them, and `decode` and `poll` advance them until they are complete."""
 
     def __init__(
         self,

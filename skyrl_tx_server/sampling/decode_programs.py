@@ -69,7 +69,7 @@ class DecodePrograms:
             self._compiled[program] = self._lower(program).compile()
         except Exception as error:
             logger.warning(
-                "cannot compile the decode program for %d sequences per rank; a slower one is used: %s",
+                "cannot compile the decode program for %d sequences per rank; a slower program is used: %s",
                 program.width,
                 error,
             )

@@ -152,8 +152,7 @@ class ModelRunner:
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
         """Return a dispatch of these (slot, sequence) pairs for the narrowest compiled program that holds
-        them. If no such program is compiled yet, use the widest program, or its rolled program if the model
-        has rolled programs."""
+        them. If none is compiled yet, use the widest program, rolled if the model has rolled programs."""
         layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:

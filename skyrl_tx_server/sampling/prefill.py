@@ -48,9 +48,8 @@ class Prefiller:
         """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
 
         The result has one entry per planned request, None if more chunks of its prompt remain. Raises
-        CapacityError if there are too few pages or LoRA slots for the first request, or if preempted
-        sequences must be restored first. After any error except SequencesLostError the state of all sequences
-        is unchanged.
+        CapacityError if the first request must wait for pages, a LoRA slot or preempted sequences. After any
+        error except SequencesLostError the state of all sequences is unchanged.
         """
         self._check_preempted(requests[0].tenant)
         planned = self._planner.plan(requests)
