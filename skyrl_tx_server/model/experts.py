@@ -8,8 +8,6 @@ result, but on a CPU XLA then multiplies every token by every expert, which take
 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
-
-This file is long because routing, tiles and their gradients use one layout of tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ TINY = 1e-20
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
+    """Return the weights of `add_experts`."""
     experts = config.experts
     assert experts is not None
     hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
@@ -102,9 +101,9 @@ def add_experts(
         adapted,
         PartitionSpec(),
     )
-    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(batch, None, fsdp))(
-        *inputs, modules, layer
-    )
+    mixed = shard_map_over(
+        config, partial(_mix_on_device, mix, fsdp), specs, PartitionSpec(batch, None, fsdp)
+    )(*inputs, modules, layer)
     return shard_batch(config, x + mixed)
 
 
@@ -171,7 +170,7 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:  # every tile has one LoRA slot; on a GPU padding costs no time
+    else:  # every tile has one LoRA slot; on a CPU tiles of 1 avoid padding, which costs no time on a GPU
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
@@ -199,7 +198,7 @@ def mix_experts(
     return (per_token * weights[..., None]).sum(axis=2)
 
 
-def _shared_mix(
+def _mix_on_device(
     mix: Callable[..., jax.Array],
     fsdp: str | None,
     x: jax.Array,
@@ -209,7 +208,8 @@ def _shared_mix(
     modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """Run `mix_experts` on one device of a mesh, which has a part of the experts and of their columns."""
+    """Run `mix_experts` on one device of a mesh, which has a part of the experts and of their columns, and
+    sum the results of all devices."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")

@@ -167,8 +167,8 @@ def local_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[j
     """Return the local number of each page and whether the page is on this device. Pages of other devices
     get the number 0 of the null page."""
     local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
-    here = (local >= 0) & (local < cache.keys.shape[1])
-    return jnp.where(here, local, 0), here
+    is_local = (local >= 0) & (local < cache.keys.shape[1])
+    return jnp.where(is_local, local, 0), is_local
 
 
 def _read_local_positions(
@@ -264,19 +264,19 @@ def _write_local_positions(
         keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1) for leaf in (new.keys, new.values))
 
         def write_page(index: jax.Array, cache: KVCache) -> KVCache:
-            at, _ = local_pages(config, cache, tables_BW[b, index])
+            page, _ = local_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE_SIZE, 0, PAGE_SIZE - width)
             source = index * PAGE_SIZE + first + jnp.arange(width) - start  # index in `new` of each position
-            here = (source >= 0) & (source < count)
+            mask = (source >= 0) & (source < count)
             return KVCache(
                 keys=_merge(
-                    cache.keys, jnp.take(keys, source, axis=4, mode="clip"), here, (0, at, 0, 0, first)
+                    cache.keys, jnp.take(keys, source, axis=4, mode="clip"), mask, (0, page, 0, 0, first)
                 ),
                 values=_merge(
                     cache.values,
                     jnp.take(values, source, axis=3, mode="clip"),
-                    here[:, None],
-                    (0, at, 0, first, 0),
+                    mask[:, None],
+                    (0, page, 0, first, 0),
                 ),
             )
 
@@ -286,21 +286,22 @@ def _write_local_positions(
 
 
 def _merge(
-    whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.Array | int, ...]
+    whole: jax.Array, window: jax.Array, mask: jax.Array, at: tuple[jax.Array | int, ...]
 ) -> jax.Array:
+    """Write the elements of `window` that `mask` selects into `whole`, at index `at`."""
     return jax.lax.dynamic_update_slice(
-        whole, jnp.where(here, window, jax.lax.dynamic_slice(whole, at, window.shape)), at
+        whole, jnp.where(mask, window, jax.lax.dynamic_slice(whole, at, window.shape)), at
     )
 
 
 def _copy_local_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        (source, here), (target, _) = (local_pages(config, cache, page) for page in copies_C2[index])
+        (source, is_local), (target, _) = (local_pages(config, cache, page) for page in copies_C2[index])
 
         def copy_page(whole: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)
             if config.mesh is not None:
-                page = jax.lax.psum(jnp.where(here, page, 0), BATCH)
+                page = jax.lax.psum(jnp.where(is_local, page, 0), BATCH)
             return jax.lax.dynamic_update_slice_in_dim(whole, page, target, axis=1)
 
         return jax.tree.map(copy_page, cache)

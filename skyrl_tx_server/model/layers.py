@@ -15,8 +15,8 @@ from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScal
 from skyrl_tx_server.model.reductions import sum_last
 
 QUERY_BLOCKS = 4
-"""The attention of each block is compiled separately. Four blocks save 3/8 of the work of a full mask, eight
-blocks 7/16."""
+"""The number of query blocks of `packed_attention`, within the limits on their size. Each block is compiled
+separately. Four blocks save 3/8 of the work of a full mask, eight blocks 7/16."""
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 

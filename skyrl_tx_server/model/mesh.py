@@ -152,14 +152,13 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def to_host[Tree](tree: Tree) -> Tree:
-    """Return a tree of arrays in host memory. With several processes, all of them must
-    call this function."""
+    """Return a tree of arrays in host memory. With several processes, all of them must call this function."""
 
     def gather(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         is_local = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
         return leaf if is_local else process_allgather(leaf, tiled=True)
 
-    # wait first: JAX would copy an array that is not ready in another thread
+    # wait first, because JAX uses another thread to copy an array that is not ready
     return jax.device_get(jax.block_until_ready(jax.tree.map(gather, tree)))
 
 

@@ -89,7 +89,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A model. Hashable, so that it can be a static argument of a jitted function."""
+    """The configuration of a model. It is hashable, because it is a static argument of jitted functions."""
 
     model_type: str = "qwen3"  # the key of its family in `families.table.FAMILIES`
     vocab_size: int

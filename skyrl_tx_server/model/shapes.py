@@ -10,14 +10,14 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 512
+MIN_SEGMENT = 512  # positions of the first segment
 MIN_DECODE_WIDTH = 4
-"""The minimum is more than 1, because a matrix product of one row differs in the last bits from products of
-several rows."""
+"""The smallest width of a decode program. A width of 1 would change results, because a matrix product of one
+row differs in the last bits from products of several rows."""
 ATTENTION_TILE = 128
 """The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
 are multiples of it."""
-SMALLER_SHAPES = 2
+SMALLER_SHAPES = 2  # the maximum number of training lengths below the budget
 PREFILL_TILE = 64
 """The number of tokens of a tile in prefill. The part of a prompt after its cached prefix is divided into
 tiles."""
@@ -84,7 +84,7 @@ class BucketShapes:
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
     """Return shapes with one stream per data-parallel rank. The lengths are the budget, a quarter and a
-    sixteenth of it, and its doubles up to the maximum context.
+    sixteenth of it, and the budget doubled up to the maximum context.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
     [512, 2048, 8192, 16384, 20096]
@@ -109,7 +109,7 @@ def num_tiles(length: int) -> int:
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
-    """Return the padded lengths for which the scoring program is compiled: doubles of ATTENTION_TILE.
+    """Return the padded lengths of the scoring programs: ATTENTION_TILE, doubled up to the maximum context.
 
     >>> score_lengths(2000), score_lengths(100)
     ((128, 256, 512, 1024, 2048), (128,))
@@ -118,8 +118,8 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
-    """Return the numbers of cached positions for which the decode program is compiled: doubles of MIN_SEGMENT
-    up to the maximum context, in whole pages.
+    """Return the numbers of cached positions for which the decode program is compiled: MIN_SEGMENT,
+    doubled up to the maximum context in whole pages.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))

@@ -59,7 +59,7 @@ class Remat(StrEnum):
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Return random weights: ones for norms, normal values with standard deviation 0.02 for matrices. Call
+    """Return random weights: ones for norms, normal values with standard deviation 0.02 for all others. Call
     this function inside jax.jit, because it consists of many small operations."""
     stacks = stacks_of(config)
     *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
@@ -70,13 +70,13 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
 
     def stacked(stack: Stack, field: str) -> jax.Array:
         key, weight = next(remaining), stack.weights[field]
-        shape, kept = (len(stack.layers), *weight.shape), jnp.float32 if weight.exact else dtype
+        shape, leaf_dtype = (len(stack.layers), *weight.shape), jnp.float32 if weight.exact else dtype
         if field.endswith("norm"):
-            return jnp.ones(shape, kept)
+            return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
-            return draw(key, shape, kept)
+            return draw(key, shape, leaf_dtype)
         # drawn as [in, out], so that existing seeds give the same model
-        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(-1, -2)
+        return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(

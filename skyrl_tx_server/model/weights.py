@@ -226,11 +226,11 @@ def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> 
 def adapter_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> Adapter:
-    """Return the inverse of `adapter_to_arrays` in host memory, padded to `max_rank`. Raises UserError if a
-    tensor is missing or has another shape."""
+    """Return the inverse of `adapter_to_arrays` in host memory, padded to `max_rank`. Raises UserError if the
+    rank exceeds `max_rank`, or if a tensor is missing or has another shape."""
     if spec.rank > max_rank:
         raise UserError(
-            f"the checkpoint has LoRA rank {spec.rank}, this server max_lora_rank={max_rank}: start the "
+            f"the checkpoint has LoRA rank {spec.rank}, but max_lora_rank={max_rank}: start the "
             "server with a larger max_lora_rank"
         )
     adapter = zero_adapter(config, max_rank)

@@ -181,8 +181,8 @@ class AdapterCache:
         }
 
     def _store_in_host_memory(self, weights: str, adapter: Adapter) -> None:
-        """Copy the adapter to host memory in a thread, beside decoding and training. The arrays stay on the
-        device until the copy is complete. With several processes, all of them copy at once."""
+        """Copy the adapter to host memory in a thread. The arrays stay on the device until the copy is
+        complete. With several processes, wait for the copy, because all processes take part in it."""
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(adapter))
         self._in_host_memory.pop(weights, None)
         for unused in [name for name in self._in_host_memory if not self._is_used(name)]:

@@ -6,7 +6,7 @@
     DecodePipeline  decode steps for all sequences, with one dispatch in flight
     ModelRunner     the compiled programs and the KV cache
 
-The KV cache is the only state of sequences on the device.
+On the device, the state of sequences is the KV cache and the outputs of the last dispatch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CPU_DECODE_COST = 1.5
 
 
 class BatchRunner:
-    """Sequences start with `prefill`, advance with `decode` and `poll`, and leave when they are complete."""
+    """Runs sequences: `prefill` starts them, and `decode` and `poll` advance them until they are complete."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class BatchRunner:
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The estimated time of a dispatch of decode steps for all slots, in full prefill batches."""
+        """The estimated time of one dispatch of decode steps for all slots, in full prefill batches."""
         shapes = self.runner.prefill_layout.shapes
         if shapes == GPU_PREFILL:
             return GPU_PREFILLS_PER_STEP * self.runner.steps

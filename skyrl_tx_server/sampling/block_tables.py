@@ -22,9 +22,9 @@ class BlockTables:
     its pages."""
 
     tables: Sequence[Sequence[int]]
-    # before the first sequence is computed: from the pages of the cached prefix to its pages
+    # from the pages of the cached prefix to the first sequence, before the sequence is computed
     copies_before: Sequence[PageCopy]
-    # after that: from its pages to the pages of the other sequences
+    # from the first sequence to the other sequences, after the first sequence is computed
     copies_after: Sequence[PageCopy]
 
 

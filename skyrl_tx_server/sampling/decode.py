@@ -1,8 +1,8 @@
 """The decode pipeline, with at most one dispatch of decode steps in flight.
 
-A dispatch can start before the host has read the outputs of the previous one, because the last tokens stay on
-the device (`Carry`) and the position of every sequence that has not ended is known. A sequence that has ended
-is idle in the next dispatch.
+A dispatch can start before the host has read the outputs of the previous dispatch, because the last tokens
+stay on the device (`Carry`) and the position of every sequence that has not ended is known. A sequence that
+has ended is idle in the next dispatch.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...
@@ -27,8 +27,8 @@ class InFlightBatch:
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # planned before the outputs are known; None: cannot be planned yet
-    host_outputs: DecodeOutputs | None = None  # None: not complete yet
+    next: DecodeDispatch | None = None  # planned before the outputs are known; None: not planned
+    host_outputs: DecodeOutputs | None = None  # None: the dispatch is not complete yet
 
     @property
     def ended(self) -> bool:
@@ -50,8 +50,8 @@ class DecodePipeline:
         return {"decode_dispatches_ahead": self._num_ahead}
 
     def decode(self) -> bool:
-        """Wait for the dispatch in flight, or start a dispatch if there is none and wait for it. Return
-        whether a sequence has ended."""
+        """Start a dispatch if none is in flight, and wait for it. Return whether a sequence has ended. Raise
+        the error of a dispatch that `poll` could not start."""
         if isinstance(self.in_flight, Exception):
             raise self.in_flight
         if self.in_flight is None:
@@ -68,7 +68,7 @@ class DecodePipeline:
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
         """Return the sequences that `decode` has completed. With `dispatch_next` the next dispatch is started
-        first, if it can be planned."""
+        first, if `decode` has planned it."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []

@@ -42,7 +42,7 @@ class DecodeDispatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLayout:
-    """The sizes of a dispatch's arrays."""
+    """The sizes and constant inputs of all dispatches."""
 
     null_pages: Sequence[int]  # the null page of each data-parallel rank
     slots_per_rank: int

@@ -39,7 +39,7 @@ values with those of this step)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeModel:
-    """The layers of the model and how they attend."""
+    """The layers of the model, and functions that read their KV cache and compute their attention."""
 
     config: ModelConfig
     params: Params
@@ -95,20 +95,20 @@ def rolled_layers(model: DecodeModel) -> RunLayers:
 
             def body(
                 x: jax.Array,
-                of_layer: tuple[jax.Array, LayerParams, Past, Segment],
+                layer_inputs: tuple[jax.Array, LayerParams, Past, Segment],
                 stack: Stack = stack,
                 whole: LayerParams = whole,
                 modules: LayerAdapter = modules,
             ) -> tuple[jax.Array, Segment]:
-                number, weights, past, recent = of_layer
+                number, weights, past, recent = layer_inputs
                 adapter = slot_layer(modules, model.indices, number - stack.layers.start)
                 attend = partial(model.attend, number, past, recent, step)
                 return layer(config, stack, x, weights | whole, adapter, ropes, attend)
 
             span = slice(stack.layers.start, stack.layers.stop)
-            own_past, own_recent = jax.tree.map(lambda leaf, span=span: leaf[span], (past, recents))
+            stack_past, stack_recent = jax.tree.map(lambda leaf, span=span: leaf[span], (past, recents))
             numbers = jnp.arange(stack.layers.start, stack.layers.stop)
-            x, recent = jax.lax.scan(body, x, (numbers, sliced, own_past, own_recent))
+            x, recent = jax.lax.scan(body, x, (numbers, sliced, stack_past, stack_recent))
             written.append(recent)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *written)
 

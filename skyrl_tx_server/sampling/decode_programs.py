@@ -22,7 +22,7 @@ USES_BEFORE_COMPILATION = 16
 """A narrow program is compiled after this number of dispatches could have used it, because a compilation
 takes as long as many dispatches."""
 MIN_ROLLED_LAYERS = 8
-"""A model of fewer layers has no rolled programs, because its unrolled programs are compiled quickly."""
+"""A model with fewer layers has no rolled programs, because its unrolled programs are compiled quickly."""
 COMPILE_THREAD = "compile-decode"  # name of the thread that compiles
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class DecodePrograms:
             self._compiled[program] = self._lower(program).compile()
         except Exception as error:
             logger.warning(
-                "cannot compile the decode program for %d sequences per rank; a slower one is used: %s",
+                "cannot compile the decode program for %d sequences per rank; a slower program is used: %s",
                 program.width,
                 error,
             )

@@ -62,7 +62,7 @@ class DecodeBatch:
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
     tables: ArrayLike  # [B, W] int32, block tables with the pages for this dispatch, null page as padding
     splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
-    adapters: LoraIndices  # one per slot
+    adapters: LoraIndices  # one LoRA slot per sequence
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
 
@@ -109,8 +109,8 @@ def decode_steps(
     the dispatch.
 
     Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
-    be below the last end. The number of segments does not change a single bit of the results. With
-    `ends=None` a GPU kernel reads the pages in place, in the KV splits of `batch.splits`.
+    be below the last end. Results are bit-identical for every number of segments. With `ends=None` a GPU
+    kernel reads the pages in place, in the KV splits of `batch.splits`.
 
     With `rolled`, a loop runs the layers. It copies the weights of each layer out of `params`, so decoding is
     slower, but the time of the compilation does not grow with the number of layers. The results are the same.

@@ -1,5 +1,5 @@
-"""Runs the sampling programs. The KV cache is the only state of sequences on the device. All other inputs are
-arguments of each call."""
+"""Runs the sampling programs. `ModelRunner` holds the KV cache. The state of sequences is an argument of each
+call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSize:
-    """The KV cache of each data-parallel rank."""
+    """The size of the KV cache of each data-parallel rank."""
 
     slots: int
     pages: int  # including the null page
@@ -104,8 +104,8 @@ class ModelRunner:
             shapes=shapes,
             num_slots=num_slots,
             table_width=table_width,
-            # one page per sequence that diverges inside it, and whole tables for sequences on other
-            # data-parallel ranks
+            # one partly filled page per sequence and per chunk; with several data-parallel ranks, a whole
+            # table per chunk and rank
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
@@ -124,7 +124,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
         )
-        self._rolls = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
+        self._uses_rolled_programs = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
         self._programs = DecodePrograms(self._lower_decode)
         self._cache = self._empty_cache()
 
@@ -152,7 +152,7 @@ class ModelRunner:
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
         """Return a dispatch of these (slot, sequence) pairs for the narrowest compiled program that holds
-        them, or for the widest program. A rolled program replaces the widest one until it is compiled."""
+        them. If none is compiled yet, use the widest program, rolled if the model has rolled programs."""
         layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
@@ -162,7 +162,7 @@ class ModelRunner:
             if width == layout.widths[-1]:
                 break
             width = layout.widths[layout.widths.index(width) + 1]
-        if self._rolls:
+        if self._uses_rolled_programs:
             return replace(dispatch, program=replace(dispatch.program, rolled=True))
         return dispatch
 
@@ -242,9 +242,9 @@ class ModelRunner:
             layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
         )
         counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
-        for most in sorted(counts, key=lambda count: count or 0):
+        for max_loras in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:
-                if batch.adapters.max_loras == most:
+                if batch.adapters.max_loras == max_loras:
                     lowered = prefill.lower(
                         self._cache,
                         self._params,
@@ -255,9 +255,9 @@ class ModelRunner:
                         tempered=self._processed_logprobs,
                     )
                     yield f"prefill, {len(batch.tokens)} tiles", lowered
-            for dispatch_ends in ends if most in decode_counts else ():
+            for dispatch_ends in ends if max_loras in decode_counts else ():
                 for width in reversed(layout.widths):
-                    program = DecodeProgram(width=width, ends=dispatch_ends, max_loras=most)
+                    program = DecodeProgram(width=width, ends=dispatch_ends, max_loras=max_loras)
                     yield f"decode_steps, {width} sequences", self._lower_decode(program)
 
     def _lower_decode(self, program: DecodeProgram) -> Lowered:
@@ -286,8 +286,8 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The call itself can
-        fail, or the computation of the cache that it returns, for example if GPU memory runs out."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. Either the
+        call has failed or the computation that it started, for example because GPU memory ran out."""
         try:
             self.wait()
         except Exception:

@@ -1,4 +1,4 @@
-"""The sequences that have begun. Sequences are preempted or paused when KV pages or slots run out.
+"""The sequences that have started. They are preempted or paused when KV pages or slots run out.
 
 Preempt: a sequence loses its KV pages, and its prefix is computed again when pages are free. A slot stays
 reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
@@ -132,7 +132,7 @@ class SequencePool:
 
     def allocate_next(self, sequences: Sequence[tuple[int, SequenceState]], steps: int) -> bool:
         """Allocate pages for the next `steps` tokens of each sequence, the oldest first. Stop and return
-        False at the first sequence for which there are too few."""
+        False at the first sequence for which there are too few pages."""
         ordered = sorted(sequences, key=lambda occupied: occupied[1].key)
         return all(self._allocate(slot, sequence, steps) for slot, sequence in ordered)
 
@@ -196,7 +196,7 @@ class SequencePool:
 
     def reclaim(self, cache: PrefixCache | None = None) -> bool:
         """Free the pages of the most recently paused sequence with pages in `cache` (None: in any rank).
-        Return False if there is none."""
+        Return False if there is no such sequence."""
         for sequence, sequence_cache in reversed(self.paused.values()):
             if sequence.block_table and (cache is None or cache is sequence_cache):
                 self._free(sequence, sequence_cache)

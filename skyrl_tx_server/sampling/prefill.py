@@ -48,8 +48,8 @@ class Prefiller:
         """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
 
         The result has one entry per planned request, None if more chunks of its prompt remain. Raises
-        CapacityError if there is no slot or too few pages for the first request. After any error except
-        SequencesLostError the state of all sequences is unchanged.
+        CapacityError if the first request must wait for pages, a LoRA slot or preempted sequences. After any
+        error except SequencesLostError the state of all sequences is unchanged.
         """
         self._check_preempted(requests[0].tenant)
         planned = self._planner.plan(requests)
@@ -71,7 +71,7 @@ class Prefiller:
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
         """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
-        and one spare page for each running sequence.
+        and a reserve for the running sequences.
 
         Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """

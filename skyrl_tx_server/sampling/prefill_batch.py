@@ -29,7 +29,7 @@ class PrefillChunk:
     adapter_slot: int
     wants_logprobs: bool
     slots: Sequence[int]
-    tables: Sequence[Sequence[int]]  # the block table of each slot's sequence; only the first is computed
+    tables: Sequence[Sequence[int]]  # one block table per slot; the prefill program uses the first
     copies_before: Sequence[PageCopy]
     copies_after: Sequence[PageCopy]
     sequences: Sequence[SequenceState]  # one per slot if the chunk ends the text, else empty
@@ -51,7 +51,7 @@ class PrefillChunk:
 class ChunkOutputs:
     """The results of one chunk."""
 
-    logprobs: np.ndarray  # [length - cached] float32, for the token after each token; zeros if not requested
+    logprobs: np.ndarray  # [length - cached] float32, for the token after each token; valid only if requested
     first_tokens: Sequence[int]  # the first sampled token of each sequence
     first_logprobs: Sequence[float]
 

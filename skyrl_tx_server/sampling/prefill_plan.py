@@ -111,7 +111,7 @@ class PrefillPlanner:
         there are too few pages."""
         text = sequence.text
         chunk = self._allocate(text, [sequence], limit=len(text) - 1, wants_logprobs=False, keep_spare=True)
-        assert chunk is not None, "a chunk without others is always planned"
+        assert chunk is not None, "the first chunk of a batch is always planned"
         return chunk
 
     def _plan_request(self, request: PrefillRequest, planned: Sequence[PrefillChunk]) -> PlannedChunk | None:

@@ -42,13 +42,13 @@ class PrefillBatch:
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each token; 0 after the last token of a prompt
     tiles: PrefillTiles
-    adapters: LoraIndices  # one per tile
+    adapters: LoraIndices  # one LoRA slot per tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after the computation
     want_logprobs: ArrayLike  # [] bool
     lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last prompt token of a new sequence
     begins: ArrayLike  # [B] bool, by slot: a sequence begins
-    sequence_adapters: LoraIndices  # one per slot
+    sequence_adapters: LoraIndices  # one LoRA slot per sequence
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ def prefill(
         lambda: jnp.zeros(tokens.shape, jnp.float32),
     )
 
-    def first() -> tuple[jax.Array, jax.Array]:
+    def sample_first_tokens() -> tuple[jax.Array, jax.Array]:
         adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.sequence_adapters))
         states = hidden.reshape(-1, 1, hidden.shape[-1])[batch.lasts]
         logits = head_logits(config, params, adapter, states)[:, 0]
@@ -133,7 +133,7 @@ def prefill(
     begins = jnp.asarray(batch.begins)
     first_tokens, first_logprobs = jax.lax.cond(
         begins.any(),
-        first,
+        sample_first_tokens,
         lambda: (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape, jnp.float32)),
     )
     return cache, PrefillOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)

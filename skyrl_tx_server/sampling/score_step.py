@@ -3,7 +3,7 @@ complete text.
 
 Few requests need these values, so a separate program computes them from the text, and prefill and decode stay
 simple. It is compiled once per padded length, number of likeliest tokens and number of targets per position.
-These numbers are rounded up to powers of two.
+The two numbers are rounded up to powers of two.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class SequenceState:
     @property
     def remaining(self) -> int:
         """The number of tokens that may follow the dispatch in flight; below 1 if the sequence must end in
-        it."""
+        that dispatch."""
         return self.max_tokens - len(self.tokens) - self.pending_tokens
 
     @property
@@ -82,8 +82,8 @@ class SequenceState:
         """
         if np.isnan(logprobs).any():
             raise UserError(
-                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so "
-                "its weights have diverged; go back to an earlier checkpoint and lower the learning rate"
+                f"sampling from {self.weights or 'the base model'}: the probabilities are NaN, because the "
+                "weights have diverged; load an earlier checkpoint and lower the learning rate"
             )
         self.tokens += tokens
         self.logprobs += logprobs

@@ -63,7 +63,7 @@ def test_a_sequence_ends_at_a_stop_token_or_at_max_tokens() -> None:
         StopReason.LENGTH,
     ) and ends.cached_tokens.tolist() == [0, 1, 2, 3, 1, 2]
     assert sequence().extend([1, 7], [-1.0, -1.0], None) == (2, StopReason.STOP)
-    with pytest.raises(UserError, match="base model: its probabilities are not numbers"):
+    with pytest.raises(UserError, match="base model: the probabilities are NaN"):
         sequence().extend([1, 2], [-1.0, float("nan")], None)
 
 

@@ -28,13 +28,14 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
-    """N splits for each data-parallel rank. A split is one part of up to R sequences that share its pages."""
+    """N splits for each of `devices` data-parallel ranks. A split is one part of up to R sequences that share
+    its pages."""
 
-    rows: ArrayLike  # [devices * N, R] int32, indices of sequences on the device, padded with -1
+    rows: ArrayLike  # [devices * N, R] int32, indices of sequences within the rank, padded with -1
     part: ArrayLike  # [devices * N] int32, the index of the part in its sequences
     first: ArrayLike  # [devices * N] int32, the first page of the part, as a column of the block tables
     end: ArrayLike  # [devices * N] int32, the position after the last one of the part
-    counts: ArrayLike  # [devices] int32, the number of splits of each device
+    counts: ArrayLike  # [devices] int32, the number of splits of each rank
     num_parts: ArrayLike  # [B] int32, the number of parts of each sequence
 
 
@@ -57,7 +58,7 @@ def sequences_per_split(group: int) -> int:
 
 
 def max_parts(pages: int) -> int:
-    """Return the largest number of parts of a sequence with this number of pages.
+    """Return the largest number of parts of a sequence with at most this number of pages.
 
     >>> max_parts(5), max_parts(33), max_parts(512)
     (1, 5, 16)
@@ -68,8 +69,8 @@ def max_parts(pages: int) -> int:
 def kv_splits_of(
     tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE_SIZE
 ) -> KVSplits:
-    """Return the splits of sequences with these block tables and lengths. Each device has an equal number of
-    consecutive sequences. `group` is the number of queries per key-value head.
+    """Return the splits of sequences with these block tables and lengths. Each of `devices` ranks has an
+    equal number of consecutive sequences. `group` is the number of queries per key-value head.
 
     >>> splits = kv_splits_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
     >>> splits.counts, splits.rows[:2].tolist(), splits.end[:2]
@@ -77,13 +78,13 @@ def kv_splits_of(
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
     per_device = [
-        _on_one_device(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares
+        _on_one_rank(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares
     ]
     return jax.tree.map(lambda *parts: np.concatenate(parts), *per_device)
 
 
-def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
-    """Return the splits of one device. Arrays with the suffix N have one entry per part, in the order of the
+def _on_one_rank(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
+    """Return the splits of one rank. Arrays with the suffix N have one entry per part, in the order of the
     sequences. The number of numpy calls does not depend on the number of sequences or parts."""
     batch, width = tables_BW.shape
     pages_B = -(-lengths_B // page)

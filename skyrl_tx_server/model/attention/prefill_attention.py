@@ -47,7 +47,7 @@ def attend_to_pages(
     """Return causal attention of q [N, T, H, hd] over the keys and values of one layer in the tiles'
     pages."""
     if config.mesh is None:
-        return _attend_here(spec, cache, jnp.asarray(layer), tiles, q)
+        return _attend_to_local_pages(spec, cache, jnp.asarray(layer), tiles, q)
     heads = PartitionSpec(None, None, "tensor")
     attend = shard_map_over(
         config,
@@ -72,11 +72,11 @@ def _attend_on_device(
     is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
     local = PrefillTiles(starts=starts, lengths=lengths, tables=tables)
-    attended = _attend_here(spec, cache, layer, local, q)
+    attended = _attend_to_local_pages(spec, cache, layer, local, q)
     return jax.lax.psum(jnp.where(is_local[:, None, None, None], attended, 0), BATCH)
 
 
-def _attend_here(
+def _attend_to_local_pages(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     """Run the kernel on NVIDIA GPUs. On other devices, and for head widths and sliding windows that the
@@ -116,7 +116,7 @@ def attend_by_loop(
 ) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(tiles.tables), jnp.asarray(tiles.starts) + tiles.lengths
-    # padding attends to all tokens of its tile
+    # padding attends to all tokens before it
     last_seen = jnp.minimum(tiles.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
 
     def attend(prompts: int) -> jax.Array:

@@ -124,14 +124,14 @@ def _stream_forward(
     """Return (outputs [T, H, hd], log2 of the softmax denominators [H, T] float32)."""
     heads = _heads(layout, q, k, v)
 
-    def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def attend_block(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         q = heads.q[i]
 
-        def add_keys(
-            at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+        def add_key_block(
+            number: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             highest, total, attended = state
-            j = layout.key_blocks[i, at]
+            j = layout.key_blocks[i, number]
             scores = _scores(spec, layout, q, heads.k[j], i, j)
             higher = jnp.maximum(highest, ceil_max(scores))
             weights, shrink = jnp.exp2(scores - higher[..., None]), jnp.exp2(highest - higher)
@@ -139,14 +139,14 @@ def _stream_forward(
             return higher, shrink * total + weights.sum(axis=-1), shrink[..., None] * attended + new
 
         start = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
-        highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_keys, start)
+        highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_key_block, start)
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # avoids 0 / 0 in blocks of padding
         return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(
             highest + jnp.log2(total)
         )
 
     empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
-    out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
+    out, log_total = jax.lax.fori_loop(0, len(heads.q), attend_block, empty)
     return _join_blocks(out), _join_blocks(log_total[..., None])[..., 0].T
 
 
@@ -164,20 +164,20 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # the sum over the keys of softmax * gradient, subtracted in the gradient of the scores
-    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    # [N, K, G, n], the sum over the keys of softmax * its gradient, subtracted in the gradient of the scores
+    grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
-    def of_queries(i: jax.Array, grads: _Heads) -> _Heads:
+    def add_query_block(i: jax.Array, grads: _Heads) -> _Heads:
         q, grad = heads.q[i], grad_out[i]
 
-        def of_keys(
-            at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+        def add_key_block(
+            number: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             grad_q, grads_k, grads_v = state
-            j = layout.key_blocks[i, at]
+            j = layout.key_blocks[i, number]
             k, v = heads.k[j], heads.v[j]
             weights = jnp.exp2(_scores(spec, layout, q, k, i, j) - log_total[i][..., None])
-            grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(
+            grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - grad_sum[i][..., None])).astype(
                 q.dtype
             )
             grads_k = grads_k.at[j].add(_product("kgqs,kgqh->ksh", grad_scores, q))
@@ -185,12 +185,12 @@ def _stream_backward(
             return grad_q + _product("kgqs,ksh->kgqh", grad_scores, k), grads_k, grads_v
 
         grad_q, grads_k, grads_v = jax.lax.fori_loop(
-            0, layout.num_key_blocks[i], of_keys, (jnp.zeros(q.shape), grads.k, grads.v)
+            0, layout.num_key_blocks[i], add_key_block, (jnp.zeros(q.shape), grads.k, grads.v)
         )
         return _Heads(q=grads.q.at[i].set(grad_q), k=grads_k, v=grads_v)
 
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
-    grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
+    grads = jax.lax.fori_loop(0, len(heads.q), add_query_block, zeros)
     grad_q = _join_blocks((grads.q * spec.scale).astype(q.dtype))
     grad_k = _join_blocks((grads.k[:, :, None] * spec.scale).astype(k.dtype))
     return grad_q, grad_k, _join_blocks(grads.v[:, :, None].astype(v.dtype))

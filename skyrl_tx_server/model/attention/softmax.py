@@ -1,6 +1,5 @@
 """The base-2 softmax of all attention implementations. The maximum is rounded up to an integer, so that
-rounding to bfloat16 does not depend on the order and the tiles in which keys are read.
-"""
+rounding to bfloat16 does not depend on the order and the tiles in which keys are read."""
 
 from __future__ import annotations
 

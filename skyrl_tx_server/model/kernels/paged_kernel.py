@@ -88,7 +88,7 @@ def paged_attention(
         out_shape=tuple(
             jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
         ),
-        # the number of a page is loaded two stages before the page; with four stages nothing would overlap
+        # page numbers are loaded two stages before the pages; with four stages no load overlaps a product
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
         interpret=interpret,
         name="paged_attention",

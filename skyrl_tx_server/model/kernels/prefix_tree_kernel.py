@@ -23,7 +23,7 @@ from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
 memory."""
-WIDE_HEAD = 256  # bytes
+WIDE_HEAD = 256  # bytes; the tiles of wider heads fit into shared memory only once
 QUERY_TILE, TILE = 128, 64
 """Tokens per tile: QUERY_TILE for queries in the forward pass, TILE for keys and in the backward pass."""
 
@@ -69,7 +69,7 @@ def backward(
     outputs."""
     batch, length, heads, head_dim = q.shape
     # [R, H, T], the sum over the keys of softmax * gradient, subtracted in the gradient of the scores
-    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
+    grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
     options: dict[str, Any] = {
@@ -86,7 +86,7 @@ def backward(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tree_attention_query_gradient",
         **options,
-    )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, along)
+    )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, grad_sum)
     kv_group = heads // kv_heads
     query_spec = pl.BlockSpec((None, length, kv_group, q.shape[-1]), lambda i, h, r: (r, 0, h, 0))
     row_spec = pl.BlockSpec((None, kv_group, length), lambda i, h, r: (r, h, 0))
@@ -99,7 +99,7 @@ def backward(
         out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         name="tree_attention_key_gradient",
         **options,
-    )(layout.subtree_end, q, k, v, grad_out, log_total, along)
+    )(layout.subtree_end, q, k, v, grad_out, log_total, grad_sum)
     return grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :head_dim]
 
 
@@ -169,13 +169,13 @@ def _forward_kernel(
     queries = q[...]
 
     def add_keys(
-        here: Any, seen: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+        key_slice: Any, visible: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, attended = state
-        scores = jnp.where(seen, product(queries, k[here], over=(1, 1)) * (scale * LOG2E), MASKED)
+        scores = jnp.where(visible, product(queries, k[key_slice], over=(1, 1)) * (scale * LOG2E), MASKED)
         higher = jnp.maximum(highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
-        values = v[here]
+        values = v[key_slice]
         attended = shrink[:, None] * attended + product(weights.astype(values.dtype), values)
         return higher, shrink * total + weights.sum(axis=1), attended
 
@@ -196,19 +196,19 @@ def _query_gradient_kernel(
     v: Any,
     grad_out: Any,
     log_total: Any,
-    along: Any,
+    grad_sum: Any,
     grad_q: Any,
     *,
     tile: int,
     scale: float,
 ) -> None:
-    queries, gradient, denominator, subtracted = q[...], grad_out[...], log_total[...], along[...]
+    queries, gradient, log_denominator, subtracted = q[...], grad_out[...], log_total[...], grad_sum[...]
 
-    def add_keys(here: Any, seen: jax.Array, grad: jax.Array) -> jax.Array:
-        keys = k[here]
-        scores = jnp.where(seen, product(queries, keys, over=(1, 1)) * (scale * LOG2E), MASKED)
-        weights = jnp.exp2(scores - denominator[:, None])
-        grad_scores = weights * (product(gradient, v[here], over=(1, 1)) - subtracted[:, None])
+    def add_keys(key_slice: Any, visible: jax.Array, grad: jax.Array) -> jax.Array:
+        keys = k[key_slice]
+        scores = jnp.where(visible, product(queries, keys, over=(1, 1)) * (scale * LOG2E), MASKED)
+        weights = jnp.exp2(scores - log_denominator[:, None])
+        grad_scores = weights * (product(gradient, v[key_slice], over=(1, 1)) - subtracted[:, None])
         return grad + product(grad_scores.astype(keys.dtype), keys)
 
     grad = _over_keys(ends, key_blocks, num_key_blocks, tile, add_keys, jnp.zeros(queries.shape, jnp.float32))
@@ -222,7 +222,7 @@ def _key_gradient_kernel(
     v: Any,
     grad_out: Any,
     log_total: Any,
-    along: Any,
+    grad_sum: Any,
     grad_k: Any,
     grad_v: Any,
     *,
@@ -243,7 +243,7 @@ def _key_gradient_kernel(
         # scores, weights and their gradients are [keys, queries]
         scores = jnp.where(visible, product(keys, queries, over=(1, 1)) * (scale * LOG2E), MASKED)
         weights = jnp.exp2(scores - log_total[head, part][None])
-        grad_scores = weights * (product(values, gradient, over=(1, 1)) - along[head, part][None])
+        grad_scores = weights * (product(values, gradient, over=(1, 1)) - grad_sum[head, part][None])
         new_k = product(grad_scores.astype(queries.dtype), queries)
         return grads[0] + new_k, grads[1] + product(weights.astype(gradient.dtype), gradient)
 
@@ -269,8 +269,8 @@ def _over_keys[State](
 
     def step(at: jax.Array, state: State) -> State:
         first = key_blocks[jax.lax.div(at, parts)] * block + jax.lax.rem(at, parts) * width
-        here, keys = pl.ds(first, width), first + jnp.arange(width)
-        seen = (keys[None] <= queries[:, None]) & (queries[:, None] < ends[here][None])
-        return add(here, seen, state)
+        key_slice, keys = pl.ds(first, width), first + jnp.arange(width)
+        visible = (keys[None] <= queries[:, None]) & (queries[:, None] < ends[key_slice][None])
+        return add(key_slice, visible, state)
 
     return jax.lax.fori_loop(0, num_key_blocks[0] * parts, step, start)

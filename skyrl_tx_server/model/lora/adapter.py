@@ -98,15 +98,15 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     """
     seeds = np.random.SeedSequence(spec.seed)
 
-    def draw(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
+    def draw(weight: Weight, layer_shape: tuple[int, ...]) -> LoraWeights:
         (stream,) = seeds.spawn(1)
-        zeros = _zeros(weight, config, stack, max_rank)
+        zeros = _zeros(weight, config, layer_shape, max_rank)
         rank = rank_of(weight, config, spec.rank)
         a = zeros.a.reshape(*zeros.a.shape[:-1], len(weight.names), -1)
         if is_trained(spec, weight):
             bound = weight.inputs**-0.5
             a[..., :rank] = np.random.default_rng(stream).uniform(-bound, bound, (*a.shape[:-1], rank))
-        scale = np.full(stack, spec.alpha / rank, np.float32)
+        scale = np.full(layer_shape, spec.alpha / rank, np.float32)
         return replace(zeros, a=a.reshape(zeros.a.shape), scale=scale)
 
     return _make_adapter(config, draw)
@@ -114,22 +114,22 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
     """Return an adapter of zeros in host memory, for the base model, an empty gradient or initial moments."""
-    return _make_adapter(config, lambda weight, stack: _zeros(weight, config, stack, max_rank))
+    return _make_adapter(config, lambda weight, layer_shape: _zeros(weight, config, layer_shape, max_rank))
 
 
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     """Return ones where the optimizer may change an adapter and zeros elsewhere, in host memory. The leaves
     broadcast against those of an adapter."""
 
-    def mask(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
+    def mask(weight: Weight, layer_shape: tuple[int, ...]) -> LoraWeights:
         trained = rank_of(weight, config, spec.rank) if is_trained(spec, weight) else 0
         rank = (np.arange(rank_of(weight, config, max_rank)) < trained).astype(np.float32)
-        stack = (1,) * len(stack)
-        lead = (*stack, 1) if weight.experts else stack
+        broadcast = (1,) * len(layer_shape)
+        lead = (*broadcast, 1) if weight.experts else broadcast
         return LoraWeights(
             a=np.tile(rank, len(weight.names)).reshape(*lead, 1, -1),
             b=tuple(rank.reshape(*lead, -1, 1) for _ in weight.names),
-            scale=np.zeros(stack, np.float32),
+            scale=np.zeros(broadcast, np.float32),
         )
 
     return _make_adapter(config, mask)
@@ -183,8 +183,8 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
 
 
 def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
-    """Return an adapter whose modules are `make(weight, stack)`. `stack` is (L,), the shape of the leading
-    axis of layers, or () for the head, which is created last."""
+    """Return an adapter whose modules are `make(weight, layer_shape)`. `layer_shape` is (L,), the shape of
+    the leading axis of layers, or () for the head, which is created last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
         for stack in adapted_stacks(config)
@@ -202,11 +202,11 @@ def _map_modules(
     return Adapter(layers=layers, head=change(head_weight(config), adapter.head))
 
 
-def _zeros(weight: Weight, config: ModelConfig, stack: tuple[int, ...], max_rank: int) -> LoraWeights:
+def _zeros(weight: Weight, config: ModelConfig, layer_shape: tuple[int, ...], max_rank: int) -> LoraWeights:
     rank = rank_of(weight, config, max_rank)
-    lead = (*stack, weight.experts) if weight.experts else stack
+    lead = (*layer_shape, weight.experts) if weight.experts else layer_shape
     return LoraWeights(
         a=np.zeros((*lead, weight.inputs, len(weight.names) * rank), np.float32),
         b=tuple(np.zeros((*lead, rank, width), np.float32) for width in weight.widths),
-        scale=np.zeros(stack, np.float32),
+        scale=np.zeros(layer_shape, np.float32),
     )

@@ -96,9 +96,9 @@ def apply_lora(
 
     def select(number: jax.Array, chosen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = jnp.asarray(indices.distinct)[number]
-        uses_it = jnp.asarray(indices.slots) == slot
+        uses_slot = jnp.asarray(indices.slots) == slot
         return tuple(
-            jnp.where(uses_it.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            jnp.where(uses_slot.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(compute(_in_slot(module, slot)), chosen, strict=True)
         )
 
@@ -172,8 +172,8 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) 
     slots = jnp.asarray(indices.distinct)[: indices.max_loras]
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
-    uses_it = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
-    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(uses_it, scale, 0)[:, None, :, None]
+    uses_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
+    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(uses_slot, scale, 0)[:, None, :, None]
     parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
