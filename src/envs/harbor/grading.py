@@ -76,7 +76,7 @@ class AgentFiles(Protocol):
 
 
 class Grading:
-    """The grading of one trial. `environment` is that of the verifier, once verification has started."""
+    """The grading of one trial. After verification has started, the verifier runs in `environment`."""
 
     def __init__(self, trial: Trial, method: GradingMethod) -> None:
         self.environment: BaseEnvironment = trial.agent_environment
@@ -150,8 +150,8 @@ class Grading:
         """Stop a sandbox that does not respond. Start the fresh environment while the agent's logs are
         collected.
 
-        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here, so
-        collecting its logs needs no further check.
+        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. This
+        also shows that the sandbox responds.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
@@ -211,7 +211,9 @@ class Grading:
             return await starting
         except Exception as error:
             logger.warning(
-                "%s: a fresh environment did not start: %s; trying again", self._trial.task.name, error
+                "%s: a fresh environment did not start (%s); starting another one",
+                self._trial.task.name,
+                error,
             )
         try:
             return await self._start("grading-again", self._trial.paths)

@@ -387,8 +387,8 @@ def _unpacking(archive: str, target: str, directory_wins: str | None) -> str:
     )
 
 
-def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool:
-    """Return whether the exit status of `true` can come from a working environment.
+def environment_works(status: int, environment: BaseEnvironment) -> bool:
+    """Return whether `status`, the exit status of `true`, shows that the environment still runs commands.
 
     `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` raises
     SandboxError in that case.
