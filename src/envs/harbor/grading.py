@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol
 from harbor.environments.base import BaseEnvironment
 from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
-from harbor.models.verifier.result import VerifierResult
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 from harbor.verifier.verifier import Verifier
@@ -268,7 +267,7 @@ class Grading:
                         await _stop(environment)
         return True
 
-    async def _verify_without_agent(self, environment: BaseEnvironment, paths: TrialPaths) -> VerifierResult:
+    async def _verify_without_agent(self, environment: BaseEnvironment, paths: TrialPaths) -> None:
         trial = self._trial
         verifier = Verifier(
             task=trial.task,
@@ -282,7 +281,6 @@ class Grading:
                 await environment.empty_dirs([EnvironmentPaths.for_os(environment.os).verifier_dir])
                 result = await verifier.verify()
         score(result.rewards)
-        return result
 
 
 _gradings: dict[int, Grading] = {}  # by the agent's environment

@@ -107,10 +107,6 @@ class SandboxEnvironment(BaseEnvironment):
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
         return network is NetworkAccess.PUBLIC
 
-    @property
-    def is_alive(self) -> bool:
-        return self._sandbox is not None and self._sandbox.is_alive
-
     @override
     async def start(self, force_build: bool) -> None:
         run = run_directory(self._run_label)
