@@ -60,7 +60,7 @@ VERIFIER_PATHS = (
 )
 # fmt: on
 PROBE_FILE = "/var/tmp/grading-probe"
-MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # not carried over if older than the agent's work
+MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # excluded if they existed before the agent acted
 CUSTOMIZE_MODULES = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
 
 
