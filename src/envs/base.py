@@ -71,7 +71,7 @@ class TaskSource(Protocol):
         ...
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
-        """Decode tokens for dumps. `clean` omits special tokens."""
+        """Decode tokens, for files that people read. `clean` omits special tokens."""
         ...
 
 

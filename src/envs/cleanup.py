@@ -15,8 +15,8 @@ from src.envs.sandbox.run_directory import live_run_labels, remove_ended_runs
 
 
 def clean() -> CleanupReport:
-    """Remove the directories and Docker objects of ended runs, and return the names of the removed ones."""
-    # List the live runs first. The check of its process protects a run that starts after this call.
+    """Remove the directories and Docker objects of ended runs."""
+    # List the live runs first. `remove_ended` keeps a run that starts later, because its process exists.
     live_labels = live_run_labels()
     directories = [f"sandbox directory {label}" for label in remove_ended_runs()]
     report = remove_ended(keep=live_labels) if why_no_engine() is None else CleanupReport()

@@ -31,14 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvSpec:
-    """The declaration of a kind of message environment: its tasks and a function that makes an
-    environment."""
+    """Declares a message environment: its tasks and the function that makes the environment of a trial."""
 
     tasks: Sequence[Task]
     # Makes the environment of one attempt from the task and a seed. The nth trial of a task has the same seed
     # in every step, so the seed selects the same simulated user in every step.
     make: Callable[[Task, int], MessageEnv]
-    # The test split of the benchmark. If it is empty, eval_split and eval_tasks choose held-out tasks among
+    # The test split of the benchmark. If it is empty, eval_split and eval_tasks select held-out tasks from
     # `tasks`.
     held_out: Sequence[Task] = ()
     # Returns the reward of an agent that does nothing. None: the reward cannot be measured.
@@ -98,7 +97,7 @@ class EpisodeTasks:
         )
 
     async def noop_baseline(self, task: Task) -> float | None:
-        """Measure the reward of doing nothing in the environment of the group's first trial."""
+        """Return the reward of doing nothing in the environment of the group's first trial (`member` 0)."""
         if self._spec.noop_baseline is None:
             return None
         env = self._spec.make(task, environment_seed(self._settings.seed, task.id, 0))
@@ -137,7 +136,7 @@ def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTa
 
 
 def environment_seed(run_seed: int, task_id: str, member: int) -> int:
-    """Return a 31-bit seed that the nth trial of a task has in every step and every evaluation."""
+    """Return a 31-bit seed for the trial `member` of a group, which is equal in every step and evaluation."""
     digest = hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -147,7 +146,8 @@ def split(
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return (training tasks, held-out tasks).
 
-    If `spec` has a test split, `patterns` select among it and its training tasks all stay training tasks.
+    If `spec` has a test split, `patterns` select held-out tasks from that split only, and all of
+    `spec.tasks` are training tasks.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

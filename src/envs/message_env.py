@@ -7,7 +7,7 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 - An answer that is cut at `max_generate_length` tokens is treated as a complete answer. The stop reason of
   the episode is that of its last answer.
 - An episode whose context exceeds the limit is not graded. It keeps the rewards that it has received.
-- Messages after the last answer are not part of the trajectory.
+- Messages after the last answer are part of the conversation, but not of a turn.
 - An empty answer is passed to the environment, but it adds no turn to the trajectory.
 
     prompt -> answer -> observation -> prompt + answer + observation -> answer -> ...
@@ -68,8 +68,8 @@ class MessageEnv(Protocol):
     async def start(self) -> ResetResult:
         """Return the first messages.
 
-        Every exception becomes a `TrialFailure` of kind `env_init_failed`. An EnvServerError becomes one of
-        kind `env_server`, and the trial is repeated.
+        An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError one of kind
+        `backend`; the trial is then repeated. Other exceptions become a failure of kind `env_init_failed`.
         """
         ...
 

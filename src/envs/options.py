@@ -62,8 +62,8 @@ class TaskOptions(SeedOptions):
     )
     test_data: list[str] | None = chz.field(
         default=None,
-        doc="Held-out tasks in place of the environment's own and of eval_split: .jsonl or .parquet files of "
-        "rows, DOMAIN:SPLIT (env=tau_bench), or NAME=... for metrics under that name",
+        doc="Held-out tasks, which replace those of the environment and of eval_split: .jsonl or .parquet "
+        "files of rows, or DOMAIN:SPLIT (env=tau_bench); a prefix NAME= is the name in metrics",
     )
 
     @property
@@ -76,7 +76,7 @@ class TaskOptions(SeedOptions):
         assert self.environment_options is not None
 
     def require_env(self, env: str, name: str) -> None:
-        """Raise ValueError if the option `name`, which only `env` has, is given for another environment."""
+        """Raise ValueError if the option `name`, which only `env` has, is set for another environment."""
         require(
             self.env == env or is_default(self, name),
             f"{name} is for env={env}, not env={self.env}; remove {name}",
@@ -168,8 +168,8 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     )
     jobs_quota_gb: float = chz.field(
         default=20.0,
-        doc="GiB that the trials' files may take in the run's jobs/; past it a trial keeps only its result, "
-        "reward and log",
+        doc="Maximum size of the run's jobs/ folder in GiB; above it, a trial keeps only its result, reward "
+        "and log",
         validator=above(0),
     )
     agent_timeout_multiplier: float = chz.field(
@@ -205,7 +205,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
         require(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
         require(
             not self.use_native_tool_calling,
-            "use_native_tool_calling: Terminus-2 calls no tools, it types; remove use_native_tool_calling",
+            "use_native_tool_calling: Terminus-2 does not call tools; remove use_native_tool_calling",
         )
         limits, threshold = self.length_limits, self.proactive_summarization_threshold
         longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
@@ -235,7 +235,7 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
 
     tau2_home: str | None = chz.field(
         default=None,
-        doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); None: TAU2_HOME",
+        doc="Folder of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: TAU2_HOME",
     )
 
 
@@ -249,9 +249,10 @@ def environment_options(options: TaskOptions, *, url: str | None) -> Environment
 
     `url` is the address of an endpoint that is not a Tinker endpoint; None: `options` name the endpoint.
     """
-    names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}  # which means the run in an evaluation
+    # In an evaluation, train_data names the run whose tasks must not be evaluated.
+    names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}
     values = {name: value for name, value in chz.asdict(options).items() if name in names}
-    if url is not None:  # the context limit of such a server is unknown
+    if url is not None:  # EnvironmentOptions requires the address of a server
         values |= {"backend": "skyrl-tx", "skyrl_tx_url": url, "tinker_base_url": None}
     return EnvironmentOptions(**values, eval_split=0.0)
 

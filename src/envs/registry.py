@@ -29,7 +29,7 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "openenv": "src.envs.openenv_client:open_openenv",
     "data": "src.envs.data.environment:open_data",
 }
-CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that check the input files
+CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that check the files of an environment
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
@@ -54,7 +54,7 @@ def known_environments() -> dict[str, str]:
 
 
 def check_environment(config: EnvironmentOptions) -> None:
-    """Raises ConfigError for an unknown environment and for task files that it cannot use.
+    """Raise ConfigError for an unknown environment and for task files that the environment cannot use.
 
     The check needs no server, so a run reports these errors before it connects to a server or starts one.
     """

@@ -75,7 +75,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Who answers; auto: model with model_name, else typed at a terminal, else scripted",
+        doc="Source of the answers; auto: model with model_name, else typed at a terminal, else scripted",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
@@ -204,7 +204,7 @@ def policy_for_scripted(config: TryConfig) -> PolicyFor:
 
 @asynccontextmanager
 async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[TaskSource, PolicyFor]]:
-    """Open the tasks and the policy."""
+    """Open the task source, and yield it with a function that returns the policy of each task."""
     options = config.environment
     await asyncio.to_thread(check_environment, options)
     async with AsyncExitStack() as stack:
@@ -273,12 +273,12 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                 )
     for content in summary(groups, config):
         console.print(content)
-    works = any(
+    is_working = any(
         trajectory.zero_reason is not ZeroReason.ENV_ERROR
         for group in groups
         for trajectory in group.trajectories
     )
-    statuses.append(0 if works else 1)
+    statuses.append(0 if is_working else 1)
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:

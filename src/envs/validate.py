@@ -36,7 +36,7 @@ from src.envs.harbor.grading_method import parse_grading_option, write_records
 @chz.chz
 class ValidateConfig:
     tasks_dir: str = chz.field(doc="Folder of Harbor task folders")
-    environment_type: str = chz.field(default="auto", doc="auto, docker, sandbox or one of Harbor's own")
+    environment_type: str = chz.field(default="auto", doc="auto, docker, sandbox or another type of Harbor")
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
     )
@@ -78,7 +78,7 @@ def run(config: ValidateConfig) -> int:
             )
         )
     methods = {result.task: result.grading for result in results if result.has_scores}
-    print(f"how each task is graded: {write_records(Path(config.tasks_dir).expanduser(), kind, methods)}")
+    print(f"grading methods recorded in {write_records(Path(config.tasks_dir).expanduser(), kind, methods)}")
     num_sound = sum(result.is_sound for result in results)
     num_unsound = sum(result.is_unsound for result in results)
     num_unknown = len(results) - num_sound - num_unsound

@@ -266,7 +266,7 @@ NO_QUESTION = (
             ["reward=regex"],
             "FILE:1: the answer '(' is not a regular expression",
         ),
-        ("\n", [], "FILE has no rows; give a file with at least one"),
+        ("\n", [], "FILE has no rows; give a file with at least one row"),
         ("", ["environment_kwargs=attempts=0"], "environment_kwargs attempts=0 is not a positive number"),
         (
             "",

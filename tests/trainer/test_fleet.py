@@ -282,7 +282,7 @@ def test_shared_state_is_a_warning(
 ):
     opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{server}/stateless/mcp gives sessions no id: trials share its state, if it has any; set reset_tool"
+        f"{server}/stateless/mcp gives sessions no id, so trials may share its state; set reset_tool"
     ] * num_warnings
 
 

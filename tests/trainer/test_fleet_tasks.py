@@ -77,7 +77,7 @@ def test_the_verifier_is_found(tmp_path: Path, code: str, function: str):
         (ROW | {"task_modality": []}, "task_modality=.* is not one of tool_use, computer_use"),
         (
             ROW | {"task_modality": "computer_use"},
-            "task_modality=computer_use returns images, and models read text only here; remove the task",
+            "task_modality=computer_use returns images, but the agent can read text only; remove the task",
         ),
         (ROW | {"verifier_code": "def verify(env:"}, "verifier_code cannot be parsed: .*line 1"),
         (ROW | {"verifier_code": "x = '\0'"}, "verifier_code cannot be parsed"),

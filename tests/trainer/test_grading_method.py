@@ -177,7 +177,7 @@ def test_validate_records_which_tasks_are_graded_in_place(
         "ok   files: oracle 1.0, nop 0.0, graded fresh",
         "ok   program: oracle 1.0, nop 0.0, graded in place",
         "ok   service: oracle 1.0, nop 0.0, graded in place with its processes",
-        f"how each task is graded: {tmp_path / RECORD_NAME}",
+        f"grading methods recorded in {tmp_path / RECORD_NAME}",
         "3 tasks in sandbox: 3 sound, 0 unsound",
     ]
     records = json.loads((tmp_path / RECORD_NAME).read_text())

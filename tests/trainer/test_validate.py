@@ -24,7 +24,7 @@ def test_a_task_that_is_solved_by_doing_nothing_is_unsound(
     assert capsys.readouterr().out.splitlines() == [
         "ok   count-lines: oracle 1.0, nop 0.0, graded fresh",
         "BAD  hello-file: oracle 1.0, nop 1.0, graded fresh",
-        f"how each task is graded: {tmp_path / 'grading.json'}",
+        f"grading methods recorded in {tmp_path / 'grading.json'}",
         "2 tasks in sandbox: 1 sound, 1 unsound",
     ]
 

@@ -1,4 +1,4 @@
-"""env=data: questions with reference answers from files. It needs no environment class.
+"""env=data: questions with reference answers from files. The user writes no environment class.
 
     data=train.jsonl test_data=test.parquet reward=number
     data=tasks.jsonl reward=my_module:grade environment_kwargs=question=problem,answer=result,attempts=3
@@ -31,8 +31,9 @@ class DataEnv:
     """One attempt at one question. Implements `MessageEnv`.
 
     After the opening and each follow-up message the agent answers once. Its last answer is graded. With
-    `max_attempts` above 1, an answer whose reward is below 1 is answered with RETRY_MESSAGE, and the reward
-    of the episode is that of the last attempt.
+    `max_attempts` above 1, the reply to an answer whose reward is below 1 is RETRY_MESSAGE, and the last
+    attempt determines the reward. If the reward function returns a message, the agent answers that message,
+    and the rewards of all answers are added.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class DataEnv:
 
 
 def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
-    """Return the tasks of `data` and `test_data`. Raises the errors of `read_tasks`."""
+    """Return the task source of `data` and `test_data`. Raises the errors of `read_tasks`."""
     reward = open_reward(str(config.reward))
     tasks, held_out = read_tasks(config, reward)
     options = config.environment_options
@@ -84,7 +85,7 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def check_data(config: EnvironmentOptions) -> None:
-    """Raises ConfigError, without a server, for files and options with which `open_data` would fail."""
+    """Raise ConfigError for files and options with which `open_data` would fail. Needs no server."""
     options = config.environment_options
     if unknown := options.keys() - {"question", "answer", "system", "attempts"}:
         raise ConfigError(

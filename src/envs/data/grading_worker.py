@@ -25,14 +25,15 @@ MAX_MEMORY_BYTES = 2 << 30
 def open_comparison(name: str) -> Callable[[str, str], bool]:
     """Return a function that takes reference and answer and returns whether the answer is correct.
 
-    `regex`: the answer has a match of the reference. `math`: both have the same value (package math-verify).
+    `regex`: the reference is a regular expression that matches a part of the answer. `math`: reference and
+    answer have the same value, according to the package math-verify.
     """
     if name == "regex":
         return lambda reference, answer: re.search(reference, answer) is not None
     from math_verify import parse, verify  # imports sympy, which takes a second
 
     def has_same_value(reference: str, answer: str) -> bool:
-        # SIGALRM is the timeout; the timeout of math-verify would replace its handler.
+        # The timeouts of math-verify are off: they would install a handler for SIGALRM.
         gold = parse(f"${reference}$", parsing_timeout=0) or parse(reference, parsing_timeout=0)
         return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0)
 
@@ -42,7 +43,7 @@ def open_comparison(name: str) -> Callable[[str, str], bool]:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not write into the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     is_equal = open_comparison(sys.argv[1])

@@ -34,7 +34,7 @@ def read_records(path: Path) -> list[Record]:
         case _:
             raise ConfigError(f"{path} is neither a .jsonl nor a .parquet file; use one of these formats")
     if not records:
-        raise ConfigError(f"{path} has no rows; give a file with at least one")
+        raise ConfigError(f"{path} has no rows; give a file with at least one row")
     return records
 
 

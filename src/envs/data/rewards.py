@@ -32,7 +32,7 @@ NUMBER = re.compile(
 )
 NUM_WORKERS = 2
 GRADING_TIMEOUT_S = 10.0
-MAX_ATTEMPTS = 2  # of a comparison whose worker exited for another reason than the timeout
+MAX_ATTEMPTS = 2  # for a comparison whose worker exits before the time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Graded:
     """The result of grading one answer."""
 
     reward: float
-    message: str = ""  # sent to the agent, which answers again; empty: the episode is over
+    message: str = ""  # sent to the agent, which then answers again; empty: no message
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 class ComparedReward:
-    """1 if the comparison of answer and reference holds, else 0. Implements `Reward`."""
+    """The reward is 1 if `compare(answer, reference)` is true, else 0. Implements `Reward`."""
 
     def __init__(self, compare: Callable[[str, str], bool]) -> None:
         self._compare = compare
@@ -116,7 +116,7 @@ class ComparedReward:
 
 
 class NumberReward(ComparedReward):
-    """1 if the last number of the answer equals that of the reference, else 0."""
+    """The reward is 1 if the last number of the answer equals that of the reference, else 0."""
 
     def __init__(self) -> None:
         super().__init__(lambda answer, reference: last_number(answer) == last_number(reference))
@@ -130,11 +130,11 @@ class NumberReward(ComparedReward):
 
 
 class WorkerReward:
-    """`math` and `regex`, compared by worker processes with a time limit. Implements `Reward`."""
+    """The rewards `math` and `regex`, which worker processes compute. Implements `Reward`."""
 
-    def __init__(self, op: str) -> None:
-        self._op = op
-        command = (sys.executable, "-m", "src.envs.data.grading_worker", op)
+    def __init__(self, name: str) -> None:
+        self._name = name
+        command = (sys.executable, "-m", "src.envs.data.grading_worker", name)
         self._pool = WorkerPool(
             WorkerSettings(
                 command=command, environment={}, num_workers=NUM_WORKERS, step_timeout_s=GRADING_TIMEOUT_S
@@ -143,7 +143,7 @@ class WorkerReward:
 
     def check(self, question: Question) -> None:
         reference = require_reference(question)
-        if self._op == "regex":
+        if self._name == "regex":
             try:
                 re.compile(reference)
             except re.error as error:
@@ -153,17 +153,17 @@ class WorkerReward:
                 ) from error
 
     async def grade(self, answer: str, question: Question) -> Graded:
-        """Raises AgentFault if the comparison exceeds the time limit."""
+        """Raises AgentFault if the comparison exceeds the time limit, WorkerLost if it ends workers."""
         reference = require_reference(question)
-        if self._op == "math":
+        if self._name == "math":
             reference = marked(reference)
         request = {"reference": reference, "answer": answer}
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return Graded(reward=float(await self._is_equal(request)))
             except WorkerTimeout as error:
-                message = f"reward={self._op}: no result within {GRADING_TIMEOUT_S:g} s for {answer[-60:]!r}"
-                raise AgentFault(ZeroReason.VERIFIER_TIMEOUT, message) from error
+                detail = f"reward={self._name}: no result within {GRADING_TIMEOUT_S:g} s for {answer[-60:]!r}"
+                raise AgentFault(ZeroReason.VERIFIER_TIMEOUT, detail) from error
             except WorkerLost:
                 if attempt + 1 == MAX_ATTEMPTS:
                     raise
@@ -180,12 +180,12 @@ class WorkerReward:
                 reply = await worker.ask(request, timeout_s=GRADING_TIMEOUT_S)
             finally:
                 worker.num_sessions -= 1
-            if reply is not None:  # None: another request lost the worker
+            if reply is not None:  # None: another request ended the worker
                 return bool(reply["equal"])
 
 
 class FunctionReward:
-    """The user's own function. Implements `Reward`."""
+    """The reward of a function that the user wrote. Implements `Reward`."""
 
     def __init__(self, function: Callable[[str, Mapping[str, Any]], Awaitable[Any] | Any]) -> None:
         self._function = function

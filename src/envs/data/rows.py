@@ -110,7 +110,7 @@ def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> li
 
 
 def _messages(value: object, *, where: str) -> list[Message]:
-    """Return messages that are given as a text, as a list or as the JSON text of a list."""
+    """Parse the messages of a column: a text, a list of messages, or such a list as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         with suppress(ValueError):  # a question may begin with these characters
             value = json.loads(value)

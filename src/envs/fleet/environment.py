@@ -43,11 +43,11 @@ PROBE = Task(
 class FleetSettings:
     """The settings of `environment_kwargs`."""
 
-    url: str  # may contain {env_key} and {env_version}
+    url: str  # of the MCP server; may contain {env_key} and {env_version}
     headers: Mapping[str, str]
     call_timeout_s: float  # of one tool call
     verifier_timeout_s: float  # without the time of its tool calls
-    max_result_chars: int  # of a tool's result that an agent reads
+    max_result_chars: int  # the rest of a tool's result is not shown to the agent
     reset_tool: str  # called at the start of each trial; empty: none
     verifier_tools: frozenset[str]  # only the verifier can call them
 
@@ -209,9 +209,7 @@ async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
         if tools.keys() <= settings.hidden_tools:
             raise ConfigError(f"env=fleet: {url} has no tool for the agent; shorten verifier_tools")
         if not session.is_stateful and not settings.reset_tool:
-            logger.warning(
-                "%s gives sessions no id: trials share its state, if it has any; set reset_tool", url
-            )
+            logger.warning("%s gives sessions no id, so trials may share its state; set reset_tool", url)
 
 
 def shortened(text: str, max_chars: int) -> str:

@@ -28,7 +28,7 @@ UNAVAILABLE = frozenset({401, 403, 404, 408, 429, 502, 503, 504})
 
 
 class CallFailed(Exception):
-    """A request has no valid result. The server may still work; `McpSession.ping` checks this."""
+    """A request has no valid result. `McpSession.ping` checks whether the server still answers."""
 
 
 class CallRejected(CallFailed):
@@ -213,7 +213,7 @@ def tool_result(result: Mapping[str, object]) -> ToolResult:
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """The context is shared, because it takes many milliseconds to create."""
+    """Return an SSL context, which all sessions share, because its creation takes many milliseconds."""
     return httpx.create_ssl_context()
 
 

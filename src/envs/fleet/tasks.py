@@ -64,7 +64,7 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
         )
     if row["task_modality"] == "computer_use":
         raise ConfigError(
-            f"{where}: task_modality=computer_use returns images, and models read text only here; "
+            f"{where}: task_modality=computer_use returns images, but the agent can read text only; "
             "remove the task"
         )
     function = verifier_function(row["verifier_code"], where=where)

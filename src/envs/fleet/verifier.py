@@ -35,7 +35,7 @@ CallTool = Callable[[str, Mapping[str, object]], Awaitable[ToolResult]]
 
 
 async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_s: float) -> float:
-    """Return the reward of `task`. `timeout_s` limits the time without the tool calls.
+    """Return the reward of `task`. `timeout_s` limits the time outside of tool calls.
 
     Raises AgentFault if the verifier gives no reward, SandboxError if its process cannot start or is killed,
     and the errors of `call_tool`.
@@ -71,7 +71,7 @@ async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_
                     result = await call_tool(name, arguments)
                     request = {"value": result.value, "text": result.text, "is_error": result.is_error}
                 case _:
-                    raise AgentFault(ZeroReason.VERIFIER_ERROR, "the verifier called no tool by its name")
+                    raise AgentFault(ZeroReason.VERIFIER_ERROR, "a tool call of the verifier is invalid")
         raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier called more than {MAX_CALLS} tools")
 
 

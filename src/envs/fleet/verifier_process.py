@@ -60,6 +60,7 @@ def grade(request: Json, exchange: Callable[[Json], Json]) -> object:
 
 
 def as_reply(value: object) -> Json:
+    """Return the last message to the trainer for the value that the verifier returned."""
     if isinstance(value, (bool, int, float)):
         try:
             reward = float(value)
@@ -73,7 +74,7 @@ def as_reply(value: object) -> Json:
 def main() -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # output of the verifier must not enter the replies
+    for descriptor in (0, 1, 2):  # output of the verifier must not mix with the replies
         os.dup2(null, descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -93,7 +94,7 @@ def main() -> None:
     except BaseException as error:
         reply = {"raised": f"{type(error).__name__}: {error!s:.200}"}
     send(reply)
-    os._exit(0)  # threads of the verifier must not delay the end
+    os._exit(0)  # does not wait for threads of the verifier
 
 
 main()

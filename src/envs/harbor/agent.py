@@ -1,4 +1,4 @@
-"""Terminus-2 with a `TinkerLLM`. Every episode that can be graded has a stop reason.
+"""Terminus-2 with a `TinkerLLM` as its language model.
 
 Harbor constructs agents from JSON, which cannot contain a language model. `register_session` therefore stores
 the model of each trial under a key, and the agent receives the key.
@@ -23,7 +23,7 @@ from harbor.models.agent.context import AgentContext
 from src.core.errors import SandboxError, TrainerError
 from src.core.trajectory import StopReason
 from src.envs.harbor.tinker_llm import EpisodeEnd, TinkerLLM
-from src.envs.sandbox.environment import is_infrastructure_failure
+from src.envs.sandbox.environment import environment_works
 from src.policy.chat import Message
 
 PROBE_TIMEOUT_S = 20
@@ -34,7 +34,7 @@ class AgentSession:
     """The state that a trial shares with the agent that Harbor constructs for it."""
 
     llm: TinkerLLM
-    stop_reason: StopReason | None = None  # None: Harbor cancelled the agent.
+    stop_reason: StopReason | None = None  # None: Harbor cancelled the agent, or it ended with an error
     error: TrainerError | None = None  # the error that ended the agent and prevents grading
     num_commands: int = 0  # terminal commands, which are the tool calls of Terminus-2
     num_parse_failures: int = 0  # answers from which no commands could be parsed
@@ -55,7 +55,7 @@ def register_session(key: str, session: AgentSession) -> Generator[None]:
 
 
 def first_prompt(instruction: str) -> str:
-    """Return the first prompt of Terminus-2 with an empty screen, which is a lower bound on its length."""
+    """Return the first prompt of Terminus-2 with an empty screen. The prompt of a trial is not shorter."""
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
@@ -63,7 +63,8 @@ def first_prompt(instruction: str) -> str:
 def tool_fields(conversation: Sequence[Message]) -> dict[int, Message]:
     """Return `Trajectory.tool_fields`: the commands of the answers as tool calls.
 
-    The names are those of Harbor's own trajectories. Answers that Terminus-2 cannot parse have no calls.
+    The names of the tools are those in Harbor's trajectories. Answers that Terminus-2 cannot parse have no
+    calls.
     """
     parser, fields = TerminusJSONPlainParser(), dict[int, Message]()
     num_calls = 0
@@ -176,7 +177,7 @@ class TrainingTerminus2(Terminus2):
             raise error
         try:
             probe = await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)
-            if not is_infrastructure_failure(probe.return_code, environment):
+            if not environment_works(probe.return_code, environment):
                 raise SandboxError(
                     " ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200]
                 )

@@ -28,11 +28,11 @@ MAX_NAME_BYTES = 4096
 # of the first three tables is carried over, except what `EXCEPTIONS` lists.
 
 # fmt: off
-SEARCHED = (  # where programs, shared libraries and modules of interpreters are found
+SEARCHED = (  # directories of programs, shared libraries and modules of interpreters
     "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/snap", "/etc/alternatives",
     "/node_modules", "/home/*/bin", "/root/bin", "/home/*/node_modules", "/root/node_modules",
 )
-STARTUP = (  # what programs read when they start
+STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*", "/etc/z*",
     "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
@@ -80,7 +80,7 @@ class FileChanges:
 
     carried: Mapping[str, FileEntry] = field(default_factory=dict)  # created or changed files by path
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
-    symlinks: frozenset[str] = frozenset()  # of the original environment, without those removed
+    symlinks: frozenset[str] = frozenset()  # of the environment before the agent acted, without `removed`
 
 
 class CarryRules:

@@ -1,6 +1,6 @@
 """The files that an agent changed in a Docker container.
 
-The Docker engine lists and exports them, and unpacks them in a fresh container of the same image.
+The Docker engine lists and exports the files, and unpacks them in a fresh container of the same image.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DockerFiles:
             for path, kind in difference.items()
             if kind == REMOVED and rules.removes(path) and self._is_inside(path)
         ]
-        # The engine reports no types, modes and sizes; the archive checks those of each member.
+        # The engine reports no types, modes and sizes. `FilteredArchive` checks them for each member.
         any_entry = FileEntry(kind="d", mode=0, size=0)
         changed = {
             path: kind
@@ -138,7 +138,7 @@ class DockerFiles:
         except NotFound:
             return False
         directory = str(PurePosixPath(path).parent)
-        # The engine cannot remove a container while it still writes an archive of it.
+        # The stream is closed, because the engine cannot remove a container while it writes an archive of it.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             size = 0
             for chunk in stream:

@@ -89,7 +89,7 @@ class HarborTasks:
         self._check_first_prompts()
         self._grading = grading_methods([*self.train, *self.eval], grading_option, self.environment_type)
         for line in clean().failed:
-            logger.warning("left by a run that has ended: %s", line)
+            logger.warning("could not remove what an ended run left: %s", line)
 
     def _check_first_prompts(self) -> None:
         from src.envs.harbor.agent import first_prompt
@@ -176,9 +176,9 @@ def resolve_environment_type(name: str) -> str:
                 f"environment_type=docker: {reason}; start Docker, or use environment_type=sandbox"
             )
     else:
-        known = sorted(kind.value for kind in EnvironmentType)
-        if name not in known:
-            raise ConfigError(f"environment_type={name} is none of auto, sandbox, {', '.join(known)}")
+        types = sorted(kind.value for kind in EnvironmentType)
+        if name not in types:
+            raise ConfigError(f"environment_type={name} is none of auto, sandbox, {', '.join(types)}")
         try:
             EnvironmentFactory.run_preflight(EnvironmentType(name))
         except (SystemExit, Exception) as error:

@@ -15,7 +15,7 @@ from harbor.trial.trial import Trial
 def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnvironment:
     """Return an environment that is not started yet and has the network of the verifier.
 
-    `role` is the suffix of its session id.
+    `role` is the suffix of the session id of the environment.
     """
     plan = resolve_trial_network_plan(
         trial.task.config,

@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol
 from harbor.environments.base import BaseEnvironment
 from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
-from harbor.models.verifier.result import VerifierResult
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 from harbor.verifier.verifier import Verifier
@@ -76,7 +75,7 @@ class AgentFiles(Protocol):
 
 
 class Grading:
-    """The grading of one trial. `environment` is that of the verifier, once verification has started."""
+    """The grading of one trial. After verification has started, the verifier runs in `environment`."""
 
     def __init__(self, trial: Trial, method: GradingMethod) -> None:
         self.environment: BaseEnvironment = trial.agent_environment
@@ -150,8 +149,8 @@ class Grading:
         """Stop a sandbox that does not respond. Start the fresh environment while the agent's logs are
         collected.
 
-        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here, so
-        collecting its logs needs no further check.
+        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. This
+        also shows that the sandbox responds.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
@@ -211,7 +210,9 @@ class Grading:
             return await starting
         except Exception as error:
             logger.warning(
-                "%s: a fresh environment did not start: %s; trying again", self._trial.task.name, error
+                "%s: a fresh environment did not start (%s); starting another one",
+                self._trial.task.name,
+                error,
             )
         try:
             return await self._start("grading-again", self._trial.paths)
@@ -266,7 +267,7 @@ class Grading:
                         await _stop(environment)
         return True
 
-    async def _verify_without_agent(self, environment: BaseEnvironment, paths: TrialPaths) -> VerifierResult:
+    async def _verify_without_agent(self, environment: BaseEnvironment, paths: TrialPaths) -> None:
         trial = self._trial
         verifier = Verifier(
             task=trial.task,
@@ -280,7 +281,6 @@ class Grading:
                 await environment.empty_dirs([EnvironmentPaths.for_os(environment.os).verifier_dir])
                 result = await verifier.verify()
         score(result.rewards)
-        return result
 
 
 _gradings: dict[int, Grading] = {}  # by the agent's environment

@@ -161,7 +161,7 @@ def _records(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _read_records(path: Path, _modified_ns: int) -> dict[str, Any]:
-    """Read a record file. The cache avoids one read per task."""
+    """Read a record file. The cache avoids one read per task. `_modified_ns` invalidates it."""
     try:
         records = json.loads(path.read_text())
     except (OSError, ValueError) as error:

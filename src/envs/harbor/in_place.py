@@ -1,4 +1,4 @@
-"""Preparation of an agent's own environment for the verifier."""
+"""Preparation of the agent's environment for a verifier that runs in that environment."""
 
 from __future__ import annotations
 

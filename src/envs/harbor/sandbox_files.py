@@ -1,4 +1,4 @@
-"""The files that an agent changed in a bubblewrap sandbox: export, and unpacking in a fresh sandbox."""
+"""Export the files that an agent changed in its sandbox, and unpack them in a fresh sandbox."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LIST = (
     "find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) "
     f"-prune -o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
 )
-# Root has no capabilities in the sandbox, so it needs read permission for each file. The archive gets the
-# modes of the listing, which precedes the chmod.
+# Root has no capabilities in the sandbox, so it needs read permission for each file. `FilteredArchive`
+# restores the modes of the listing, which was made before the chmod.
 PACK = (
     "cd /; xargs -0 -r chmod -f u+r < {unreadable}; "
     "tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"

@@ -1,4 +1,4 @@
-"""A policy that measures its calls, so that a timeout can be attributed to the agent or to the sampler."""
+"""A policy that measures the time of its calls, to attribute a timeout to the agent or to the server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TimedPolicy(PolicyWrapper):
     async def responds(self) -> bool:
         """Return whether one token is sampled within `PROBE_TIMEOUT_S`.
 
-        If so, the server works, and the call that was cancelled was for a long answer.
+        If it is, the server works, and the cancelled call was sampling a long answer.
         """
         request = SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
         try:

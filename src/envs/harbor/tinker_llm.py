@@ -9,7 +9,7 @@ the following turns become a new datum.
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
 
 Harbor suppresses and retries exceptions of a language model in several places. An `EpisodeEnd` is therefore
-not an Exception, so it reaches `TrainingTerminus2`.
+a BaseException, which reaches `TrainingTerminus2`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from src.policy.sampling_policy import Policy, SampleRequest
 
 
 class EpisodeEnd(BaseException):
-    """Ends the episode at once. `cause` is a stop reason if the work can be graded, else the error."""
+    """Ends the episode immediately. `cause` is a stop reason if the trial can be graded, else the error."""
 
     def __init__(self, cause: StopReason | TrainerError) -> None:
         super().__init__(str(cause))
@@ -76,14 +76,14 @@ class TinkerLLM(BaseLLM):
         """Sample the answer to `prompt` after `message_history`. An answer cut at max_tokens is returned as
         it is.
 
-        Raises ContextLengthExceededError if the agent can shorten its context. Raises EpisodeEnd if it
-        cannot, after `max_consecutive_truncations` consecutive cut or empty answers, and for errors of the
-        back end.
+        Raises ContextLengthExceededError if the prompt is too long and the agent can shorten its context.
+        Raises EpisodeEnd if the agent cannot, after `max_consecutive_truncations` consecutive cut or empty
+        answers, and for errors of the backend.
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent
         messages = [*_pairs(history or []), ("user", prompt)]
-        prompt_ids, num_known = self._prompt(messages)
+        prompt_ids, num_reused = self._prompt(messages)
         max_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
         if max_tokens == 0:
             raise self._overflow(is_main=is_main, num_tokens=len(prompt_ids))
@@ -92,7 +92,7 @@ class TinkerLLM(BaseLLM):
             self.all_turns.append(turn)
         content = self._chat.decode(turn.completion_ids)
         if is_main:
-            self._record(turn, messages, num_known=num_known, content=content)
+            self._record(turn, messages, num_reused=num_reused, content=content)
         else:
             self.subagent_turns.append(turn)
         return LLMResponse(
@@ -140,11 +140,11 @@ class TinkerLLM(BaseLLM):
             self._is_subagent = False
 
     def _prompt(self, messages: list[tuple[str, str]]) -> tuple[Sequence[int], int]:
-        """Return the ids of a prompt, and the number of recorded messages that it extends unchanged."""
+        """Return the ids of a prompt, and the number of messages whose recorded ids it begins with."""
         history, prompt = messages[:-1], messages[-1]
-        num_known = len(history)
-        if num_known in self._ids and history == self._messages[:num_known]:
-            return self._chat.extend(*self._ids[num_known], _dicts([prompt])), num_known
+        num_reused = len(history)
+        if num_reused in self._ids and history == self._messages[:num_reused]:
+            return self._chat.extend(*self._ids[num_reused], _dicts([prompt])), num_reused
         return self._chat.render(_dicts(messages)), 0
 
     async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
@@ -164,11 +164,11 @@ class TinkerLLM(BaseLLM):
         except TrainerError as error:
             raise EpisodeEnd(error) from error
 
-    def _record(self, turn: Turn, messages: list[tuple[str, str]], *, num_known: int, content: str) -> None:
-        if num_known < len(self._messages):
+    def _record(self, turn: Turn, messages: list[tuple[str, str]], *, num_reused: int, content: str) -> None:
+        if num_reused < len(self._messages):
             self.prefix_breaks += 1
         self._messages = [*messages, ("assistant", content)]
-        self._ids = {length: ids for length, ids in self._ids.items() if length <= num_known}
+        self._ids = {length: ids for length, ids in self._ids.items() if length <= num_reused}
         self._ids[len(self._messages)] = (turn.prompt_ids, turn.completion_ids)
         self._consecutive_overflows = 0
         if turn.completion_ids:

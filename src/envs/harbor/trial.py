@@ -106,7 +106,7 @@ class HarborTrial:
         return self._trajectory(running.trial.result, running, 0.0, ZeroReason.TIMEOUT)
 
     async def _limit_folder(self) -> FolderSummary:
-        """Apply the limits to the trial's folder, in a thread because the agent determines its size."""
+        """Apply the limits to the trial's folder. This runs in a thread, because the folder can be large."""
         if not self._name:  # Harbor has not created the folder.
             return FolderSummary(size=0, is_complete=True)
         try:
@@ -236,10 +236,9 @@ class HarborTrial:
 
 
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
-    """Return the waiting time of the last call if the agent reached its time limit because of the sampler,
-    else 0.
+    """Return the waiting time of the last call if the server made the agent reach its time limit, else 0.
 
-    This is the case if the call took more than half of the agent's time, or if the agent has no answer at
+    This is assumed if the call took more than half of the agent's time, or if the agent has no answer at
     all. Harbor grades an agent that reached its time limit, but an agent that waited for a lost server must
     not be graded.
     """

@@ -19,7 +19,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # of TrainingVerifier; `Grading.fault` has the others
+    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # raised by TrainingVerifier; others are in `Grading.fault`
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
 }
@@ -80,7 +80,7 @@ def zero_reason(result: TrialResult, agent_error: TrainerError | None) -> ZeroRe
 
 
 def describe_exception(result: TrialResult) -> str:
-    """Return the exception that Harbor recorded in one line, or an empty string."""
+    """Return one line about the exception that Harbor recorded, or an empty string."""
     info = result.exception_info
     if info is None:
         return ""

@@ -40,7 +40,7 @@ class TaskValidation:
 
     @property
     def is_unsound(self) -> bool:
-        """A task without a solution can be neither sound nor unsound."""
+        """Whether a check failed. A task without a solution can be neither sound nor unsound."""
         return self.nop != 0.0 or self.oracle not in (1.0, None)
 
     @property
@@ -127,7 +127,7 @@ async def _play(
             result = await run_with_deadline(trial.run(), TRIAL_TIMEOUT_S)
         return score(result.verifier_result.rewards if result and result.verifier_result else None)
     except TimeoutError:
-        return f"not done within {TRIAL_TIMEOUT_S:g} s"
+        return f"the trial did not end within {TRIAL_TIMEOUT_S:g} s"
     except VerifierError as error:
         return (result and describe_exception(result)) or str(error)
     except Exception as error:  # The other tasks are validated even if this one cannot be played.

@@ -76,8 +76,8 @@ class Bubblewrap:
     async def start(
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
-        """Start a sandbox. `directory` is created for its host files. It must not exist yet, and its parent
-        must be the directory of a run.
+        """Start a sandbox. `directory`, which must not exist yet, is created for its files on the host. Its
+        parent must be the directory of a run.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -94,7 +94,7 @@ class Bubblewrap:
                 pass_fds=(launch.seccomp,),
                 process_group=0,  # Ctrl-C at the terminal must reach the trainer only
                 cwd="/",
-                env={"PATH": PROGRAMS},  # the trainer's environment may hold keys
+                env={"PATH": PROGRAMS},  # the trainer's environment may contain API keys
             )
         except BaseException:
             launch.clean_up()
@@ -126,8 +126,8 @@ class Bubblewrap:
         stdout: BinaryIO | None = None,
         shell: Shell = "bash",
     ) -> CommandResult:
-        """Run a script in the sandbox with a shell of /usr/bin. Return its result. `stdout` is a file that
-        receives the standard output.
+        """Run a script in the sandbox with a shell of /usr/bin and return its result. With `stdout`, the
+        standard output goes to that file.
 
         Output is dropped after 16 MiB, or after 1 GiB when it goes to a file. Raises CommandTimeout after
         `timeout_s` seconds, and SandboxError if the sandbox has ended.
@@ -219,7 +219,7 @@ class Bubblewrap:
 
     @contextlib.contextmanager
     def _start_request(self, script: str, stdout: BinaryIO | None, shell: Shell) -> Generator[ExecRequest]:
-        """Yield a command that has been sent to the sandbox. `_watch` fails it when the sandbox ends."""
+        """Yield a command that has been sent to the sandbox. `_watch` sets its result."""
         for path in list(self._staged):
             if path.exists():
                 self._launch.user.grant_access(path, 0o640)
@@ -243,9 +243,7 @@ class Bubblewrap:
         await self._process.communicate()
 
     async def _watch(self) -> None:
-        """Dispatch the answers of pid 1. When the sandbox ends by itself, fail the requests that have no
-        answer.
-        """
+        """Dispatch the answers of pid 1 until the sandbox ends. Then fail the requests without an answer."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             verb, number, argument = line.decode().rstrip("\n").split(" ", 2)

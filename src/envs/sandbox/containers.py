@@ -154,9 +154,10 @@ class ContainerEnvironment(DockerEnvironment):
         )
 
     def _overrides(self) -> dict[str, object]:
-        """Return a compose file that labels all objects that compose creates for this trial. It also makes
-        compose kill the services at the end instead of waiting 10 s: the main process of a container,
-        `sleep`, ignores SIGTERM, and all results have been downloaded.
+        """Return a compose file that labels all objects that compose creates for this trial.
+
+        It also makes compose kill the services at the end instead of waiting 10 s for their main process,
+        `sleep`, which ignores SIGTERM. All results have been downloaded by then.
         """
         labels = {"labels": run_labels(self._run_label)}
         service = labels | {"stop_grace_period": "0s"}
@@ -182,20 +183,20 @@ class ContainerEnvironment(DockerEnvironment):
     def _collect(self, source: str, target: Path, service: str) -> None:
         """Download a directory of a container, within the limits of the trial. Blocks."""
         budget = self._downloads.budget_for(source)
-        left = replace(budget)
+        remaining = replace(budget)
         is_whole = True
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             container = self._container(client, service)
             if source.rstrip("/") == VERIFIER_DIRECTORY:
                 for name in REWARD_FILES:
                     is_whole &= self._unpack(
-                        container, f"{source.rstrip('/')}/{name}", target, left, optional=True
+                        container, f"{source.rstrip('/')}/{name}", target, remaining, optional=True
                     )
-            is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, left)
-        self._downloads.record(source, budget, left, is_whole=is_whole)
+            is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, remaining)
+        self._downloads.record(source, budget, remaining, is_whole=is_whole)
 
     def _unpack(
-        self, container: Any, path: str, target: Path, left: DownloadBudget, *, optional: bool = False
+        self, container: Any, path: str, target: Path, remaining: DownloadBudget, *, optional: bool = False
     ) -> bool:
         try:
             chunks, _ = container.get_archive(path)
@@ -205,13 +206,13 @@ class ContainerEnvironment(DockerEnvironment):
             raise SandboxError(f"cannot download {path}: it does not exist in the container") from error
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
-        reader = ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE)
-        return self._downloads.unpack(reader, target, left) and not reader.was_cut
+        reader = ChunkReader(chunks, remaining.archive_bytes + tarfile.RECORDSIZE)
+        return self._downloads.unpack(reader, target, remaining) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
         """Download a regular file of a container, within the limits of the trial. Blocks."""
         budget = self._downloads.budget_for(source)
-        left = replace(budget)
+        remaining = replace(budget)
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             try:
                 chunks, _ = self._container(client, service).get_archive(source)
@@ -220,11 +221,13 @@ class ContainerEnvironment(DockerEnvironment):
                     f"cannot download {source}: {' '.join(str(error).split())[:200]}"
                 ) from error
             try:
-                unpack_file(ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE), target, left)
+                unpack_file(
+                    ChunkReader(chunks, remaining.archive_bytes + tarfile.RECORDSIZE), target, remaining
+                )
             except SandboxError:
                 self._downloads.record(source, budget, budget, is_whole=False)
                 raise
-        self._downloads.record(source, budget, left, is_whole=True)
+        self._downloads.record(source, budget, remaining, is_whole=True)
 
     def _container(self, client: docker.DockerClient, service: str) -> Any:
         from harbor.environments.docker.docker import (

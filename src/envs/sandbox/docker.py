@@ -81,7 +81,7 @@ def run_labels(run_label: str) -> dict[str, str]:
 
 
 def owner() -> str:
-    """Return the user whose runs create the objects and remove them: the user id."""
+    """Return the user id, with which runs label the objects that they create."""
     return str(os.getuid())
 
 
@@ -203,8 +203,8 @@ def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], An
 
 
 def _remove(item: _DockerObject, report: CleanupReport) -> None:
-    """Remove an object and check that it does not exist. An object that another process has removed before is
-    not reported. If another process is removing it, wait for up to OTHER_REMOVAL_TIMEOUT_S.
+    """Remove an object and check that it does not exist afterwards. An object that is already gone is not
+    reported. If another process is removing the object, wait for up to OTHER_REMOVAL_TIMEOUT_S.
     """
     reason = "the engine gave no reason"
     try:

@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Files of the build context, each with its absolute path inside."""
+    """Files of the build context to copy, each with its absolute path in the sandbox."""
 
     files: tuple[tuple[Path, str], ...]
     mode: int | None  # None: keep the modes of the files
@@ -75,7 +75,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
 
     for line, instruction, value in _instructions(path):
         try:
-            known = {**arguments, **environment}
+            variables = {**arguments, **environment}
             match instruction:
                 case "FROM":
                     stages += 1
@@ -84,22 +84,22 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case "ARG":
                     for item in shlex.split(value):
                         name, _, default = item.partition("=")
-                        arguments.setdefault(name, _expand(default, known))
+                        arguments.setdefault(name, _expand(default, variables))
                 case "ENV":
-                    environment.update(_environment(value, known))
+                    environment.update(_environment(value, variables))
                 case "WORKDIR":
-                    workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), known))
+                    workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), variables))
                     steps.append(MakeDirectory(path=workdir, line=line))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
                         raise _refusal(path, line, f"run as the user {value}")
                 case "COPY" | "ADD":
-                    steps.append(_copy(path, line, value, known, workdir, unpacks=instruction == "ADD"))
+                    steps.append(_copy(path, line, value, variables, workdir, unpacks=instruction == "ADD"))
                 case "RUN":
                     script = _run_script(value)
                     if reason := why_not_runnable(script):
                         raise _refusal(path, line, reason)
-                    steps.append(Run(script=script, workdir=workdir, environment=known, line=line))
+                    steps.append(Run(script=script, workdir=workdir, environment=variables, line=line))
                 case _ if instruction in IGNORED:
                     pass
                 case _:
@@ -198,11 +198,11 @@ def _refusal(path: Path, line: int, action: str) -> ConfigError:
 
 
 def _copy(
-    path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool
+    path: Path, line: int, value: str, variables: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
     """Parse COPY or ADD. With `unpacks`, Docker would unpack archives, so archives are refused."""
     mode, value = _copy_options(path, line, value)
-    words = [_expand(word, known) for word in _words(value)]
+    words = [_expand(word, variables) for word in _words(value)]
     if len(words) < 2:
         raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
     *sources, target = words
@@ -235,7 +235,7 @@ def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
 def _copied(
     path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool
 ) -> list[tuple[Path, str]]:
-    """Return the files of the build context that a source matches, each with its path inside."""
+    """Return the files of the build context that a source matches, each with its path in the sandbox."""
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
@@ -255,23 +255,23 @@ def _copied(
     return files
 
 
-def _environment(value: str, known: Mapping[str, str]) -> dict[str, str]:
+def _environment(value: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Parse `ENV a=1 b="2 3"` or the old form `ENV a 1`."""
     if re.match(r"\w+=", value):
         pairs = [item.partition("=") for item in shlex.split(value)]
-        return {name: _expand(setting, known) for name, _, setting in pairs}
+        return {name: _expand(setting, variables) for name, _, setting in pairs}
     name, _, setting = value.partition(" ")
-    return {name: _expand(setting.strip(), known)}
+    return {name: _expand(setting.strip(), variables)}
 
 
-def _expand(text: str, known: Mapping[str, str]) -> str:
+def _expand(text: str, variables: Mapping[str, str]) -> str:
     """Expand $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative} as Docker does. Unknown names expand
     to nothing.
     """
 
     def value(match: re.Match[str]) -> str:
         plain, name, operator, word = match.groups()
-        setting = known.get(plain or name, "")
+        setting = variables.get(plain or name, "")
         if operator == ":-":
             return setting or word
         if operator == ":+":

@@ -71,7 +71,7 @@ class SandboxEnvironment(BaseEnvironment):
         self._has_network_option = network
         self._sandbox: Bubblewrap | None = None
         self._plan = BuildPlan(environment={})
-        self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths inside
+        self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths in the sandbox
         super().__init__(*args, **kwargs)
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
 
@@ -106,10 +106,6 @@ class SandboxEnvironment(BaseEnvironment):
         if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
         return network is NetworkAccess.PUBLIC
-
-    @property
-    def is_alive(self) -> bool:
-        return self._sandbox is not None and self._sandbox.is_alive
 
     @override
     async def start(self, force_build: bool) -> None:
@@ -182,7 +178,7 @@ class SandboxEnvironment(BaseEnvironment):
         return {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
 
     async def kill_processes(self) -> None:
-        """End all processes inside."""
+        """Kill all processes in the sandbox."""
         await self._bubblewrap.kill_processes()
 
     async def run_script(
@@ -210,7 +206,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     @contextmanager
     def staged_file(self) -> Generator[tuple[Path, str]]:
-        """Yield the path of a new file on the host and its read-only path inside. The file is removed
+        """Yield the path of a new file on the host and its read-only path in the sandbox. The file is removed
         afterwards.
         """
         host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.in")
@@ -224,7 +220,7 @@ class SandboxEnvironment(BaseEnvironment):
         target = str(target_path)
         name = Path(source_path).name
         path = f"{target.rstrip('/')}/{name}" if target.endswith("/") else target
-        await self._upload([(Path(source_path), path)], path, directory_wins=name)
+        await self._upload([(Path(source_path), path)], path, name_in_directory=name)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
@@ -239,7 +235,7 @@ class SandboxEnvironment(BaseEnvironment):
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
         budget = self._downloads.budget_for(str(source_path))
-        left = replace(budget)
+        remaining = replace(budget)
         with BoundedFile(budget.size) as received:
             is_whole = await self._download(
                 f"test -f {source} && /usr/bin/head -c {budget.size + 1} -- {source}",
@@ -249,11 +245,11 @@ class SandboxEnvironment(BaseEnvironment):
             if not is_whole or budget.files <= 0:
                 self._downloads.record(str(source_path), budget, budget, is_whole=False)
                 raise SandboxError(
-                    f"cannot download {source_path}: it is larger than what is downloaded from one trial"
+                    f"cannot download {source_path}: it exceeds the download limit of the trial"
                 )
-            left.files -= 1
-            left.size -= received.tell()
-            self._downloads.record(str(source_path), budget, left, is_whole=True)
+            remaining.files -= 1
+            remaining.size -= received.tell()
+            self._downloads.record(str(source_path), budget, remaining, is_whole=True)
             await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
@@ -273,7 +269,7 @@ class SandboxEnvironment(BaseEnvironment):
             os.makedirs(target_dir, exist_ok=True)
             return
         budget = self._downloads.budget_for(str(source_dir))
-        left = replace(budget)
+        remaining = replace(budget)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
             set --
@@ -287,12 +283,12 @@ class SandboxEnvironment(BaseEnvironment):
             if received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: no such directory")
             received.seek(0)
-            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), left)
-        self._downloads.record(str(source_dir), budget, left, is_whole=is_whole)
+            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), remaining)
+        self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
-        """Write the output of a command to `received` and return whether it is complete. The agent may have
-        replaced the programs.
+        """Write the output of a command to `received` and return whether it is complete. An agent can
+        replace programs and thereby make it incomplete.
         """
         try:
             completed = await self._bubblewrap.run(
@@ -343,15 +339,15 @@ class SandboxEnvironment(BaseEnvironment):
         target: str,
         *,
         mode: int | None = None,
-        directory_wins: str | None = None,
+        name_in_directory: str | None = None,
         directories: Sequence[str] = (),
         directory_mode: int | None = 0o777,
     ) -> None:
-        """Create `directories` and copy host files to absolute paths inside. `target` appears in error
-        messages.
+        """Create `directories` and copy host files to absolute paths in the sandbox. Error messages contain
+        `target`.
 
-        `directory_wins` is the name of a single file that goes into `target` if `target` is a directory, as
-        in `cp`.
+        With `name_in_directory`, the only file is copied to `target`/`name_in_directory` if `target` is a
+        directory, as `cp` does.
         """
         if not files and not directories:
             return
@@ -364,7 +360,7 @@ class SandboxEnvironment(BaseEnvironment):
         try:
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
-                commands.append(_unpacking(inside_path, target, directory_wins))
+                commands.append(_unpack_script(inside_path, target, name_in_directory))
             completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
@@ -376,19 +372,19 @@ class SandboxEnvironment(BaseEnvironment):
             raise SandboxError(f"cannot upload to {target}: {_last_line(completed.stderr)}")
 
 
-def _unpacking(archive: str, target: str, directory_wins: str | None) -> str:
+def _unpack_script(archive: str, target: str, name_in_directory: str | None) -> str:
     script = f"tar -C / --no-same-owner --overwrite -xf {archive}"
-    if directory_wins is None:
+    if name_in_directory is None:
         return script
-    path, name = shlex.quote(target), shlex.quote(directory_wins)
+    path, name = shlex.quote(target), shlex.quote(name_in_directory)
     return (
         f"if [ -d {path} ]; then tar -xOf {archive} > {path}/{name}; "
         f'else mkdir -p "$(dirname {path})" && {script}; fi'
     )
 
 
-def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool:
-    """Return whether the exit status of `true` can come from a working environment.
+def environment_works(status: int, environment: BaseEnvironment) -> bool:
+    """Return whether `status`, the exit status of `true`, shows that the environment still runs commands.
 
     `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` raises
     SandboxError in that case.
@@ -411,7 +407,7 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
-    """Write a tar archive of host files with their absolute paths inside, owned by root. Blocks."""
+    """Write a tar archive of host files under their absolute paths in the sandbox, owned by root. Blocks."""
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, path in files:
             archive.add(

@@ -1,8 +1,8 @@
 """The host side of one command that runs in a sandbox: a script and two FIFOs for its output.
 
 The event loop reads stdout and stderr as they arrive. The exec server reports the exit status. The FIFOs have
-random names in a directory that the sandbox cannot list, so a process inside cannot open the output of
-another command.
+random names in a directory that the sandbox cannot list, so a process in the sandbox cannot open the
+output of another command.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ExecRequest:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # asyncio reports exceptions that are never read
+            self.done.exception()  # marks the exception as read, so that asyncio does not log it
         self.done.cancel()
 
     def _on_output(self, stream: Stream) -> None:

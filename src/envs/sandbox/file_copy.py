@@ -2,8 +2,8 @@
 and never trusted.
 
 Operations whose time grows with the agent's files run in a thread. The limits hold per trial. Files beyond
-the limits are omitted. An omission is logged, noted in the trial's folder and counted. It does not fail the
-trial.
+the limits are omitted. An omission is logged, noted in the trial's folder and counted. The trial does not
+fail.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from src.core.errors import SandboxError
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 10_000  # of one trial: files and directories
-MAX_BYTES = 64 * 2**20  # for all files of one trial
+MAX_FILES = 10_000  # files and directories of one trial
+MAX_BYTES = 64 * 2**20  # of all files of one trial
 LOG_SHARE = 4  # a directory of logs gets a quarter of the trial's limits, so that artifacts are not omitted
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024
@@ -67,7 +67,7 @@ class TrialDownloads:
         self._note = folder / NOTE
         self._files = files
         self._size = size
-        self._left = DownloadBudget(files=files, size=size)
+        self._remaining = DownloadBudget(files=files, size=size)
         self.downloaded: set[Path] = set()  # host paths; uploads omit them, because the environment has them
 
     def budget_for(self, source: str) -> DownloadBudget:
@@ -80,12 +80,13 @@ class TrialDownloads:
             else 1
         )
         return DownloadBudget(
-            files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share)
+            files=min(self._remaining.files, self._files // share),
+            size=min(self._remaining.size, self._size // share),
         )
 
-    def unpack(self, archive: Readable, target: Path, left: DownloadBudget) -> bool:
+    def unpack(self, archive: Readable, target: Path, remaining: DownloadBudget) -> bool:
         """Call `unpack` and record the files that it wrote. Blocks."""
-        return unpack(archive, target, left, self.downloaded)
+        return unpack(archive, target, remaining, self.downloaded)
 
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """Return the files of a host directory that were not downloaded, each with its path below `target`.
@@ -101,12 +102,14 @@ class TrialDownloads:
         """Return whether a host directory contains downloaded files."""
         return any(path.is_relative_to(target.absolute()) for path in self.downloaded)
 
-    def record(self, source: str, budget: DownloadBudget, left: DownloadBudget, *, is_whole: bool) -> None:
+    def record(
+        self, source: str, budget: DownloadBudget, remaining: DownloadBudget, *, is_whole: bool
+    ) -> None:
         """Subtract the used part of a download's budget from the limits of the trial. Note a download that is
         not complete.
         """
-        self._left.files -= budget.files - left.files
-        self._left.size -= budget.size - left.size
+        self._remaining.files -= budget.files - remaining.files
+        self._remaining.size -= budget.size - remaining.size
         if not is_whole:
             note(
                 self._note,
@@ -139,19 +142,19 @@ class ChunkReader:
     def __init__(self, chunks: Iterator[bytes], limit: int, *, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
         self._chunks = chunks
         self._buffer = bytearray()
-        self._left = limit
+        self._remaining = limit
         self._deadline = time.monotonic() + timeout_s
 
     @property
     def was_cut(self) -> bool:
-        return self._left <= 0 or time.monotonic() >= self._deadline
+        return self._remaining <= 0 or time.monotonic() >= self._deadline
 
     def read(self, size: int, /) -> bytes:
-        while len(self._buffer) < size and self._left > 0 and time.monotonic() < self._deadline:
+        while len(self._buffer) < size and self._remaining > 0 and time.monotonic() < self._deadline:
             chunk = next(self._chunks, b"")
             if not chunk:
                 break
-            self._left -= len(chunk)
+            self._remaining -= len(chunk)
             self._buffer += chunk
         data = bytes(self._buffer[:size])
         del self._buffer[:size]

@@ -2,7 +2,7 @@
 command line.
 
 The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. No other directory of
-the host is visible, except those of `HOST_SETTINGS`.
+the host is visible, except those of `USERLAND` and `HOST_SETTINGS`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BASE_ENVIRONMENT = {
     "USER": "root",
     "LANG": "C.UTF-8",
 }
-# Bound from the host where present. The symbolic links of a merged /usr become binds, so that `rm -rf /` by
-# an agent leaves the programs.
+# Directories of the host that are bound if they exist. On a merged /usr, the binds replace symbolic links, so
+# that `rm -rf /` by an agent does not remove the programs.
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
+HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")  # in /etc
 # The directories of a Debian image. /app is not among them, because `RUN mkdir /app` in a Dockerfile must
 # succeed.
 # fmt: off
@@ -85,8 +85,8 @@ class Launch:
             self.requests.mkdir(mode=0o700)
             self.user.grant_access(self.requests, 0o310)  # the sandbox can open its files but not list them
             resolver = self._write_resolver() if has_network else None
-            most = None if limits.memory_mb is None else limits.memory_mb * 2**20
-            self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=most))
+            max_shared_mapping = None if limits.memory_mb is None else limits.memory_mb * 2**20
+            self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=max_shared_mapping))
             parents = cgroup_parents()
             record = directory / RECORD_NAME
             groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)
@@ -111,8 +111,8 @@ class Launch:
             raise
 
     def clean_up(self) -> bool:
-        """Remove the files and cgroups from the host. Return False, keeping both, while a cgroup still has
-        processes.
+        """Remove the files and cgroups from the host. While a cgroup has processes, keep the files and return
+        False.
         """
         if self.seccomp >= 0:
             os.close(self.seccomp)

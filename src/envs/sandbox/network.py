@@ -26,7 +26,7 @@ from src.envs.sandbox.user import SandboxUser
 READY_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 NAMESPACE_LINE = b"namespace\n"
-# Reserved for benchmarks (RFC 2544), so it does not collide with a network of the host.
+# RFC 2544 reserves these addresses for benchmarks, so they do not collide with a network of the host.
 NETWORK = "198.18.77.0/24"
 TUN = Path("/dev/net/tun")
 RESOLVER_FILES = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))

@@ -40,7 +40,7 @@ class SandboxLimits:
     """The resource limits of one sandbox. None means unlimited."""
 
     processes: int | None = 2048
-    # For all processes and files; without a cgroup, for the data of each process.
+    # For all processes and files together; without a cgroup, for the data segment of each process.
     memory_mb: int | None = 8192
     storage_mb: int = 4096  # for all files together, and for each file
 
@@ -57,9 +57,7 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return the limits (`resource.RLIMIT_*`) of every process. RLIMIT_NPROC counts all processes of the
-        user.
-        """
+        """Return the limits (`resource.RLIMIT_*`) of each process. RLIMIT_NPROC counts those of the user."""
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
             limits[resource.RLIMIT_NPROC] = self.processes
@@ -229,7 +227,7 @@ def _can_have_children(directory: Path) -> bool:
 
 
 def _works(parents: CgroupParents) -> bool:
-    """Return whether a process can join a new cgroup there."""
+    """Return whether a process can join a new cgroup below these parents."""
     name = f"{CGROUP_PREFIX}-probe-{os.getpid()}-{secrets.token_hex(4)}"
     groups = [directory / name for directory in parents.directories]
     try:

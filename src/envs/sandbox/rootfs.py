@@ -20,11 +20,11 @@ ETC_FILES = {
         "if [ -n \"${BASH_VERSION-}\" ]; then PS1='\\u@\\h:\\w\\$ '; fi\numask 022\n"
     ),
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
-    # A tmux pane keeps the limit that was set when it was created, and Terminus-2 raises the limit after
-    # that. The default is 2,000 lines.
+    # A tmux pane keeps the limit that is set when the pane is created, and Terminus-2 raises the limit only
+    # later. The default is 2,000 lines.
     "tmux.conf": "set -g history-limit 100000\n",
 }
-# Copied from the host where present. Programs in /usr read these files, and they hold no personal data.
+# Files that are copied from the host if they exist. Programs in /usr read them. They hold no personal data.
 HOST_ETC_FILES = (
     "ld.so.cache",
     "mime.types",
@@ -72,7 +72,7 @@ esac
 
 
 def build_rootfs(directory: Path) -> Path:
-    """Write the files to `directory`/skeleton unless it exists. Return its path."""
+    """Write the files to `directory`/skeleton, unless that exists, and return its path."""
     skeleton = directory / "skeleton"
     if skeleton.exists():
         return skeleton
@@ -97,7 +97,7 @@ def build_rootfs(directory: Path) -> Path:
     packages.parent.mkdir(parents=True)
     packages.write_text("".join(f"{package}\n" for package in sorted(installed_packages())))
     for path in (building, *building.rglob("*")):
-        if not path.is_symlink():  # the unprivileged user of a sandbox must read it under any umask
+        if not path.is_symlink():  # the user of a sandbox must be able to read it, whatever the umask is
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     building.rename(skeleton)
     return skeleton

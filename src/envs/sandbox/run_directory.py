@@ -86,8 +86,8 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _temporary_root(mode: int) -> Path:
-    """Return this user's first directory in /tmp with the prefix, creating one if needed. Its random name
-    cannot be predicted.
+    """Return this user's first directory in /tmp with the prefix. If there is none, create one with a random
+    name, which other users cannot predict.
     """
     prefix = f"{NAME}-{os.geteuid()}-"
     try:
@@ -156,8 +156,8 @@ _locks: dict[Path, int] = {}  # the descriptors of the locks that this process h
 
 
 def _remove_run(directory: Path) -> bool:
-    """Remove a run's directory and cgroups. Return False, keeping the directory, if a cgroup still has
-    processes.
+    """Remove a run's directory and cgroups. If a cgroup still has processes, keep the directory and return
+    False.
     """
     removed = True
     for record in sorted(directory.glob(f"*/{RECORD_NAME}")):
@@ -189,7 +189,7 @@ def remove_ended_runs() -> list[str]:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory tree without following links. Adds missing permissions."""
+    """Remove a directory tree without following links. Missing permissions are added for that."""
 
     def allow_and_retry(function: object, path: str, error: BaseException) -> None:
         if isinstance(error, FileNotFoundError):

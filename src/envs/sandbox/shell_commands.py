@@ -20,7 +20,7 @@ INFORMATION = frozenset({"--version", "--help", "-V"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
 REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
-# Program -> subcommands that need the network; an empty set stands for every use of the program
+# Program -> subcommands that need the network. An empty set means that every use of the program needs it.
 INSTALLERS = {
     "curl": frozenset[str](),
     "wget": frozenset[str](),
@@ -83,13 +83,15 @@ def needs_network(words: Sequence[str]) -> str | None:
 
 
 def apt_packages(words: Sequence[str]) -> list[str]:
-    """Return the packages that a command installs with apt."""
+    """Return the packages that a command installs with apt or apt-get."""
     program, *arguments = words
     plain = [argument for argument in arguments if not argument.startswith("-")]
     return plain[1:] if program.rpartition("/")[2] in ("apt", "apt-get") and plain[:1] == ["install"] else []
 
 
 class _Lexer:
+    """Splits a script into simple commands. `run` appends them to `commands`."""
+
     def __init__(self, script: str) -> None:
         self.commands: list[list[str]] = []
         self._text = script
@@ -220,23 +222,23 @@ class _Lexer:
 
 def _stripped(words: Sequence[str]) -> Iterator[str]:
     """Return the words without leading assignments, keywords and wrappers."""
-    left = list(words)
-    while left:
-        name = left[0].rpartition("/")[2]
-        if re.match(r"[A-Za-z_]\w*\+?=", left[0]) or left[0] in KEYWORDS:
-            left = left[1:]
-        elif name == "command" and left[1:2] in (["-v"], ["-V"]):
+    remaining = list(words)
+    while remaining:
+        name = remaining[0].rpartition("/")[2]
+        if re.match(r"[A-Za-z_]\w*\+?=", remaining[0]) or remaining[0] in KEYWORDS:
+            remaining = remaining[1:]
+        elif name == "command" and remaining[1:2] in (["-v"], ["-V"]):
             break
-        elif name in WRAPPERS and len(left) > 1:
-            left = left[1:]
-            while left and (
-                left[0].startswith("-")
-                or (name in ("timeout", "nice", "retry") and re.fullmatch(r"[\d.]+[smhd]?", left[0]))
+        elif name in WRAPPERS and len(remaining) > 1:
+            remaining = remaining[1:]
+            while remaining and (
+                remaining[0].startswith("-")
+                or (name in ("timeout", "nice", "retry") and re.fullmatch(r"[\d.]+[smhd]?", remaining[0]))
             ):
-                left = left[1:]
+                remaining = remaining[1:]
         else:
             break
-    yield from left
+    yield from remaining
 
 
 def _inline_script(words: Sequence[str]) -> str | None:

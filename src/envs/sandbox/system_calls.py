@@ -166,8 +166,8 @@ def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _bounded_shared_mapping(most: int) -> list[Instruction]:
-    high, low = divmod(most, 2**32)
+def _bounded_shared_mapping(max_bytes: int) -> list[Instruction]:
+    high, low = divmod(max_bytes, 2**32)
     return [
         _low_word(3),  # flags
         (_ANY_BIT, 1, 0, MAP_SHARED),
@@ -206,6 +206,6 @@ def _allow() -> Instruction:
 def _architecture() -> str:
     machine = platform.machine()
     if machine not in ARCHITECTURES:
-        known = " and ".join(ARCHITECTURES)
-        raise SandboxError(f"the sandbox runs on {known}, not on {machine}; use environment_type=docker")
+        supported = " and ".join(ARCHITECTURES)
+        raise SandboxError(f"the sandbox runs on {supported}, not on {machine}; use environment_type=docker")
     return machine

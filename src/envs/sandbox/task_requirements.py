@@ -22,8 +22,8 @@ class NetworkAccess(StrEnum):
 
     PUBLIC = "public"
     OFF = "off"  # the task requests no network
-    # This machine cannot provide a public network. The task does not request one explicitly (LACKING), or the
-    # task or the user requests it (REFUSED).
+    # This machine cannot provide a public network. LACKING: nobody requests one explicitly, so the task runs
+    # without. REFUSED: the task or the user requests one, so the task cannot run.
     LACKING = "lacking"
     REFUSED = "refused"
 

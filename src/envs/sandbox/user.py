@@ -93,8 +93,8 @@ def claim_user(directory: Path) -> SandboxUser:
 
 
 def available_uids(uid_map: str) -> range | None:
-    """Return the uids to choose from, or None if the user namespace maps one uid only. Raises SandboxError if
-    it maps too few.
+    """Return the uids for sandboxes, or None if the user namespace maps one uid only. Raises SandboxError if
+    the namespace maps neither range of uids completely.
     """
     entries = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
     for uids in (PREFERRED_UIDS, SMALL_UIDS):

@@ -1,7 +1,7 @@
-"""The forms of tool calls that are not JSON alone: those of DeepSeek, Llama 3.1 and Qwen3-Coder.
+"""Split an answer into its text and its tool calls, for the formats of DeepSeek, Llama 3.1 and Qwen3-Coder.
 
-The functions split an answer into its text and its calls. `src/envs/service/tool_calls.py` parses and checks
-the arguments.
+`src/envs/service/tool_calls.py` handles the formats that consist of JSON, and parses and checks the arguments
+of all calls.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PYTHON_VALUES: Mapping[str, object] = {"True": True, "False": False, "None": Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenCall:
-    """A call as the answer writes it."""
+    """A call as it is written in an answer."""
 
-    name: str  # "" if the answer ends before it
+    name: str  # "" if the answer contains no complete name
     arguments: str | Mapping[str, object]  # a str is JSON text
     problem: str = ""  # why the arguments cannot be read; "" if there was no problem
 

@@ -19,7 +19,8 @@ from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ToolCall, parse
 from src.policy.chat import Message
 
-# Unreadable answers, empty answers and failed calls that end an episode without a reward, as in tau2.
+# The number of unreadable answers, empty answers and failed calls that ends an episode with the reward 0, as
+# in tau2.
 MAX_ERRORS = 10
 MAX_REFUSALS = 30
 REFUSAL = "I am sorry, I cannot help with that."
@@ -31,7 +32,7 @@ class ActionResult:
 
     messages: Sequence[Message] = ()  # the results of the calls, or the reply of the user simulator
     is_done: bool = False  # the agent or the user simulator ended the conversation
-    num_errors: int = 0  # calls that failed
+    num_errors: int = 0  # number of calls that failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,10 +24,10 @@ from src.core.errors import ConfigError, SandboxError
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 5.0  # added to the deadline that the worker itself enforces
+GRACE_S = 5.0  # added to the time limit that the worker itself enforces
 START_TIMEOUT_S = 180.0
 MAX_LINE_BYTES = 1 << 27
-MAX_LOSSES = 1  # workers that the requests of an episode may end before it fails
+MAX_LOSSES = 1  # an episode fails if its requests end more workers than this
 
 WorkerReply = Mapping[str, Any]
 
@@ -127,10 +127,7 @@ class Worker:
 
 
 class WorkerSession:
-    """The exchange of one episode with a worker.
-
-    All requests are kept, so that they can be replayed on another worker.
-    """
+    """The requests and replies of one episode, which are kept to replay them on another worker."""
 
     def __init__(self, pool: WorkerPool, close_request: Mapping[str, object]) -> None:
         self._pool = pool
@@ -212,14 +209,11 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker is not None and not worker.is_lost]
 
     def session(self, *, close_request: Mapping[str, object]) -> WorkerSession:
-        """Open the session of one episode, which the caller closes.
-
-        With `close_request`, a worker discards the episode.
-        """
+        """Open the session of one episode. `close` of the session sends `close_request` to its worker."""
         return WorkerSession(self, close_request)
 
     async def worker(self) -> Worker:
-        """Return the least loaded worker; start it if it is not running."""
+        """Return the worker with the fewest sessions, after starting it if it is not running."""
         number = min(range(len(self._workers)), key=self._load)
         self._waiting[number] += 1
         try:

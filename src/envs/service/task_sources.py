@@ -45,8 +45,10 @@ class SplitSource:
         return named(providers[self.domain].official(self.domain, self.split), self.name)
 
 
-def read_source(text: str, known: Collection[str], *, may_be_named: bool = False) -> RowSource | SplitSource:
-    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with a domain of `known`.
+def read_source(
+    text: str, domains: Collection[str], *, may_be_named: bool = False
+) -> RowSource | SplitSource:
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with one of `domains`.
 
     Raises ConfigError for a file that cannot be read.
 
@@ -55,7 +57,7 @@ def read_source(text: str, known: Collection[str], *, may_be_named: bool = False
     """
     name, _, place = text.partition("=") if may_be_named and "=" in text else ("", "", text)
     domain, _, split = place.partition(":")
-    if domain in known and split:
+    if domain in domains and split:
         return SplitSource(domain=domain, split=split, name=name)
     path = Path(place).expanduser()
     return RowSource(path=path, rows=read_rows(path), name=name)

@@ -162,21 +162,21 @@ class Episode:
 
 
 def as_openai(message: Any) -> dict[str, Any]:
-    """Convert a message to OpenAI's format. The agent is always `assistant` and the user `user`."""
+    """Convert a message to OpenAI's format. The role of the agent is `assistant`, that of the user `user`."""
     if message.role == "tool":
         return {"role": "tool", "content": message.content, "tool_call_id": message.id}
     shown: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.tool_calls:
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        names = zip(message.tool_calls, calls, strict=True)
+        functions = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function} for call, function in names
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(message.tool_calls, functions, strict=True)
         ]
     return shown
 
 
 class EpisodeServer:
-    """The operations of the worker and the episodes that they act on."""
+    """The operations that requests name (`op`), and the episodes of this worker."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
@@ -218,10 +218,10 @@ class EpisodeServer:
         from tau2.user.user_simulator import UserSimulator
 
         tau2_task = task_of(domain, task) if definition is None else task_from(definition)
-        started = self.episodes[episode] = Episode(
+        new_episode = self.episodes[episode] = Episode(
             domain, tau2_task, max_steps=max_steps, max_errors=max_errors
         )
-        environment = started.environment
+        environment = new_episode.environment
         user_tools = (
             None
             if environment.user_tools is None
@@ -236,7 +236,7 @@ class EpisodeServer:
             "user_prompt": simulator.system_prompt,
             "user_tools": [tool.openai_schema for tool in user_tools or ()],
         }
-        return opening | self._state(started)
+        return opening | self._state(new_episode)
 
     def step(self, *, episode: str, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
         current = self.episodes[episode]

@@ -85,15 +85,15 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     opened = {name: open_domain(name, context) for name in names if ":" in name or name in registered}
     names = [opened[name].name if name in opened else name for name in names]
     own_domains = {domain.name: domain for domain in opened.values()}
-    known = [*SPLITS, *{**own_domains, **registered}]
-    training_sources = [read_source(text, known) for text in config.train_data or ()]
-    held_out = [read_source(text, known, may_be_named=True) for text in config.test_data or ()]
+    known_domains = [*SPLITS, *{**own_domains, **registered}]
+    training_sources = [read_source(text, known_domains) for text in config.train_data or ()]
+    held_out = [read_source(text, known_domains, may_be_named=True) for text in config.test_data or ()]
     domains = {*names, *(domain for source in (*training_sources, *held_out) for domain in source.domains)}
-    if unknown := sorted(domains - set(known)):
+    if unknown := sorted(domains - set(known_domains)):
         where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
         raise ConfigError(
-            f"{where} domain={unknown[0]} is not one of {', '.join(known)}; choose one, or give your own as "
-            "environment_kwargs=domain=module:function"
+            f"{where} domain={unknown[0]} is not one of {', '.join(known_domains)}; choose one, or give "
+            "your own as environment_kwargs=domain=module:function"
         )
     for name in sorted(domains & registered.keys() - own_domains.keys()):
         own_domains[name] = open_domain(name, context)
@@ -187,7 +187,7 @@ def open_domains(
     model: UserModel | None,
     judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
-    """Return the provider of each domain."""
+    """Return the provider of each built-in domain among `domains`."""
     providers: dict[str, DomainProvider] = {}
     if toy_retail.NAME in domains:
         providers[toy_retail.NAME] = open_toy_retail(config, model)
@@ -290,9 +290,7 @@ def open_tau2(
 
 
 def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
-    """Return the function that makes the user simulators of tau2 episodes; without a model they follow a
-    script.
-    """
+    """Return the function that makes the user simulators of tau2. Without `model`, they follow a script."""
     if model is None:
         return tau2.scripted_user
 
@@ -344,5 +342,6 @@ def number(options: Options, name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if value < 0 or (value == 0 and default > 0):
-        raise ConfigError(f"environment_kwargs {name} must be a number above 0, not {text!r}")
+        bound = "a number above 0" if default > 0 else "at least 0"
+        raise ConfigError(f"environment_kwargs {name} must be {bound}, not {text!r}")
     return value

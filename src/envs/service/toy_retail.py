@@ -200,7 +200,7 @@ def after_gold(database: Database, row: Mapping[str, Any], tools: Mapping[str, T
 
 
 def communicates(messages: Sequence[str], fact: str) -> bool:
-    """Return whether a message contains the fact. As in tau2, the comparison ignores case and commas."""
+    """Return whether a message contains the fact. As in tau2, case and the commas of messages are ignored."""
     return any(fact.lower() in text.lower().replace(",", "") for text in messages)
 
 

@@ -28,7 +28,7 @@ OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 END_MARKERS = (STOP, TRANSFER, OUT_OF_SCOPE)  # each ends the conversation if the user sends it
 MAX_TOKENS = 512  # per message of a model
 MAX_TRIES = 3  # to get a message that is not empty
-# The conversation for a simulator that sends the first message.
+# The conversation that a model reads before it sends the first message.
 GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)
 
 
@@ -177,8 +177,6 @@ class TinkerUserModel:
 
 
 def with_roles_swapped(message: Message) -> Message:
-    """Return the message from the user's point of view, where the user is `assistant` and the agent is
-    `user`.
-    """
+    """Swap the roles of user and agent, because the model that simulates the user is the `assistant`."""
     swapped = {"assistant": "user", "user": "assistant"}
     return {**message, "role": swapped.get(str(message["role"]), message["role"])}
