@@ -191,7 +191,7 @@ def sampler_trainer_kl(parts: Sequence[TrainedTokens]) -> dict[str, float]:
     """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
 
     With on-policy samples, the differences of the first part come from numerics alone; those of later
-    substeps include the updates in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2 estimates.
+    substeps include the updates in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
     """
     first = parts[0].sampled_logprobs - parts[0].trained_logprobs
     sampled = np.concatenate([part.sampled_logprobs for part in parts])
