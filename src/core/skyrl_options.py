@@ -74,8 +74,7 @@ _NO_CRITIC = "the Tinker API has no critic; remove it"
 _NO_DROPOUT = "the server chooses it, not the client; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# SkyRL's name of an option or a group -> why it is refused. An option without an entry has the reason of its
-# innermost group.
+# SkyRL's option or group -> why it is refused. An option without an entry has that of its innermost group.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -140,9 +139,7 @@ def taken_arguments(
             test_data.append(translated.removeprefix("test_data="))
         else:
             arguments.append(translated)
-    if (
-        test_data
-    ):  # collect the values, because a later argument would replace an earlier one of the same name
+    if test_data:  # one argument, because a later argument of the same name replaces an earlier one
         test_data = [
             argument.removeprefix("test_data=") for argument in arguments if argument.startswith("test_data=")
         ] + test_data

@@ -228,8 +228,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
         lambda played: _signals(played)["mean_positive_reward"]),
     Metric("reward/<domain>/<signal>", VARIES, MEAN,
-        "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio` and `mean_positive_reward` of a domain or task "
-        "family.",
+        "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or family.",
         _signals_by_environment),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),

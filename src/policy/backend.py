@@ -254,12 +254,8 @@ class TinkerEndpoint:
 
     async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
         """Open a training client with a new adapter, or with the adapter of `load_checkpoint_path`."""
-        options, service, path, rank = (
-            self._options,
-            self._service,
-            adapter.load_checkpoint_path,
-            adapter.lora_rank,
-        )
+        options, service = self._options, self._service
+        path, rank = adapter.load_checkpoint_path, adapter.lora_rank
         # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
             load = (

@@ -95,9 +95,8 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float | None], *, may_be_sent: bool = False) -> None:
-        """Send a line. `may_be_sent`: an earlier process may have sent it.
-
-        wandb ignores a repeated step. trackio would store the step again, so it does not receive such a line.
+        """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step.
+        trackio would store the step again, so trackio does not receive such a line.
         """
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
