@@ -25,7 +25,7 @@ _NO_CRITIC = "the Tinker API has no critic; remove it"
 _WHOLE_DISTRIBUTION = (
     "training needs the logprobs of the whole distribution; remove it, or use eval_top_p for evaluations"
 )
-# Options of SkyRL, and of scripts for it, that no Tinker endpoint can honour -> reason and advice.
+# Options of SkyRL, and of scripts for it, that this trainer refuses -> the reason, or what to write instead.
 REFUSED = {
     "repetition_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
@@ -84,18 +84,18 @@ class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
         default=20, doc="Steps between checkpoints; 0: only at the end", validator=at_least(0)
     )
     eval_every: int = chz.field(
-        default=10, doc="Steps between evaluations; 0: only before and after", validator=at_least(0)
+        default=10, doc="Steps between evaluations; 0: only before and after training", validator=at_least(0)
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
-        doc="Wait this long for a lost server to return, then continue from the last checkpoint; 0: stop "
-        "at once",
+        doc="Longest wait for a lost server; when it has returned, the run continues from its last "
+        "checkpoint. 0: stop at once",
         validator=at_least(0),
     )
     stop_timeout_s: float = chz.field(
         default=120,
-        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step and save a "
-        "checkpoint",
+        doc="Longest time that the run takes to finish its update and to save a checkpoint after SIGINT, "
+        "SIGTERM or a failure",
         validator=above(0),
     )
 
@@ -122,7 +122,7 @@ class TrainerConfig(
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
-        doc="Allow max_staleness > 0 with another loss than ppo and cispo, which bound the ratios",
+        doc="Allow max_staleness > 0 with a loss other than ppo and cispo, which bound the ratios",
     )
     eval_before_train: bool = chz.field(default=True, doc="Evaluate the initial weights, as step 0")
     eval_group_size: int | None = chz.field(

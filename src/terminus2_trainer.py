@@ -1,9 +1,9 @@
-"""The training loop. Users of this project prescribe the names of the module and of its class.
+"""The training loop. Programs of users refer to `Terminus2RLTrainer`, so this name must not change.
 
 Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given
-advantages; their datums are made and the weights are updated; then the held-out tasks are evaluated, the
-metrics are logged and a checkpoint is saved, each if it is due. A checkpoint is saved last, so that it
-implies logged metrics.
+advantages; their datums are made and the weights are updated; the held-out tasks are evaluated if an
+evaluation is due, and the metrics are logged. If a checkpoint is due, it is saved last, so that the metrics
+of its step are always logged.
 
 This file is long because it contains the whole loop with its evaluations and checkpoints.
 """
@@ -47,7 +47,7 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 5.0  # the wait after which a line explains why no trial has ended or no update is done
+SLOW_S = 5.0  # a message explains a longer wait for the first trials or the first update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Collected:
     batch: Batch
     groups: Sequence[TrajectoryGroup]  # those that passed the filters
     examples_P_G: Sequence[Sequence[Example]]  # the examples of these groups
-    dropped: Counter[DropReason]  # the number of other groups by reason
+    dropped: Counter[DropReason]  # the number of groups that the filters dropped, by reason
     metrics: dict[str, float]
 
     @property
@@ -76,9 +76,9 @@ class Scorers:
 
 
 class Terminus2RLTrainer:
-    """Trains on batches, evaluates and saves.
+    """Trains on batches, evaluates the weights and saves checkpoints.
 
-    `steps_done` is the number of training steps of the weights on the server.
+    `steps_done` is the number of training steps that the weights on the server have had.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Terminus2RLTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, the weights are saved, unless the state of the weights or of the files
-        is unknown.
+        If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError none is
+        saved, because the state of the weights or of the files is unknown.
         """
         notice = asyncio.get_running_loop().call_later(SLOW_S, self._explain_wait, self._journal.progress)
         try:
@@ -170,17 +170,17 @@ class Terminus2RLTrainer:
             self._events.say("waiting for the first trials; the server may compile its programs")
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the initial weights of the process if an evaluation is due and not done before."""
+        """Evaluate the initial weights of the process if this evaluation is due and has not been done."""
         step = self.steps_done
         if step == 0:
             if self._config.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted during it
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # it was due with earlier options, so the metrics were not sent to the trackers
+            else:  # if the earlier process had it due, the line was not sent to the trackers
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
@@ -227,7 +227,7 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return the callback for each group that ends. `stream_groups` starts the group's gradient."""
+        """Return a callback for each finished group. With `stream_groups` it starts the group's gradient."""
         if not self._config.stream_groups:
             return lambda group: None
 
@@ -244,14 +244,14 @@ class Terminus2RLTrainer:
     def _examples(
         self, groups: Sequence[TrajectoryGroup]
     ) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
-        """Return the groups that pass the filters, their examples, and the number of others by reason."""
+        """Return the groups that pass the filters, their examples, and the dropped groups by reason."""
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
     async def _update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
-        The caller lets it run to its end, so that `steps_done` and the weights on the server agree.
+        A stop must not interrupt this call, so that `steps_done` and the weights on the server agree.
         """
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
@@ -269,7 +269,7 @@ class Terminus2RLTrainer:
         return metrics | {"time/update": time.monotonic() - started}
 
     def _say_slow(self, step: int) -> None:
-        """Explain the wait in the first step of the process, which also waits for compilation."""
+        """Explain the wait for the first update of the process, which may include compilation."""
         if self._is_first_update:
             self._events.say(
                 f"step {step}: waiting for the first update; the server may compile its programs"
@@ -278,7 +278,7 @@ class Terminus2RLTrainer:
     async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         config, version = self._config, self.steps_done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
-        if config.stream_groups:  # the server has the datums
+        if config.stream_groups:  # the server has received the datums
             metrics = stream_metrics(examples_P_G, dropped, config, version=version)
             return metrics | await self._learner.update(step=version + 1)
         prepared = await prepare(
@@ -297,7 +297,7 @@ class Terminus2RLTrainer:
     ) -> None:
         """Log one step.
 
-        A line without the evaluation that is due is amended by the process that resumes the run.
+        If the evaluation that is due has failed, the process that resumes the run completes the line.
         """
         line = {
             "progress/batch": float(batch.step),
@@ -335,7 +335,7 @@ class Terminus2RLTrainer:
         return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
-        """Evaluate `policy` on the held-out tasks and return the metrics. Without tasks there are none."""
+        """Evaluate `policy` on the held-out tasks and return the metrics; none if there are no such tasks."""
         tasks, config, step = self._source.eval, self._config, self.steps_done
         if not tasks:
             return {}
@@ -376,7 +376,7 @@ class Terminus2RLTrainer:
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
     async def _upload(self, upload: Upload, step: int) -> None:
-        """Upload a dump of the step, if the run uploads them."""
+        """Upload a dump of the step if `upload_url` is set."""
         if self._dump_folder is not None and (url := self._config.upload_url) is not None:
             await asyncio.to_thread(upload, self._dump_folder, step, url=url, run=self._log_path.name)
 

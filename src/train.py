@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
                     stop_timeout_s=config.stop_timeout_s,
                 )
             )
-    except KeyboardInterrupt:  # before the work has begun
+    except KeyboardInterrupt:  # the signal came before its handler was installed
         return INTERRUPTED
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):

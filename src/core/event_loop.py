@@ -1,7 +1,7 @@
 """The lag of the event loop: the longest time between the due time of a timer and its callback.
 
-All trials share one event loop with the training loop, and code that blocks it delays them all. The longest
-lag is a metric of each step.
+All trials share one event loop with the training loop, and code that blocks this loop delays all of them.
+Each step logs the longest lag.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ContextOptions(Options):
     """Agent and lengths"""
 
     context_limit: int = chz.field(
-        default=32_000, doc="Tokens of a whole conversation, the last answer included", validator=at_least(1)
+        default=32_000, doc="Maximum tokens of a conversation, with its last answer", validator=at_least(1)
     )
 
 
@@ -45,10 +45,10 @@ class ContextOptions(Options):
 class LengthOptions(ContextOptions):
     """Agent and lengths"""
 
-    max_tokens: int = chz.field(default=1024, doc="Tokens per answer", validator=at_least(1))
+    max_tokens: int = chz.field(default=1024, doc="Maximum tokens per answer", validator=at_least(1))
     max_input_length: int | None = chz.field(
         default=None,
-        doc="SkyRL's limit of the prompt: a longer conversation is not answered; "
+        doc="SkyRL's limit of the prompt: the episode ends if the conversation is longer; "
         "None: context_limit - 1, and the last answer is cut to fit",
         validator=at_least(1),
     )
@@ -57,7 +57,7 @@ class LengthOptions(ContextOptions):
     )
     max_sequence_length: int | None = chz.field(
         default=None,
-        doc="SkyRL's limit of a training sequence: a longer one trains no token; None: context_limit",
+        doc="SkyRL's limit of a training sequence: longer sequences are not trained; None: context_limit",
         validator=at_least(1),
     )
 

@@ -49,9 +49,9 @@ class Metric[Source]:
 
 
 def measure[Source](metrics: Iterable[Metric[Source]], source: Source) -> dict[str, float]:
-    """Return the values of all metrics that have a `compute` function.
+    """Return the values of all metrics that have a `compute` function, by name.
 
-    A later value replaces an earlier one.
+    If two metrics give the same name, the value of the later metric is returned.
     """
     values: dict[str, float] = {}
     for metric in metrics:

@@ -86,7 +86,7 @@ def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
 
 
 def is_default(options: Options, name: str) -> bool:
-    """Whether the option `name` has its default value."""
+    """Return whether the option `name` has its default value."""
     return _value(options, name) == inspect.signature(type(options)).parameters[name].default
 
 

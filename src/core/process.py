@@ -25,10 +25,10 @@ from typing import Any, NoReturn, override
 from src.core.errors import INTERRUPTED, TrainerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_TIMEOUT_S = 10.0  # for programs that save nothing when they stop
+STOP_TIMEOUT_S = 10.0  # of programs that save nothing when they stop
 STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
-STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
-EXIT_S = 3.0  # for the threads that are joined and the exit handlers
+STOPPING = "stopping: saving a checkpoint first (press Ctrl-C again to stop at once)"
+EXIT_S = 3.0  # for joining threads and running the exit handlers
 
 
 class AbandoningExecutor(ThreadPoolExecutor):
@@ -50,7 +50,7 @@ async def run_until_signal(
     work: Coroutine[object, object, object],
     say: Callable[[str], None],
     *,
-    announcement: str = "stopping (once more to stop at once)",
+    announcement: str = "stopping (press Ctrl-C again to stop at once)",
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
     """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
@@ -62,7 +62,7 @@ async def run_until_signal(
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())
     task = asyncio.ensure_future(work)
-    requested, over = threading.Event(), threading.Event()
+    requested, finished = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if requested.is_set():
@@ -82,7 +82,7 @@ async def run_until_signal(
 
     def end_from_outside() -> None:
         requested.wait()
-        if not over.wait(stop_timeout_s + STOP_GRACE_S):
+        if not finished.wait(stop_timeout_s + STOP_GRACE_S):
             _end_at_once()
 
     threading.Thread(target=end_from_outside, name="stop-deadline", daemon=True).start()
@@ -94,7 +94,7 @@ async def run_until_signal(
             raise
         return INTERRUPTED
     finally:
-        over.set()
+        finished.set()
         requested.set()
     return 0
 
@@ -104,19 +104,19 @@ async def in_thread[T](function: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: Callable[[], None]) -> None:
+    def settle(set_outcome: Callable[[], None]) -> None:
         if not future.done():  # otherwise the caller was cancelled
-            result()
+            set_outcome()
 
     def call() -> None:
         try:
             value = function()
         except BaseException as error:
-            settled = lambda error=error: future.set_exception(error)  # noqa: E731
+            set_outcome = lambda error=error: future.set_exception(error)  # noqa: E731
         else:
-            settled = lambda: future.set_result(value)  # noqa: E731
+            set_outcome = lambda: future.set_result(value)  # noqa: E731
         with suppress(RuntimeError):  # the loop may be closed
-            loop.call_soon_threadsafe(settle, settled)
+            loop.call_soon_threadsafe(settle, set_outcome)
 
     start_daemon(partial(contextvars.copy_context().run, call))
     return await future
@@ -144,10 +144,10 @@ async def deadline(seconds: float, error: type[TrainerError], message: str) -> A
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process after the threads and the exit handlers, or after `EXIT_S` if these do not end.
+    """End the process after its threads and exit handlers have ended, or after `EXIT_S` if they do not end.
 
-    The interpreter is not finalized. Before Python 3.14 this ends daemon threads by `pthread_exit`, which
-    aborts the process (SIGABRT, without a message) if the thread of the tinker SDK runs code in Rust.
+    The interpreter is not finalized. Before Python 3.14, finalization ends daemon threads by `pthread_exit`,
+    which aborts the process (SIGABRT, without a message) if the thread of the tinker SDK runs code in Rust.
     """
 
     def end() -> None:

@@ -1,8 +1,8 @@
 """Names of options in SkyRL and in scripts for it, and the options of this trainer that take their values.
 
 `trainer.epochs=2` is taken as `n_epochs=2`. A name may also be written without its groups, such as
-`eval_interval` for `trainer.eval_interval`, unless that is an option of this trainer. Every other name of
-SkyRL is refused with the reason, because an ignored or guessed option could change what a run trains on.
+`eval_interval` for `trainer.eval_interval`, unless this trainer has an option of that name. Every other name
+of SkyRL is refused with the reason, because an ignored or guessed option could change what a run trains on.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from src.core.errors import ConfigError
 
 GROUPS = ("data.", "trainer.", "generator.", "environment.")
-# SkyRL's name -> the argument of this trainer, where `{}` is the value and `<name>` a part of the name. If
-# several arguments are separated by `|`, the first one whose option the program has is used. Values of
-# `test_data` are collected into one list.
+# SkyRL's name -> the argument of this trainer, where `{}` is the value and `<name>` the last part of SkyRL's
+# name. `|` separates alternatives: the first one whose option the program has is used. Values of `test_data`
+# are collected into one list.
 TAKEN: dict[str, str] = {
     "data.train_data": "train_data={}",
     "data.val_data": "test_data={}",
@@ -67,14 +67,14 @@ TAKEN: dict[str, str] = {
     "environment.skyrl_gym.tau_bench.TAXONOMY_FEEDBACK": "taxonomy_feedback={}",
     "environment.skyrl_gym.tau_bench.TAXONOMY_ALPHA": "taxonomy_alpha={}",
 }
-_SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the optimizer steps of a batch"
+_SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the optimizer steps per batch"
 _PLACEMENT = "it has no counterpart, because the server places and runs the models; remove it"
 _ON_POLICY = "training assumes samples from the whole distribution of the policy; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
 _NO_DROPOUT = "the server chooses it, not the client; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# The entry of the option applies, or else that of its innermost group.
+# SkyRL's option or group -> why it is refused. An option without an entry has that of its innermost group.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -117,29 +117,29 @@ NAMES = (*TAKEN, *REFUSED_BY_REASON)
 
 
 def taken_arguments(
-    argv: Sequence[str], known: Collection[str], refused: Mapping[str, str]
+    argv: Sequence[str], option_names: Collection[str], refused: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the arguments with this trainer's names, and those among them that had a name of SkyRL.
 
-    `known` are the options of the program. `refused` maps the last part of a name to the reason why it is
-    refused. Raises ConfigError for an option of SkyRL that has no counterpart.
+    `option_names` are the options of the program. `refused` maps the last part of a name to the reason why it
+    is refused. Raises ConfigError for an option of SkyRL that has no counterpart.
     """
     arguments: list[str] = []
     taken: list[str] = []
     test_data: list[str] = []
     for argument in argv:
         name, equals, value = argument.partition("=")
-        full_name = skyrl_name(name.lstrip("+"), known, refused) if equals else None
+        full_name = skyrl_name(name.lstrip("+"), option_names, refused) if equals else None
         if full_name is None:
             arguments.append(argument)
             continue
-        ours = _taken(full_name, _plain(value), known, refused)
-        taken.append(ours)
-        if ours.startswith("test_data="):
-            test_data.append(ours.removeprefix("test_data="))
+        translated = _translated(full_name, _plain(value), option_names, refused)
+        taken.append(translated)
+        if translated.startswith("test_data="):
+            test_data.append(translated.removeprefix("test_data="))
         else:
-            arguments.append(ours)
-    if test_data:  # a later argument of the same name would replace an earlier one
+            arguments.append(translated)
+    if test_data:  # one argument, because a later argument of the same name replaces an earlier one
         test_data = [
             argument.removeprefix("test_data=") for argument in arguments if argument.startswith("test_data=")
         ] + test_data
@@ -148,15 +148,17 @@ def taken_arguments(
     return arguments, taken
 
 
-def skyrl_name(name: str, known: Collection[str], refused: Collection[str]) -> str | None:
-    """Return the full name of the SkyRL option that ends with `name`; None if there is none.
+def skyrl_name(name: str, option_names: Collection[str], refused: Collection[str]) -> str | None:
+    """Return the full name of the SkyRL option that ends with `name`.
+
+    Returns None if there is none, or if this trainer has an option of this name.
 
     >>> skyrl_name("eval_interval", (), ()), skyrl_name("seed", ("seed",), ())
     ('trainer.eval_interval', None)
     """
     if name.startswith(GROUPS):
         return name
-    if name in known or name in refused:
+    if name in option_names or name in refused:
         return None
     return next((full for full in NAMES if full.endswith(f".{name}")), None)
 
@@ -170,18 +172,18 @@ def reason_against(name: str, refused: Mapping[str, str]) -> str:
     return refused[last_part] if last_part in refused and prefix != name else REFUSED_BY_REASON[prefix]
 
 
-def _taken(name: str, value: str, known: Collection[str], refused: Mapping[str, str]) -> str:
+def _translated(name: str, value: str, option_names: Collection[str], refused: Mapping[str, str]) -> str:
     """Return the argument with this trainer's name. Raises ConfigError if the program has no such option."""
     group, _, last_part = name.rpartition(".")
     pattern = TAKEN.get(name) or TAKEN.get(f"{group}.<name>")
     if pattern is None:
         raise ConfigError(f"{name} cannot be honoured: {reason_against(name, refused)}")
     choices = [choice.partition("=") for choice in pattern.split("|")]
-    for ours, _, template in choices:
-        if ours in known:
-            files = value.split(",") if ours == "test_data" else [value]
+    for option, _, template in choices:
+        if option in option_names:
+            files = value.split(",") if option == "test_data" else [value]
             parts = [template.replace("<name>", last_part).replace("{}", file) for file in files]
-            return f"{ours}={','.join(parts)}"
+            return f"{option}={','.join(parts)}"
     raise ConfigError(f"{name} is {choices[0][0]}, which this program does not have; remove it")
 
 

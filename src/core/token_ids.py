@@ -39,7 +39,6 @@ class TokenIds(Sequence[int]):
         return longer
 
     def __add__(self, added: Iterable[int]) -> TokenIds:
-        """Return `self.extended(added)`."""
         return self.extended(added)
 
     def shares_with(self, other: TokenIds) -> bool:

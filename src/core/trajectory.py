@@ -57,7 +57,7 @@ class Task:
     id: str
     path: Path  # the task's folder, or the file with its row
     instruction: str = ""
-    domain: str = ""  # the domain of its metrics, e.g. retail; empty: the family in its id
+    domain: str = ""  # its metrics are logged under this name, e.g. retail; empty: the family in its id
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
     grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
     has_writes: bool | None = None  # whether the solution changes the database; None: unknown
@@ -124,7 +124,7 @@ class TrajectoryGroup:
 
 @dataclass(kw_only=True, slots=True)
 class TrialTime:
-    """The division of a trial's time after its first completion between the agent's side and the sampler."""
+    """The times of a trial that tell whether the agent's side or the sampler used most of it."""
 
     started: float  # all times are in seconds of the same clock
     first_completion: float | None = None

@@ -22,7 +22,7 @@ WHITENING_EPSILON = 1e-8  # added to the variance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageEstimator:
-    """How the rewards of a group become advantages."""
+    """The formula that turns the rewards of a group into advantages."""
 
     formula: str  # the advantage of a reward r, for help texts
     source: str
@@ -30,7 +30,7 @@ class AdvantageEstimator:
     # The advantage of the only member of a group, with singleton_advantage=raw.
     raw_singleton: Callable[[float], float] = lambda reward: 0.0
     is_whitened: bool = False  # whether `whiten` is applied to the advantages of the batch
-    options: tuple[str, ...] = ()  # options of the trainer that change it
+    options: tuple[str, ...] = ()  # options of the trainer that change the advantages
 
 
 # To add an estimator, add its name to `Estimator` and an entry here. The option's help and docs/advantages.md
@@ -77,8 +77,8 @@ def describe_estimators() -> str:
 def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, singleton: str) -> list[float]:
     """Return one advantage per member of a group, before `whiten`.
 
-    A group with equal rewards has zero advantages. So has a group of one with `singleton="zero"`;
-    `singleton="raw"` gives it SkyRL's advantage instead, for estimators that define one.
+    Estimators without a `scale` return the rewards. With the others, a group with equal rewards has zero
+    advantages. So has a group of one, except with `singleton="raw"`, which uses `raw_singleton` as in SkyRL.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]

@@ -41,7 +41,7 @@ class TaskPosterior:
 class Curriculum:
     """The posteriors of all tasks. The journal records their changes with every trained step."""
 
-    evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task
+    evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task id
     num_groups: int = 0
 
     def after(self, groups: Sequence[TrajectoryGroup]) -> Curriculum:

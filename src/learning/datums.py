@@ -38,11 +38,11 @@ def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     """
     runs: list[list[Turn]] = []
     for turn in turns:
-        extended = next((run for run in reversed(runs) if extends(turn, run[-1])), None)
-        if extended is None:
+        continued_run = next((run for run in reversed(runs) if extends(turn, run[-1])), None)
+        if continued_run is None:
             runs.append([turn])
         else:
-            extended.append(turn)
+            continued_run.append(turn)
     return runs
 
 

@@ -1,8 +1,8 @@
 """On-policy distillation: a teacher scores the tokens that the policy sampled.
 
 The advantage of each token grows by `teacher_coef` times the teacher's minus the sampler's logprob, which
-estimates the negative reverse KL divergence. As in tinker-cookbook, it is not centred: if every token of a
-batch is unlikely for the teacher, every token becomes less likely.
+estimates the negative reverse KL divergence. As in tinker-cookbook, this term is not centred: if every token
+of a batch is unlikely for the teacher, every token becomes less likely.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     ratio = exp(clip(logp_old - logp_sampled, -20, 20)), capped
 
-logp_old is the trainer's logprob before the first optimizer step of the batch. The capped ratio multiplies
-the advantage, a positive factor that commutes with the clipped losses, and logp_old replaces the sampled
-logprob in the datum. The corrections and their default bounds are those of SkyRL.
+logp_old is the trainer's logprob before the first optimizer step of the batch. The advantage is multiplied by
+the capped ratio, which is positive and so scales the clipped loss by the same factor. logp_old replaces the
+sampled logprob in the datum. The corrections and their default bounds are those of SkyRL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TisResult:
     """The factors of the advantages of the N sampled tokens of one trajectory."""
 
     factors: np.ndarray  # [N], 0 for masked tokens
-    num_capped: int  # capped tokens; with tis=sequence 1 if the ratio of the trajectory is capped, else 0
+    num_capped: int  # capped tokens; with tis=sequence: 1 if the ratio of the trajectory is capped, else 0
     is_masked: bool  # whether the whole trajectory is masked
     num_masked_tokens: int
 

@@ -25,7 +25,7 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer."""
+    """Logprobs of the trained tokens of one forward_backward, from the sampler and from the trainer."""
 
     sampled_logprobs: np.ndarray  # [N] float32
     trained_logprobs: np.ndarray  # [N] float32
@@ -52,6 +52,7 @@ class Learner:
         self._loss_fn: LossFnType = cast(LossFnType, options.loss_name)  # the SDK sends any name
         self._num_steps = num_steps  # the steps of the whole run
         self._update_scale = update_scale
+        # The datums that `add` has sent, and their pending results.
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def require_loss(self) -> None:
@@ -98,7 +99,7 @@ class Learner:
     async def update(
         self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
     ) -> dict[str, float]:
-        """Take one optimizer step per non-empty list of datums and return the metrics of the update.
+        """Take one optimizer step for the datums of `add` and one per non-empty list. Return the metrics.
 
         `step`, from 1, is the number of the batch in the learning-rate schedule. Raises TrainerError if the
         logprobs are not finite.
@@ -119,10 +120,10 @@ class Learner:
         metrics = {"optim/lr": adam.learning_rate, "optim/num_substeps": float(len(steps))}
         if not steps:
             return metrics
-        tokens = [trained_tokens(datums, output) for datums, output in outputs]
-        require_finite([substep.trained_logprobs for substep in tokens], step=step)
+        parts = [trained_tokens(datums, output) for datums, output in outputs]
+        require_finite([part.trained_logprobs for part in parts], step=step)
         metrics |= reported_metrics([output for _, output in outputs], answers)
-        return metrics | sampler_trainer_kl(tokens) | clipping(tokens, options)
+        return metrics | sampler_trainer_kl(parts) | clipping(parts, options)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(list(datums), self._loss_fn, self._options.loss_settings or None)
@@ -177,7 +178,7 @@ def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_s
 
 
 def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:
-    """Return the logprobs at positions with a nonzero advantage. Results are in the order of the datums."""
+    """Return the logprobs at positions with a nonzero advantage. `output` has the order of the datums."""
     sampled, trained = [], []
     for datum, answer in zip(datums, output.loss_fn_outputs, strict=True):
         mask = datum.loss_fn_inputs["advantages"].to_numpy() != 0
@@ -186,15 +187,15 @@ def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwar
     return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
 
 
-def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
+def sampler_trainer_kl(parts: Sequence[TrainedTokens]) -> dict[str, float]:
     """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
 
-    The differences of the first substep come from numerics alone; those of later substeps include the updates
-    in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2 estimates.
+    With on-policy samples, the differences of the first part come from numerics alone; those of later
+    substeps include the updates in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
     """
-    first = substeps[0].sampled_logprobs - substeps[0].trained_logprobs
-    sampled = np.concatenate([tokens.sampled_logprobs for tokens in substeps])
-    difference = sampled - np.concatenate([tokens.trained_logprobs for tokens in substeps])
+    first = parts[0].sampled_logprobs - parts[0].trained_logprobs
+    sampled = np.concatenate([part.sampled_logprobs for part in parts])
+    difference = sampled - np.concatenate([part.trained_logprobs for part in parts])
     return {
         "optim/kl_sample_train_v1": float(difference.mean()),
         "optim/kl_sample_train_v2": float(0.5 * np.square(difference).mean()),
@@ -204,13 +205,11 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
     }
 
 
-def clipping(substeps: Sequence[TrainedTokens], options: LearnerOptions) -> dict[str, float]:
+def clipping(parts: Sequence[TrainedTokens], options: LearnerOptions) -> dict[str, float]:
     """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
     if options.loss_fn not in CLIPPED_LOSSES:
         return {}
     bounds = DEFAULT_CLIP | options.loss_settings
-    ratios = np.concatenate(
-        [np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps]
-    )
+    ratios = np.concatenate([np.exp(part.trained_logprobs - part.sampled_logprobs) for part in parts])
     outside = (ratios < bounds["clip_low_threshold"]) | (ratios > bounds["clip_high_threshold"])
     return {"optim/clip_frac": float(outside.mean())}

@@ -145,8 +145,8 @@ def _sampled_tokens(played: PlayedGroups) -> list[int]:
 
 
 def _durations(played: PlayedGroups) -> list[float] | None:
-    known = (trajectory.metrics.get("duration_s") for trajectory in played.trajectories)
-    return [seconds for seconds in known if seconds is not None] or None
+    durations = (trajectory.metrics.get("duration_s") for trajectory in played.trajectories)
+    return [seconds for seconds in durations if seconds is not None] or None
 
 
 def _judge_sum(played: PlayedGroups, name: str) -> float | None:
@@ -218,7 +218,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("reward/mean_clipped_at_zero", REWARD, MEAN,
         "`max(reward, 0)` per trial, which upstream SkyRL calls `mean_positive_reward`.",
         lambda played: _mean([max(reward, 0.0) for reward in played.rewards])),
-    Metric("reward/avg_pass_at_<k>", SHARE, MEAN, "Groups with a reward above 0. k is the group size.",
+    Metric("reward/avg_pass_at_<k>", SHARE, MEAN, "Groups with any reward above 0. k is the group size.",
         lambda played: {f"reward/avg_{n}": v for n, v in _signals(played).items() if "pass_at" in n}),
     Metric("reward/variance_per_prompt", REWARD, MEAN,
         "Population variance of the rewards of a group of two or more.",
@@ -228,7 +228,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
         lambda played: _signals(played)["mean_positive_reward"]),
     Metric("reward/<domain>/<signal>", VARIES, MEAN,
-        "`pass_at_<k>` and the three metrics above, for one domain or task family.",
+        "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or family.",
         _signals_by_environment),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),
@@ -318,7 +318,7 @@ DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
         "A metric of the environment, over the trials that have it.",
         lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in measured(played).items()}),
     Metric("test/env/<domain>/reward/<signal>", VARIES, MEAN,
-        "The four signals, as in `reward/<domain>/<signal>`.",
+        "As `reward/<domain>/<signal>`, for the held-out tasks of the domain.",
         lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),
     Metric("test/env/<domain>/success_write", SHARE, MEAN,
         "Success at tasks whose solution takes a writing action.",

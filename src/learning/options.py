@@ -14,10 +14,10 @@ from src.learning.penalty_options import DistillationOptions, KlOptions
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 CLIPPED_LOSSES = ("ppo", "cispo")
-# The losses of every Tinker endpoint that the trainer can use. No dro: its quadratic term has no mask, so it
-# would also train every token that was never sampled.
+# The losses of every Tinker endpoint that the trainer can use. dro is left out: its quadratic term has no
+# mask, so it would also train tokens that were never sampled.
 LOSSES = ("importance_sampling", *CLIPPED_LOSSES)
-SERVER_LOSS = "server:"  # before the name of a loss that only the user's own server has
+SERVER_LOSS = "server:"  # the prefix of a loss that only the user's own server has
 
 
 @chz.chz
@@ -25,15 +25,15 @@ class OptimizerOptions(Options):
     """Optimizer and loss"""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(
-        default="constant", doc="How learning_rate decays to 0 by the end of the run"
+        default="constant", doc="Decay of learning_rate to 0 by the end of the run; constant: no decay"
     )
     lr_warmup_steps: int = chz.field(
         default=0,
         doc="Steps over which the learning rate rises from 0 to learning_rate",
         validator=at_least(0),
     )
-    adam_beta1: float = chz.field(default=0.9, doc="Adam's decay of the mean")
-    adam_beta2: float = chz.field(default=0.95, doc="Adam's decay of the variance")
+    adam_beta1: float = chz.field(default=0.9, doc="Decay rate of Adam's first moment")
+    adam_beta2: float = chz.field(default=0.95, doc="Decay rate of Adam's second moment")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
     weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay", validator=at_least(0))
     grad_clip_norm: float = chz.field(
@@ -69,12 +69,12 @@ class LearnerOptions(OptimizerOptions):
     @property
     def loss_settings(self) -> dict[str, float]:
         """The numbers of `loss_fn_config`. Raises ValueError for a setting that the loss does not have."""
-        known = CLIP_THRESHOLDS if self.loss_fn in CLIPPED_LOSSES else ()
+        allowed = CLIP_THRESHOLDS if self.loss_fn in CLIPPED_LOSSES else ()
         settings: dict[str, float] = {}
         for key, value in pairs(self.loss_fn_config, option="loss_fn_config").items():
             require(
-                self.is_server_loss or key in known,
-                f"loss_fn={self.loss_fn} has no setting {key!r}; it takes {', '.join(known) or 'none'}",
+                self.is_server_loss or key in allowed,
+                f"loss_fn={self.loss_fn} has no setting {key!r}; it takes {', '.join(allowed) or 'none'}",
             )
             try:
                 settings[key] = float(value)
@@ -127,15 +127,15 @@ class FilterOptions(Options):
         "stop_reason: those ended by a limit; eos: those whose last answer was cut",
     )
     zero_reward_on_non_stop: bool = chz.field(
-        default=False, doc="Reward 0 for trajectories that a limit ended, before advantages"
+        default=False, doc="Give trajectories that a limit ended the reward 0 before advantages are computed"
     )
     zero_reward_on_length_threshold: bool = chz.field(
         default=False,
-        doc="Reward 0 for trajectories with an answer longer than max_assistant_response_tokens, before "
-        "advantages",
+        doc="Give trajectories with an answer longer than max_assistant_response_tokens the reward 0 before "
+        "advantages are computed",
     )
     max_assistant_response_tokens: int = chz.field(
-        default=2048, doc="See zero_reward_on_length_threshold", validator=at_least(1)
+        default=2048, doc="Longest answer for zero_reward_on_length_threshold", validator=at_least(1)
     )
 
 
@@ -144,7 +144,7 @@ class StepWiseOptions(Options):
     """Advantages and loss reduction"""
 
     step_wise_trajectories: bool = chz.field(
-        default=False, doc="Each turn is a training sequence of its own, as in SkyRL's second mode"
+        default=False, doc="Make each turn a separate training sequence, as SkyRL's option of this name does"
     )
 
 
@@ -162,19 +162,20 @@ class AdvantageOptions(StepWiseOptions, LengthOptions):
     )
     singleton_advantage: Literal["zero", "raw"] = chz.field(
         default="zero",
-        doc="Advantage of a group's only graded trial: nothing, or its reward (SkyRL's behaviour)",
+        doc="Advantage of a group's only graded trial: 0, or its reward with grpo and dr_grpo (as in SkyRL)",
     )
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = (
         chz.field(
             default="token_mean",
-            doc="Mean over tokens, over trajectories' token means, over trajectories' "
-            "token sums / max_sequence_length, or over prompts' token means",
+            doc="token_mean: mean over tokens; sequence_mean: mean of the trajectories' token means; "
+            "seq_mean_token_sum_norm: mean of the trajectories' token sums / max_sequence_length; "
+            "prompt_mean: mean of the prompts' token means",
         )
     )
     num_substeps: int = chz.field(
         default=1,
-        doc="Optimizer steps per batch, each on its own share of the groups "
-        "(of the trajectories, where there are fewer groups)",
+        doc="Optimizer steps per batch, each on a different share of the groups, or of the trajectories if "
+        "there are fewer groups than steps",
         validator=at_least(1),
     )
 
@@ -207,24 +208,24 @@ class ImportanceOptions(Options):
         doc="Truncated importance sampling between sampler and trainer, with one extra forward pass per step",
     )
     tis_cap: float | None = chz.field(
-        default=None, doc="Largest ratio; None: 2 by token, 5 by sequence", validator=above(0)
+        default=None, doc="Largest ratio; None: 2 for tis=token, 5 for tis=sequence", validator=above(0)
     )
     tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
         default="off",
-        doc="Train no token of a trajectory whose mean ratio, product of ratios or any single ratio is out "
-        "of bounds",
+        doc="Train no token of a trajectory whose ratios are out of bounds: their geometric mean, their "
+        "product, or any of them (outlier)",
     )
     tis_sequence_mask_low: float | None = chz.field(
-        default=None, doc="Lower bound; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
+        default=None, doc="Lower bound of tis_sequence_mask; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
     )
     tis_sequence_mask_high: float | None = chz.field(
-        default=None, doc="Upper bound; None: 1.01 geometric, 2 product, 100 outlier"
+        default=None, doc="Upper bound of tis_sequence_mask; None: 1.01 geometric, 2 product, 100 outlier"
     )
     tis_token_mask_low: float | None = chz.field(
-        default=None, doc="Train no token whose ratio is below; None: no bound"
+        default=None, doc="Train no token whose ratio is below this; None: no bound"
     )
     tis_token_mask_high: float | None = chz.field(
-        default=None, doc="Train no token whose ratio is above; None: no bound"
+        default=None, doc="Train no token whose ratio is above this; None: no bound"
     )
 
     @property
@@ -272,8 +273,8 @@ class CurriculumOptions(SeedOptions):
 
     task_sampling: Literal["uniform", "thompson"] = chz.field(
         default="uniform",
-        doc="uniform: every task once per epoch; thompson: tasks whose pass rate may lie near one half, "
-        "by a posterior of the pass rate of each task",
+        doc="uniform: every task once per epoch; thompson: Thompson sampling, which prefers tasks with a "
+        "pass rate near one half",
     )
     exploration_floor: float = chz.field(
         default=0.1, doc="thompson: share of a batch that goes to the tasks that were chosen longest ago"
@@ -302,7 +303,7 @@ class DynamicSamplingOptions(SeedOptions):
     )
     dynamic_sampling_min_replace_ratio: float = chz.field(
         default=0.3,
-        doc="replace: share of groups with differing rewards above which no batch is sampled anew",
+        doc="replace: another batch is sampled unless more than this share of groups has differing rewards",
     )
 
     @chz.validate

@@ -44,7 +44,7 @@ async def prepare(
 
     `reference` gives the logprobs for the KL penalty, `teacher` those for distillation, and `learner` those
     for importance correction. `version` is the version of the weights to be trained. Tokens that are more
-    than `max_staleness` updates older are masked at the end.
+    than `max_staleness` updates older are masked last.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(examples_per_substep, dropped)
@@ -64,16 +64,16 @@ async def prepare(
         )
     examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
     if options.is_on:
-        before_the_update = await learner.logprobs(
+        old_logprobs_D = await learner.logprobs(
             to_datums(sequence for examples in examples_per_substep for sequence in _sequences(examples))
         )
-        examples_per_substep, corrections = apply_tis(examples_per_substep, before_the_update, options)
-        metrics |= corrections
+        examples_per_substep, tis_metrics = apply_tis(examples_per_substep, old_logprobs_D, options)
+        metrics |= tis_metrics
     if options.max_staleness:
-        examples_per_substep, ages = mask_stale(
+        examples_per_substep, staleness_metrics = mask_stale(
             examples_per_substep, version=version, max_staleness=options.max_staleness
         )
-        metrics |= ages
+        metrics |= staleness_metrics
     return Prepared(
         datums_per_substep=[to_datums(_sequences(examples)) for examples in examples_per_substep],
         metrics=metrics,
@@ -90,8 +90,8 @@ def stream_datums(
         )
         for example in apply_loss_reduction(examples, options)
     ]
-    (bounded,), _ = mask_stale([weighted], version=version, max_staleness=options.max_staleness)
-    return to_datums(_sequences(bounded))
+    (masked,), _ = mask_stale([weighted], version=version, max_staleness=options.max_staleness)
+    return to_datums(_sequences(masked))
 
 
 def stream_metrics(
@@ -102,8 +102,8 @@ def stream_metrics(
     version: int,
 ) -> dict[str, float]:
     """Return the metrics of a batch whose groups were streamed, as `prepare` returns them."""
-    _, ages = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
-    return batch_metrics(examples_P_G, dropped) | ages
+    _, staleness_metrics = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
+    return batch_metrics(examples_P_G, dropped) | staleness_metrics
 
 
 def _sequences(examples: Sequence[Example]) -> list[TokenSequence]:

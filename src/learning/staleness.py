@@ -19,12 +19,12 @@ def mask_stale(
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """Mask the tokens that are more than `max_staleness` updates older than `version`.
 
-    `version` is the version of the weights that the step trains. The advantage of a masked token is 0: it
-    adds nothing to the loss, but the loss reduction still counts it, as in importance correction. Also
-    returns metrics of the staleness of all sampled tokens, including the masked tokens.
+    `version` is the version of the weights that the step trains. A masked token has the advantage 0 and adds
+    nothing to the loss, but the loss reduction still counts it. The returned metrics describe the staleness
+    of all sampled tokens, including the masked tokens.
     """
     oldest = version - max_staleness
-    bounded = [
+    masked = [
         [
             replace(example, sequences=[_masked(sequence, oldest) for sequence in example.sequences])
             for example in examples
@@ -41,7 +41,7 @@ def mask_stale(
         [version - sequence.versions[sequence.sampled] for sequence in sequences]
         or [np.zeros(0, dtype=np.int64)]
     )
-    return bounded, {
+    return masked, {
         "staleness/mean": float(ages.mean()) if ages.size else 0.0,
         "staleness/max": float(ages.max()) if ages.size else 0.0,
         "staleness/masked_tokens": float((ages > max_staleness).sum()),

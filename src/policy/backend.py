@@ -1,6 +1,6 @@
 """Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own.
 
-No other module distinguishes the cloud from a server of your own.
+Training and evaluation use both in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from src.policy.training_client import TrainingClient
 
 logger = logging.getLogger(__name__)
 
-# heartbeat_timeout_s bounds both timeouts from above.
+# A smaller heartbeat_timeout_s replaces both timeouts.
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
@@ -45,7 +45,7 @@ class Backend(Protocol):
         ...
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
-        """Return the sampler checkpoint (tinker://...) or the model `name`; None: the base model."""
+        """Open the sampler checkpoint (tinker://...) or the model `name`; None: the base model."""
         ...
 
     async def save(self, name: str) -> SavedPaths:
@@ -102,7 +102,7 @@ class TinkerBackend:
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
 
     async def check(self) -> None:
-        """Send plain HTTP requests, because the SDK would retry for minutes."""
+        """Check the endpoint with plain HTTP requests, because the SDK would retry for minutes."""
         url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if self._key is None:  # the SDK does not expose its stored credentials
@@ -186,7 +186,7 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
 async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
     """Return the LoRA alpha of a model: the value that the endpoint reports, or else Tinker's alpha.
 
-    The SDK drops the field, so this function sends the request without it.
+    The SDK drops this field of the reply, so this function sends the request without the SDK.
     """
     url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
     reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
@@ -246,7 +246,7 @@ async def _open_policy(
 
 
 class TinkerEndpoint:
-    """A checked connection, on which clients can be opened."""
+    """A connection to an endpoint that serves the model. It opens training clients and policies."""
 
     def __init__(self, service: tinker.ServiceClient, options: BackendOptions) -> None:
         self._service = service
@@ -254,12 +254,8 @@ class TinkerEndpoint:
 
     async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
         """Open a training client with a new adapter, or with the adapter of `load_checkpoint_path`."""
-        options, service, path, rank = (
-            self._options,
-            self._service,
-            adapter.load_checkpoint_path,
-            adapter.lora_rank,
-        )
+        options, service = self._options, self._service
+        path, rank = adapter.load_checkpoint_path, adapter.lora_rank
         # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
             load = (
@@ -333,7 +329,7 @@ async def connect(options: BackendOptions) -> AsyncGenerator[TinkerEndpoint]:
     finally:
         # The context manager of the SDK would block the event loop for minutes if the server is dead.
         try:
-            # Runs in a thread, because it waits for a lock that a session holds while it opens.
+            # `close` runs in a thread, because the SDK holds its lock while it opens a session.
             closing = in_thread(lambda: service.close(status).result())
             await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, options.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:

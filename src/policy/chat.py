@@ -7,8 +7,8 @@ encoded again, so every later turn is conditioned on exactly the ids that were s
 
 Templates support different kinds of messages. `Chat` renders probe messages to detect what the template
 supports, and adapts messages: tools that the template does not show are described in the system message,
-results of tools that it drops become user messages, and arguments of calls become JSON text if it does not
-take objects.
+results of tools that the template drops become user messages, and arguments of calls become JSON text if the
+template does not take objects.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Chat:
 
     def _probe(self, messages: Sequence[Message], *, tools: Tools = ()) -> str:
         """Return the rendered text, or "" if the template rejects the messages."""
-        from jinja2 import TemplateError  # imported here for the same reason as transformers in `load_chat`
+        from jinja2 import TemplateError  # a slow import that --help does not need
 
         try:
             return self._apply(messages, generation_prompt=False, tools=tools)
@@ -214,7 +214,7 @@ class Chat:
         return self._apply(adapted, generation_prompt=generation_prompt, tools=tools)
 
     def _adapted(self, message: Message) -> Message:
-        """Return the message in a form that the template shows."""
+        """Return the message in a form that the template accepts and shows."""
         if message["role"] == "tool" and not self._shows_tool_results:
             return {"role": "user", "content": message["content"]}
         if message.get("tool_calls") and not self._takes_argument_objects:

@@ -59,11 +59,11 @@ class MessageCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encode a text.
 
-        The value of a token is its bytes after a leading 1, which preserves their number.
+        A token is the big-endian integer of a byte 1 and up to four bytes of text. The 1 keeps leading zeros.
         """
         ids: list[int] = []
-        for number, part in enumerate(text.split(END)):
-            ids += [ord(END)] if number else []
+        for index, part in enumerate(text.split(END)):
+            ids += [ord(END)] if index else []
             ids += [
                 int.from_bytes(b"\x01" + bytes(chunk)) for chunk in batched(part.encode(), BYTES_PER_TOKEN)
             ]
@@ -148,7 +148,7 @@ class ChatEndpoint:
 
 
 class EndpointPolicy:
-    """The model of an endpoint as a policy, whose version is always 0."""
+    """A policy that samples from the model of an endpoint. Its version is always 0."""
 
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self.version = 0
@@ -180,7 +180,7 @@ class EndpointPolicy:
 async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndpoint]:
     """Connect to an endpoint.
 
-    Raises ConfigError if it does not serve the model, BackendError if it does not answer.
+    Raises ConfigError if it rejects the API key or does not serve the model, BackendError without an answer.
     """
     async with _client(base_url) as client:
         try:

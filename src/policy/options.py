@@ -31,9 +31,9 @@ class AdapterOptions(Options):
         "has no such setting, learning_rate is scaled instead",
         validator=above(0),
     )
-    train_attn: bool = chz.field(default=True, doc="Adapt the projections of attention")
-    train_mlp: bool = chz.field(default=True, doc="Adapt the projections of the MLPs, experts included")
-    train_unembed: bool = chz.field(default=True, doc="Adapt the output head")
+    train_attn: bool = chz.field(default=True, doc="Train LoRA weights for the attention projections")
+    train_mlp: bool = chz.field(default=True, doc="Train LoRA weights for the MLPs and experts")
+    train_unembed: bool = chz.field(default=True, doc="Train LoRA weights for the output head")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="tinker:// path of a training state to start from, with its optimizer state"
     )
@@ -85,7 +85,7 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, ContextOptions)
         default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)"
     )
     tinker_base_url: str | None = chz.field(
-        default=None, doc="Another address of the Tinker cloud; None: the SDK's default"
+        default=None, doc="Address of the Tinker cloud (backend=tinker); None: the SDK's default"
     )
 
     @property

@@ -39,7 +39,7 @@ class SampleRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     temperature: float
-    top_p: float = 1.0  # below 1 only in evaluations: the logprobs are those of the whole distribution
+    top_p: float = 1.0  # below 1 only in evaluations, as the logprobs are those of the whole distribution
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
 
@@ -47,7 +47,7 @@ class SampleRequest:
 class Policy(Protocol):
     """Samples completions.
 
-    `version` is the number of training steps behind the weights; the initial weights have version 0.
+    `version` is the number of training steps that the weights have had; the initial weights have version 0.
     """
 
     @property
@@ -161,9 +161,9 @@ class TinkerPolicy:
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         with sdk_boundary("computing logprobs"):
             values = await self._client.compute_logprobs(tinker.ModelInput.from_ints(token_ids))
-        known = [value for value in values[1:] if value is not None]
-        if len(known) != len(token_ids) - 1:
+        numbers = [value for value in values[1:] if value is not None]
+        if len(numbers) != len(token_ids) - 1:
             raise BackendError(
-                f"computing logprobs: the server returned {len(known)} logprobs for {len(token_ids)} tokens"
+                f"computing logprobs: the server returned {len(numbers)} logprobs for {len(token_ids)} tokens"
             )
-        return known
+        return numbers

@@ -1,4 +1,4 @@
-"""The parts of the model that an adapter trains. A loaded checkpoint must train those of the options."""
+"""The parts of the model that an adapter trains. A loaded checkpoint must train the parts in the options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from src.policy.options import AdapterOptions
 
 
 async def check_trained_parts(client: tinker.RestClient, path: str, adapter: AdapterOptions) -> None:
-    """Raise ConfigError if the checkpoint `path` trains other parts than `adapter`.
+    """Raise ConfigError if the checkpoint at `path` does not train the same parts as `adapter`.
 
     A part that the endpoint does not report is not compared.
     """

@@ -21,7 +21,7 @@ CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
     """Append one JSON line. If the disk is full, the incomplete line is removed.
 
-    With `sync`, the line also survives a power failure. Without it, the line survives the end of the process.
+    With `sync`, the line survives a power failure. Without `sync`, it survives only a crash of the process.
     """
     line = (json.dumps(record) + "\n").encode()
     with storage_boundary(path):

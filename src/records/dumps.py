@@ -59,7 +59,7 @@ def dump_evaluation(
     *,
     env_class: str,
 ) -> None:
-    """Write one file per domain or family of tasks."""
+    """Write one file per domain or family of tasks, and the metrics."""
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
         by_source: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
-    """Return the line of a trial of an evaluation."""
+    """Return the record of a trial of an evaluation."""
     data_source, messages = environment(task), conversation(trajectory, decode)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
@@ -116,7 +116,7 @@ def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class
 
 
 def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    """Return the line of a training example."""
+    """Return the record of a training example."""
     messages = conversation(trajectory, decode)
     return {
         "global_step": step,
@@ -133,7 +133,7 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 
 
 def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
-    """Return the metrics of a trial, and the task, the name, the member and the seed that identify it."""
+    """Return the metrics of a trial, its zero reason if it has one, and the fields that identify it."""
     identity = {
         "task_key": task.id,
         "data_source": environment(task),
@@ -163,7 +163,7 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
 
 
 def _has_role(message: object) -> bool:
-    """Return whether an environment recorded a chat message."""
+    """Return whether a recorded message is a chat message."""
     return isinstance(message, Mapping) and "role" in message
 
 
@@ -181,7 +181,7 @@ def prompt_ids(trajectory: Trajectory) -> list[int]:
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens after the first prompt, or only the last completion if the history was rewritten."""
+    """Return the tokens after the first prompt, or the last completion if the first prompt was rewritten."""
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]

@@ -58,9 +58,9 @@ GroupKey = tuple[int, str]  # the step whose batch has the task, and the task's 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutKey:
-    """Identifies a rollout of a run: member `member` of the group of `task`."""
+    """Identifies a rollout of a run: the trial with the index `member` in the group of `task`."""
 
-    purpose: str  # "step", "eval", or "refill-<n>"
+    purpose: str  # "step", "eval" or "refill-<n>", where n is a further batch of dynamic sampling
     step: int
     task: str
     member: int
@@ -75,7 +75,7 @@ class Journal:
         truncate_torn_line(self._path)
         self._attempts: Counter[RolloutKey] = Counter()  # of rollouts that are not graded
         self._settled: set[tuple[str, int | None]] = set()  # steps and evaluations whose rollouts were used
-        self.progress = 0  # number of graded rollouts and trained steps, each counted once
+        self.progress = 0  # graded rollouts, and steps that this process was the first to train
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
         for record in read_lines(self._path, LINE, unchanged):
@@ -123,7 +123,7 @@ class Journal:
         return attempt
 
     def finished(self, key: RolloutKey, outcome: str) -> None:
-        """Record the end of a rollout. `outcome` is "graded" or the kind of failure."""
+        """Record the end of a rollout. `outcome` is "graded" or the kind of the failure."""
         self._write("finished", **asdict(key), attempt=self._attempts[key], outcome=outcome, sync=False)
         self._note_end(key, outcome)
 
@@ -162,7 +162,7 @@ class Journal:
     def states_until(self, step: int) -> list[Mapping[str, Any]]:
         """Return the states of all steps up to `step`, in order.
 
-        They may be large, so they are not kept in memory but read from the file.
+        The states may be large, so they are not kept in memory but read from the file.
         """
         trained = (
             record

@@ -23,7 +23,7 @@ from src.learning.metrics import (
     TRIAL_METRICS,
 )
 
-ALL_TASKS = "all tasks"  # in place of a domain, the name of the values over all domains
+ALL_TASKS = "all tasks"  # the key of the values over all domains, in place of a domain
 COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
 MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -33,12 +33,12 @@ PROGRESS_METRICS: tuple[Metric[Any], ...] = (
     Metric("progress/batch", COUNT, LAST, "Training step."),
     Metric("progress/epoch", COUNT, LAST, "Epoch of the training tasks."),
     Metric("progress/done_frac", SHARE, LAST, "Steps done, of all steps of the run."),
-    Metric("time/total", SECONDS, SUM, "The step: rollouts, update and evaluation."),
-    Metric("time/rollouts", SECONDS, SUM, "Waiting for the groups of the step."),
-    Metric("time/update", SECONDS, SUM, "Preparing and training the batch."),
-    Metric("time/evaluation", SECONDS, SUM, "The evaluation, on steps that have one."),
+    Metric("time/total", SECONDS, SUM, "Duration of the step: rollouts, update and evaluation."),
+    Metric("time/rollouts", SECONDS, SUM, "Time to collect the groups of the step."),
+    Metric("time/update", SECONDS, SUM, "Time to prepare and train the batch."),
+    Metric("time/evaluation", SECONDS, SUM, "Duration of the evaluation, on steps that have one."),
     Metric("time/max_event_loop_gap_s", SECONDS, MAX,
-        "Longest time in which the event loop ran no other task."),
+        "Longest delay of a timer by code that blocked the event loop."),
     Metric("throughput/sampled_tokens_per_s", Unit.TOKENS_PER_SECOND, MEAN,
         "`tokens/sampled` per `time/rollouts`."),
 )
@@ -80,10 +80,11 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
         "KL divergence to the base model per token (`kl_penalty_coef`)."),
     Metric("optim/kl_policy_teacher", NATS, MEAN, "KL divergence to the teacher per token (`teacher`)."),
     Metric("optim/<name>", Unit.VARIES, MEAN,
-        "What the server reports per optimizer step, such as `optim/grad_norm`."),
+        "Metrics that the server returns for an optimizer step, such as `optim/grad_norm`."),
     Metric("policy/rollout_train_logprobs_abs_diff_mean", NATS, MEAN,
         "Absolute difference of sampler and trainer logprobs before the first optimizer step."),
-    Metric("policy/rollout_train_logprobs_abs_diff_max", NATS, MAX, "Largest such difference."),
+    Metric("policy/rollout_train_logprobs_abs_diff_max", NATS, MAX,
+        "Largest absolute difference of sampler and trainer logprobs before the first optimizer step."),
     Metric("tis/mean_factor", Unit.RATIO, MEAN, "Factor of a token's advantage (`tis`)."),
     Metric("tis/capped_fraction", SHARE, MEAN,
         "Tokens, or sequences for `tis=sequence`, with a capped ratio."),
@@ -94,7 +95,8 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
     Metric("staleness/max", Unit.UPDATES, MAX, "Age of the oldest sampled token."),
     Metric("staleness/masked_tokens", COUNT, SUM,
         "Tokens older than `max_staleness`, which are not trained."),
-    Metric("staleness/masked_trajectories", COUNT, SUM, "Trajectories with such tokens only."),
+    Metric("staleness/masked_trajectories", COUNT, SUM,
+        "Trajectories whose sampled tokens are all older than `max_staleness`."),
 )
 
 SUPERVISED_METRICS: tuple[Metric[Any], ...] = (
@@ -122,7 +124,8 @@ EVALUATION_METRICS: tuple[Metric[Any], ...] = (
     )),
     Metric("test/reward/avg_pass_at_<k>", SHARE, MEAN,
         "SkyRL's pass@k, for every k up to the group size: one of k trials has a reward above 0."),
-    Metric("test/env/<domain>/reward/pass_at_<k>", SHARE, MEAN, "The same, for one domain."),
+    Metric("test/env/<domain>/reward/pass_at_<k>", SHARE, MEAN,
+        "`test/reward/avg_pass_at_<k>`, for one domain."),
     *DOMAIN_METRICS,
 )
 # fmt: on
@@ -147,10 +150,10 @@ SECTIONS: dict[str, tuple[Metric[Any], ...]] = {
 
 
 class Source(StrEnum):
-    """Where an alias comes from."""
+    """Which program or document uses an alias."""
 
     SKYRL = "SkyRL"
-    SEED = "seeds"
+    SEED = "seed documents"  # the documents that docs/seed-behaviours.md compares with this repository
     RENAMED = "earlier release"
 
 

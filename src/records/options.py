@@ -24,7 +24,7 @@ class RunFolderOptions(LogsOptions):
     log_path: str | None = chz.field(default=None, doc="This run's folder; None: logs_dir/<run name>")
     behavior_if_log_dir_exists: Literal["ask", "delete", "resume", "raise"] = chz.field(
         default="raise",
-        doc="What to do when the run's folder holds a run; resume continues from its last checkpoint",
+        doc="What to do if the run's folder has a run; resume: continue from its last checkpoint",
     )
 
 
@@ -33,12 +33,11 @@ class DumpOptions(RunFolderOptions):
     """Run folder"""
 
     export_path: str | None = chz.field(
-        default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own"
+        default=None, doc="Folder of the dumped evaluations and training examples; None: the run's folder"
     )
     dump_eval_results: bool = chz.field(
         default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ..."
     )
-
     upload_url: str | None = chz.field(
         default=None,
         doc="Upload every dump below this URL of fsspec, e.g. s3://bucket/evals, as <run>/global_step_<N>/; "

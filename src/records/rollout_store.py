@@ -1,8 +1,8 @@
 """Finished rollouts with their exact tokens and logprobs, one line each in finished/<purpose>_<step>.jsonl.
 
-A prompt that continues an earlier turn is stored as the tokens it adds to that turn, so that a rollout of n
+A prompt that continues an earlier turn is stored as the tokens that follow that turn, so a rollout of n
 tokens takes n numbers. A prompt with a rewritten history is stored as the tokens after the prefix that it
-shares with the prompt before it. Numbers are packed:
+shares with the previous prompt. Lists of numbers are packed:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
     prompt [1, 2, 3, 4] after it       ->  {"after": 0, "prompt_ids": [4]}
@@ -89,7 +89,7 @@ LINE: TypeAdapter[Any] = TypeAdapter(FinishedLine)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRollout:
-    """The last result of a rollout, its seed and the number of attempts."""
+    """The result of the last attempt of a rollout, its seed and the number of attempts."""
 
     result: Trajectory | TrialFailure
     seed: int
@@ -210,14 +210,14 @@ def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
     """Return the result of a record. Raises one of `reading.DAMAGED` for any other values."""
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
-    changed: dict[str, Any] = {
+    converted: dict[str, Any] = {
         "stop_reason": StopReason(values["stop_reason"]),
         "tool_fields": {int(index): message for index, message in values.get("tool_fields", {}).items()},
         "turns": _decoded_turns(values["turns"]),
     }
     if reason := values.get("zero_reason"):
-        changed["zero_reason"] = ZeroReason(reason)
-    return Trajectory(**(dict(values) | changed))
+        converted["zero_reason"] = ZeroReason(reason)
+    return Trajectory(**(dict(values) | converted))
 
 
 def packed(numbers: Sequence[float]) -> str:
@@ -287,7 +287,7 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
         }
         if "after" in value:
             if value["after"] >= len(turns):
-                raise ValueError("a turn continues a turn that is not before it")
+                raise ValueError("the field `after` of a turn does not name an earlier turn")
             earlier = turns[value["after"]]
             changed["prompt_ids"] = TokenIds.wrap(earlier.prompt_ids).extended(
                 [*earlier.completion_ids, *changed["prompt_ids"]]

@@ -57,7 +57,7 @@ SUPERVISED = "train_on"  # an option of src.sft alone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """The folder of a run, and where the run starts."""
+    """The folder of a run, and the state from which the run starts."""
 
     path: Path
     checkpoint: Checkpoint | None  # the run continues from it; None: the run starts from the beginning
@@ -86,6 +86,7 @@ class RunFolder:
 
 
 def run_path(config: RunFolderOptions, *, name: str) -> Path:
+    """Return `log_path`, or the folder `name` in `logs_dir`, without symbolic links."""
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
@@ -123,7 +124,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
 
 
 def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
-    """Return the folder to use.
+    """Return the run folder that `config` selects.
 
     Raises ConfigError if the folder cannot be used, or has a run that is neither resumed nor deleted.
     """
@@ -132,7 +133,7 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
-    if not (path / METRICS_FILE).is_file() and not any_graded(path):  # it stopped before its first result
+    if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":

@@ -38,7 +38,7 @@ JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
 
 class TrackioRun(Protocol):
-    """The part of a trackio run that is used here. The package is optional."""
+    """The methods of a trackio run that `RunLog` uses. The package is optional."""
 
     def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
@@ -80,7 +80,7 @@ class RunLog:
         self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Remove the lines of the steps from `step` on, which are repeated. wandb keeps its first values."""
+        """Remove the lines from `step` on, because these steps are repeated. wandb keeps its first values."""
         if self._path.exists():
             self._rewrite([record for record in records(self._path) if record["step"] < step])
 
@@ -95,8 +95,8 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float | None], *, may_be_sent: bool = False) -> None:
-        """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step;
-        trackio would store it again, so a line that may be sent already is not sent to trackio.
+        """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step.
+        trackio would store the step again, so trackio does not receive such a line.
         """
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
@@ -166,7 +166,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:
-    """Return the values of a metric by step, also from lines that have only an alias of it."""
+    """Return the values of a metric by step. A line without the metric may have one of its aliases."""
     names = (name, *aliases_of(name))
     values = {
         record["step"]: next((record[key] for key in names if record.get(key) is not None), None)
@@ -202,12 +202,12 @@ def is_wall_clock(name: str) -> bool:
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
-    """Start a wandb run, or continue the one that belongs to this folder."""
-    os.environ.setdefault("WANDB_SILENT", "true")  # read at import; the trainer prints the folder itself
+    """Start a wandb run, or continue the wandb run of this folder."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # wandb reads it at import; the trainer prints the folder
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE
-    if not id_file.exists():  # written first, so that a run that is killed at any moment keeps its id
+    if not id_file.exists():  # written before `init`, so that a killed run keeps its id
         replace_text(id_file, secrets.token_hex(4) + "\n")
     try:
         return wandb.init(
@@ -227,7 +227,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the one of this folder, which is identified by its name."""
+    """Start a trackio run, or continue the trackio run of this folder, which its name identifies."""
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:

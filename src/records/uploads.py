@@ -1,4 +1,4 @@
-"""Uploads the dumps of a run to the storage behind a URL of fsspec, such as s3://bucket/evals.
+"""Upload the dumps of a run to the storage behind a URL of fsspec, such as s3://bucket/evals.
 
     <url>/<run>/global_step_<N>/<data source>.jsonl  the evaluation after step N, and aggregated_results.jsonl
     <url>/<run>/training_examples/step_<N>_examples.jsonl
@@ -31,7 +31,7 @@ class Upload(Protocol):
 
 
 def check_upload_url(url: str) -> None:
-    """Raise ConfigError if the package for the URL is missing or the protocol unknown. Does not connect."""
+    """Raise ConfigError if the package for `url` is missing or its protocol is unknown. Does not connect."""
     protocol = url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)

@@ -153,7 +153,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
 
     assert await asyncio.wait_for(run_until_signal(work(), messages.append), 10) == INTERRUPTED
     assert cleaned == [True]
-    assert messages == ["stopping (once more to stop at once)"]
+    assert messages == ["stopping (press Ctrl-C again to stop at once)"]
 
 
 def test_the_second_signal_ends_the_process_at_once():
