@@ -21,10 +21,10 @@ def check_agreement(probe: Probe) -> str:
     )
     text = [*TEXT, *sequence.tokens]
     trained = probe.logprobs(client, text)[-len(sampled) :]
-    scored = np.array(
+    prompt = np.array(
         sampler.compute_logprobs(tinker.ModelInput.from_ints(text)).result()[-len(sampled) :], dtype=float
     )
-    gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(scored - trained).mean())
+    gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(prompt - trained).mean())
     expect(
         gap <= probe.tolerance,
         f"the mean difference of sampled and training logprobs is {gap:.2g}; the tolerance is "
@@ -39,7 +39,7 @@ def check_agreement(probe: Probe) -> str:
 
 
 def check_freshness(probe: Probe) -> str:
-    """Check that a sampler of a later step has its weights, and that an older sampler keeps its own."""
+    """Check that a sampler created after a step has the new weights, and that an older one is unchanged."""
     client = probe.client()
     before = client.save_weights_and_get_sampling_client().result()
     old = scored(before)
