@@ -101,7 +101,7 @@ class Connector[Config: LoopOptions, Source]:
         self._connect = connect
 
     async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
-        """Open the dependencies. The weights are those of the folder's checkpoint, if any, or of the options."""
+        """Open the dependencies with the weights of the folder's checkpoint, or else of the options."""
         config = self._config
         if folder.checkpoint is not None:
             state_path = folder.checkpoint.state_path
