@@ -1,9 +1,9 @@
-"""An MCP server over streamable HTTP. Each session has an inventory of its own.
+"""An MCP server over streamable HTTP. Each session has a separate inventory.
 
     .venv/bin/python examples/fleet/inventory_server.py 8300
 
-It serves http://127.0.0.1:8300/<env_key>/mcp. The tool `reset` sets the inventory that a task describes, and
-the verifiers of examples/fleet/tasks.jsonl read the inventory with `export_stock`.
+The server listens at http://127.0.0.1:8300/<env_key>/mcp. The tool `reset` sets the inventory that a task
+describes, and the verifiers of examples/fleet/tasks.jsonl read the inventory with `export_stock`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Tool:
-    function: Callable[..., object]  # of an Inventory and the arguments
+    function: Callable[..., object]  # takes an Inventory and the arguments of the call
     description: str
     properties: Mapping[str, object] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ TOOLS = {
 
 
 class McpServer:
-    """The methods of MCP that clients of tools use."""
+    """An MCP server with the methods that tool calls need."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self.tools = tools

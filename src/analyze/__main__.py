@@ -25,7 +25,7 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the analysis and return the exit status. Errors are one line."""
+    """Write the analysis and return the exit status. An error is printed as one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(help_for(AnalyzeConfig, title=TITLE))
         return 0
@@ -61,7 +61,7 @@ def analyze(config: AnalyzeConfig) -> None:
 
 
 def read_runs(config: AnalyzeConfig) -> list[AnalyzedRun]:
-    """Read the runs. Raises ConfigError if two have the same name, because a name identifies a section."""
+    """Read the runs. Raises ConfigError if two runs have the same name, which identifies a section."""
     runs: dict[str, AnalyzedRun] = {}
     for folder in config.runs:
         run = read_run(folder, first_step=config.first_step, last_step=config.last_step)

@@ -1,4 +1,4 @@
-"""The comparison of several runs: a table of all runs, and each run against the first one in pairs.
+"""The comparison of several runs: a table of all runs, and a comparison of each further run with the first.
 
 Held-out success is paired by task, and training metrics are paired by step, so that a run on Tinker can be
 compared with a run of the same configuration on another server.
@@ -42,19 +42,19 @@ COMPARED_METRICS = (
     "time/update",
     "time/total",
 )
-# Options that name a run or a folder. They differ between runs and do not affect the training.
-PLACES = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}
+# Options that name a run, a project or a folder. Their differences do not affect the training.
+NAMING_OPTIONS = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}
 
 
 def overview(runs: Sequence[AnalyzedRun]) -> list[str]:
-    """Return one row per run and environment."""
+    """Return a table with one row per run and environment."""
     rows = []
     for run in runs:
-        signals, trials = signals_of(run), list(run.evaluations.values())
-        names = environments(trials[-1]) if trials else list(signals)
+        signals, evaluations = signals_of(run), list(run.evaluations.values())
+        names = environments(evaluations[-1]) if evaluations else list(signals)
         for name in names:
-            members = [of_environment(evaluation, name) for evaluation in trials]
-            final = members[-1] if members else []
+            trials_by_step = [of_environment(trials, name) for trials in evaluations]
+            final = trials_by_step[-1] if trials_by_step else []
             signal = signals.get(name) or (signals.get(ALL_TASKS) if len(names) == 1 else None)
             rows.append(
                 [
@@ -62,7 +62,7 @@ def overview(runs: Sequence[AnalyzedRun]) -> list[str]:
                     name,
                     number(mean([trial.num_turns for trial in final])),
                     number(mean([trial.num_tool_calls for trial in final])),
-                    change([percent(pass_rate(members_of, PASS_K)) for members_of in members]) or MISSING,
+                    change([percent(pass_rate(trials, PASS_K)) for trials in trials_by_step]) or MISSING,
                     number(signal.mean if signal else None, digits=4),
                     percent(signal.share if signal else None),
                 ]
@@ -72,7 +72,7 @@ def overview(runs: Sequence[AnalyzedRun]) -> list[str]:
 
 
 def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
-    """Compare two runs at the last evaluation of each."""
+    """Compare the options, the last evaluations and the training metrics of two runs."""
     lines = [f"### {first.name} and {second.name}", "", differing_options(first, second), ""]
     if first.last_step is not None and second.last_step is not None:
         lines += [
@@ -87,8 +87,8 @@ def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
 
 
 def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
-    """Return one line with the options in which the runs differ."""
-    names = [name for name in {**first.options, **second.options} if name not in PLACES]
+    """Return one line with the options whose values differ between the runs."""
+    names = [name for name in {**first.options, **second.options} if name not in NAMING_OPTIONS]
     differing = [
         f"`{name}={first.options.get(name)}` and `{second.options.get(name)}`"
         for name in names
@@ -98,14 +98,15 @@ def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
 
 
 def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) -> list[str]:
+    """Return a table that compares the success of two evaluations, with one row per environment."""
     rows = []
     for name in environments(second):
-        members = [of_environment(trials, name) for trials in (first, second)]
-        comparison = compared(*members)
+        both = [of_environment(trials, name) for trials in (first, second)]
+        comparison = compared(*both)
         if comparison is None:
             rows.append([name, "0", *[MISSING] * 5])
             continue
-        rates = [percent(pass_rate(trials, PASS_K)) for trials in members]
+        rates = [percent(pass_rate(trials, PASS_K)) for trials in both]
         rows.append(
             [
                 name,
@@ -122,7 +123,7 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 
 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
-    """Return the means of metrics over the common steps, and the mean and largest difference of a step."""
+    """Return a table of COMPARED_METRICS: means over the common steps, mean and largest difference."""
     if first.metrics_file is None or second.metrics_file is None:
         return []
     rows = []
@@ -133,8 +134,8 @@ def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
             pairs = [(values[0][step], values[1][step]) for step in steps]
             differences = [second_value - first_value for first_value, second_value in pairs]
             means = [fmean(column) for column in zip(*pairs, strict=True)]
-            shown = (*means, fmean(differences), max(map(abs, differences)))
-            cells = [f"{value:.4g}" for value in shown]
+            statistics = (*means, fmean(differences), max(map(abs, differences)))
+            cells = [f"{value:.4g}" for value in statistics]
             rows.append([f"`{name}`", str(len(steps)), *cells])
     header = ["metric", "steps", first.name, second.name, "mean difference", "largest difference"]
     return table(header, rows) if rows else []

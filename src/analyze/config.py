@@ -12,11 +12,12 @@ class AnalyzeConfig(Options):
     """Analysis"""
 
     runs: list[str] = chz.field(
-        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; several "
-        "are compared with the first"
+        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; the "
+        "others are compared with the first"
     )
     write_to: str = chz.field(
-        default="experiments.md", doc="Markdown file; the sections of the same runs in it are replaced"
+        default="experiments.md",
+        doc="Markdown file to write; existing sections about the same runs are replaced",
     )
     first_step: int | None = chz.field(
         default=None, doc="Evaluation to start the comparison from; None: the first one"

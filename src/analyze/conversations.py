@@ -24,17 +24,17 @@ def conversations(run: AnalyzedRun, task: str) -> list[str]:
     trials = run.evaluations[run.last_step]
     chosen = [trial for trial in trials if fnmatchcase(trial.task, task)]
     if not chosen:
-        known = ", ".join(sorted({trial.task for trial in trials})) or "none"
-        raise ConfigError(f"task={task} is not in step {run.last_step} of {run.name}; its tasks: {known}")
+        task_ids = ", ".join(sorted({trial.task for trial in trials})) or "none"
+        raise ConfigError(f"task={task} is not in step {run.last_step} of {run.name}; its tasks: {task_ids}")
     return [line for trial in chosen for line in (*trial_lines(trial, run), "")]
 
 
 def trial_lines(trial: DumpedTrial, run: AnalyzedRun) -> list[str]:
     """Return a heading with the result of a trial, and its messages."""
     trajectory = trial.trajectory
-    shown = ", ".join(str(pattern).replace("_", " ") for pattern in sorted(patterns(trajectory)))
+    labels = ", ".join(str(pattern).replace("_", " ") for pattern in sorted(patterns(trajectory)))
     result = f"reward {trial.reward:g}, {trial.num_turns} turns, {trajectory.stop_reason}"
-    lines = [f"### {trial.task}, step {run.last_step}: {result}{f' ({shown})' if shown else ''}"]
+    lines = [f"### {trial.task}, step {run.last_step}: {result}{f' ({labels})' if labels else ''}"]
     if trajectory.trial_name:
         lines.append(f"trial {trajectory.trial_name}")
     if not trajectory.conversation:

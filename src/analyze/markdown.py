@@ -7,11 +7,11 @@ from pathlib import Path
 
 from src.records.atomic_io import replace_text
 
-MISSING = "–"  # a value that the files do not have
+MISSING = "–"  # stands for a value that the files do not contain
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
-    """Return the lines of a table. The columns after the first `num_text` are aligned to the right."""
+    """Return the lines of a table. The first `num_text` columns are aligned left, the others right."""
     lines = [header, ["---"] * num_text + ["---:"] * (len(header) - num_text), *rows]
     return [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines]
 
@@ -25,12 +25,12 @@ def number(value: float | None, *, digits: int = 1) -> str:
 
 
 def change(cells: Sequence[str]) -> str:
-    """Return the values of the first and the last evaluation in one cell."""
+    """Return values before and after training as the text of one cell."""
     return " → ".join(cells)
 
 
 def put_section(path: Path, title: str, lines: Sequence[str]) -> None:
-    """Write a section to a file. A section of the same title that an earlier call wrote is replaced."""
+    """Write a section to a file. It replaces the section of the same title from an earlier call."""
     start, end = f"<!-- analysis: {title} -->", f"<!-- end of analysis: {title} -->"
     section = "\n".join([start, *lines, end]) + "\n"
     before = path.read_text() if path.is_file() else ""

@@ -19,7 +19,7 @@ from src.records.tracking import recorded_variances
 
 PASS_K = 3
 MAX_TASKS = 40  # in the table of failing tasks
-MAX_TEXT = 80  # characters of an error
+MAX_TEXT = 80  # characters of an error or a task
 SHOWN_OPTIONS = (
     "model_name",
     "env",
@@ -92,23 +92,24 @@ def held_out_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
     has_change = len(evaluations) == 2
     rows = []
     for name in environments(evaluations[-1]):
-        members = [of_environment(trials, name) for trials in evaluations]
+        trials_by_step = [of_environment(trials, name) for trials in evaluations]
         cells = [
-            [number(mean([trial.num_turns for trial in trials])) for trials in members],
-            [number(mean([trial.num_tool_calls for trial in trials])) for trials in members],
-            [percent(pass_rate(trials, 1)) for trials in members],
-            [percent(pass_rate(trials, PASS_K)) for trials in members],
+            [number(mean([trial.num_turns for trial in trials])) for trials in trials_by_step],
+            [number(mean([trial.num_tool_calls for trial in trials])) for trials in trials_by_step],
+            [percent(pass_rate(trials, 1)) for trials in trials_by_step],
+            [percent(pass_rate(trials, PASS_K)) for trials in trials_by_step],
         ]
-        row = [name, str(len(by_task(members[-1]))), str(len(members[-1])), *map(change, cells)]
-        rows.append([*row, difference(compared(*members))] if has_change else row)
+        last = trials_by_step[-1]
+        row = [name, str(len(by_task(last))), str(len(last)), *map(change, cells)]
+        rows.append([*row, difference(compared(*trials_by_step))] if has_change else row)
     return table([*header, "difference"] if has_change else header, rows)
 
 
 def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
-    """Return the number of failed trials that show each pattern, by environment."""
+    """Return a table of the numbers of failed trials that show each pattern, by environment."""
     names = environments(evaluations[-1])
     columns = [[pattern_counts(of_environment(trials, name)) for trials in evaluations] for name in names]
-    shown = [pattern for pattern in Pattern if any(c[pattern] for column in columns for c in column)]
+    shown = [pattern for pattern in Pattern if any(cell[pattern] for column in columns for cell in column)]
     failed = [[str(counts.total_failed) for counts in column] for column in columns]
     rows = [["failed trials", *(change(cells) for cells in failed)]]
     for pattern in sorted(shown, key=lambda pattern: -columns[0][-1][pattern]):
@@ -118,7 +119,7 @@ def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
 
 
 def task_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
-    """Return the tasks with failed trials, by decreasing failure rate, and one failed trial of each."""
+    """Return a table of tasks with failed trials, by decreasing failure rate, with an example of each."""
     groups = [by_task(trials) for trials in evaluations]
     failing = [(task, trials) for task, trials in groups[-1].items() if num_failed(trials)]
     if not failing:
@@ -157,7 +158,7 @@ def signal_table(signals: dict[str, Signal]) -> list[str]:
 
 
 def signals_of(run: AnalyzedRun) -> dict[str, Signal]:
-    """Return the signal of all tasks and of each environment. It is empty if there are no training steps."""
+    """Return the signal of all tasks and of each environment. The result is empty without training steps."""
     if run.metrics_file is None:
         return {}
     variances = recorded_variances(run.metrics_file)
@@ -166,7 +167,7 @@ def signals_of(run: AnalyzedRun) -> dict[str, Signal]:
 
 
 def environments(trials: Sequence[DumpedTrial]) -> list[str]:
-    """Return the environments of an evaluation; with several, all tasks come first."""
+    """Return the environments of an evaluation. If there are several, ALL_TASKS is the first element."""
     names = sorted({trial.environment for trial in trials})
     return [ALL_TASKS, *names] if len(names) > 1 else names
 
@@ -254,7 +255,7 @@ def calls_text(trial: DumpedTrial) -> str:
 
 
 def last_error(trial: DumpedTrial) -> str:
-    """Return the last line of a tool result that is an error, in one line."""
+    """Return the last error message in the tool results, shortened; empty if there is none."""
     results = tool_results(trial.trajectory)
     lines = [line for text in results for line in text.splitlines() if result_patterns(line)]
     return shortened(lines[-1]) if lines else ""

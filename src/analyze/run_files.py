@@ -50,7 +50,7 @@ class DumpedTrial:
     task: str
     num_turns: int
     num_tool_calls: float
-    trajectory: Trajectory  # without turns; its conversation has tool calls as structure
+    trajectory: Trajectory  # without turns; the tool calls of its conversation are objects, not text
 
     @property
     def reward(self) -> float:
@@ -59,12 +59,12 @@ class DumpedTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalyzedRun:
-    """The files of one run."""
+    """A run, as read from its files."""
 
     name: str
     options: Mapping[str, Any]  # config.json; empty if there is none
     metrics_file: Path | None  # None: the folder has dumps only
-    evaluations: Mapping[int, Sequence[DumpedTrial]]  # by step: the first and the last to analyze, if any
+    evaluations: Mapping[int, Sequence[DumpedTrial]]  # by step; at most two: the first and the last
 
     @property
     def last_step(self) -> int | None:
@@ -72,9 +72,9 @@ class AnalyzedRun:
 
 
 def read_run(folder: str, *, first_step: int | None = None, last_step: int | None = None) -> AnalyzedRun:
-    """Read a run and two of its evaluations; None selects the first or the last one.
+    """Read a run and two of its evaluations, by default the first and the last.
 
-    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or not the selected ones.
+    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or lacks a given step.
     """
     path = Path(folder).expanduser().resolve()
     options: Mapping[str, Any] = {}
@@ -95,9 +95,9 @@ def read_run(folder: str, *, first_step: int | None = None, last_step: int | Non
         )
     for option, step in (("first_step", first_step), ("last_step", last_step)):
         if step is not None and step not in folders:
-            known = ", ".join(map(str, sorted(folders))) or "none"
+            steps_with_dump = ", ".join(map(str, sorted(folders))) or "none"
             raise ConfigError(
-                f"{option}={step} has no dumped evaluation in {path.name}; steps with one: {known}"
+                f"{option}={step} has no dumped evaluation in {path.name}; steps with one: {steps_with_dump}"
             )
     steps = set[int]()
     if folders:

@@ -30,12 +30,12 @@ from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 from src.records.rollout_store import find_rollout
 from src.records.run_folder import CONFIG_FILE
 
-FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # of rollouts/
+FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # the names of the files in rollouts/
 USAGE = "show RUN [STEP | TASK | TRIAL]"
 
 
 class RolloutLine(TypedDict):
-    """The fields of a line of rollouts/ that are shown. A line with `failure` is a trial without a grade."""
+    """The fields of a line of rollouts/ that are shown. A line with `failure` is an ungraded trial."""
 
     task: str
     trial: str
@@ -57,13 +57,13 @@ LINE: TypeAdapter[RolloutLine] = TypeAdapter(RolloutLine)
 class RecordedTrial:
     """A trial of a finished step or evaluation."""
 
-    name: str  # of its file, e.g. step_000012
+    name: str  # the name of its file without suffix, e.g. step_000012
     step: int
     line: RolloutLine
 
     @property
     def outcome(self) -> str:
-        """How the trial ended: the reason of its reward or of its missing grade."""
+        """How the trial ended: its failure, the reason of its reward 0, or its stop reason."""
         line = self.line
         if "failure" in line:
             return f"not graded, {line['failure']}: {_first_line(line.get('message', ''))}"
@@ -73,7 +73,7 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the selected rollouts and return the exit status. Errors are one line."""
+    """Print the selected rollouts and return the exit status. An error is printed as one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print(__doc__)
         return 0
@@ -193,7 +193,7 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
 
 
 def turn_lines(number: int, turn: Turn) -> Iterator[Text]:
-    """Yield the numbers of a turn, and each sampled token id with its logprob."""
+    """Yield a line with the token counts of a turn, and a line with each sampled token id and its logprob."""
     logprobs = turn.logprobs
     numbers = f", logprob mean {fmean(logprobs):.3f}, lowest {min(logprobs):.3f}" if logprobs else ""
     yield Text(

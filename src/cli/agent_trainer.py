@@ -29,14 +29,14 @@ MODULES = {
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
-    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and say what to type"),
+    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and print what to do"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
-"""Command -> module that is run with the remaining arguments, and its help."""
-OF_A_RUN = {"evaluate": evaluated_arguments, "chat": chat_arguments}
-"""Commands that take the folder of a run -> what returns their arguments for it."""
+"""Command -> module that is run with the remaining arguments, and the help text of the command."""
+RUN_COMMANDS = {"evaluate": evaluated_arguments, "chat": chat_arguments}
+"""Command that takes the folder of a run -> function that returns the arguments of its module."""
 RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
-LAUNCHER = "scripts.run_skyrl_tx"  # only in a checkout; it starts the server of a run again
+LAUNCHER = "scripts.run_skyrl_tx"  # exists only in a checkout; starts the server of a run again
 SERVER_FILE = "server.json"
 
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
     """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
-    if name in OF_A_RUN and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
-        return _for_run(arguments, OF_A_RUN[name], name, MODULES[name][0])
+    if name in RUN_COMMANDS and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _for_run(arguments, RUN_COMMANDS[name], name, MODULES[name][0])
     if name in MODULES:
         return [MODULES[name][0], *arguments]
     if name != "resume":
@@ -80,15 +80,15 @@ def help_text() -> str:
 def _for_run(
     arguments: list[str], options_of: Callable[[str, list[str]], list[str]], command: str, module: str
 ) -> list[str]:
-    """Return the command for a run. If the launcher started the server of the run, it starts it again."""
+    """Return the command for a run: the launcher if it started the run's server, or else `module`."""
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
-    if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
+    if _has_launched_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
         return [LAUNCHER, f"{command}={run}", *changes]
     return [module, *options]
 
 
-def _has_own_server(run: Path) -> bool:
+def _has_launched_server(run: Path) -> bool:
     """Return whether the launcher started the server of this run."""
     run = run.resolve()
     try:

@@ -1,7 +1,7 @@
 """Parse the command line of a program, `key=value ...`, into its configuration, and print its help.
 
-Every mistake is a ConfigError of one line. Former names of options and those of SkyRL are accepted with a
-notice (src/core/option_aliases.py, src/core/skyrl_options.py).
+Every mistake raises a ConfigError with a one-line message. Former names of options and those of SkyRL are
+accepted with a notice (src/core/option_aliases.py, src/core/skyrl_options.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
             raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
         if name not in known:
             guess = nearest(name.lstrip("-"), known)
-            advice = f"; did you mean {guess}?" if guess else "; --help lists them all"
+            advice = f"; did you mean {guess}?" if guess else "; --help lists all options"
             raise ConfigError(f"unknown option {name!r}{advice}")
     try:
         return chz.Blueprint(kind).make_from_argv([_with_none(argument) for argument in argv])
@@ -66,14 +66,13 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
 
 
 def with_present_names(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the arguments under the names of the options `known`, with a notice for each former name and one
-    for the names of SkyRL.
+    """Replace former names of options and names of SkyRL by the names in `known`, and print notices.
 
     Raises ConfigError for an option of SkyRL that has no counterpart.
     """
-    arguments, taken = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
-    if taken:
-        print(f"note: options of SkyRL are taken as {' '.join(taken)}", file=sys.stderr)
+    arguments, converted = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
+    if converted:
+        print(f"note: options of SkyRL are taken as {' '.join(converted)}", file=sys.stderr)
     return arguments
 
 
@@ -100,7 +99,7 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] = ()) -> str:
-    """Return the help of a program, or of its options whose name, section or meaning contains all `words`."""
+    """Return the help of a program: all options, or those whose name, section or meaning has all `words`."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     fields, lines = chz.chz_fields(kind), [] if words else list(title)
     meanings = {
@@ -130,7 +129,7 @@ def _has_word(text: str, beginning: str) -> bool:
 
 
 def sections_of(kind: type[object]) -> dict[str, list[str]]:
-    """Return the names of the options by section. Options that the trainer also has are in its sections."""
+    """Return the names of the options by section. Options of the trainer are in the trainer's sections."""
     fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
     trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}
     by_heading: dict[str, list[str]] = {}
@@ -196,13 +195,13 @@ def _renamed(argument: str) -> str:
 
 
 def _with_none(argument: str) -> str:
-    """Return the argument with None for `none` and `null` in any case."""
+    """Return the argument with the value None in place of `none` and `null` in any case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in ("none", "null") else argument
 
 
 def _bad_value(kind: type[object], message: str, argv: Sequence[str]) -> str:
-    """Return one line for chz's long message, which names the option between quotes."""
+    """Return one line in place of chz's long message, which contains the name of the option in quotes."""
     name = message.partition("for param '")[2].partition("'")[0]
     values = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
     expected = values_of(chz.chz_fields(kind)[name].final_type)

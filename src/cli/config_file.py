@@ -3,7 +3,7 @@
 model_name: Qwen/Qwen3-4B
 learning_rate: 2.0e-4
 eval_tasks: [a, b]
-environment_kwargs: {domain: retail, user_model: m}    # also loss_fn_config and the like
+environment_kwargs: {domain: retail, user_model: m}    # also loss_fn_config and similar options
 trainer: {policy: {optimizer_config: {lr: 2.0e-4}}}    # names of SkyRL
 """
 
@@ -25,7 +25,7 @@ CONFIG = "config="
 def with_config_files(argv: Sequence[str]) -> list[str]:
     """Replace `config=FILE` by the options of the file. Other arguments take precedence over them.
 
-    Raises ConfigError, if possible with the line, for a file that is not a mapping of options.
+    Raises ConfigError, with the line number if it is known, for a file that is not a mapping of options.
     """
     from_files = [
         option

@@ -24,7 +24,7 @@ from src.loop.outcome import UNGRADED_REASONS, counted, success_name
 logger = logging.getLogger(__name__)
 
 PIPE_WIDTH = 160
-MAX_CHARACTERS = 2000  # the length at which a message is cut
+MAX_CHARACTERS = 2000  # of a message; the rest is not shown
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 # The columns of a step's table: heading, metric and format. metrics.jsonl has all metrics.
 SHOWN = (
@@ -78,7 +78,7 @@ class Display:
         self._show_first_failures(group)
 
     def _show_first_failures(self, group: TrajectoryGroup) -> None:
-        """Print one line for the first failure of each kind in the run. The message has the file and line."""
+        """Print one line for the first failure of each kind in the run."""
         failures = [(str(failure.kind), failure.message, "not graded") for failure in group.failures]
         failures += [
             (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")
@@ -128,7 +128,7 @@ class Display:
         After an error nothing more is printed, because the run's folder contains the same information.
         """
         try:
-            # Without emoji codes, because a model id may contain `:train:`.
+            # Emoji codes are not replaced, because a model id may contain `:train:`.
             self._console.print(content, emoji=False, highlight=False, soft_wrap=soft_wrap)
         except OSError as error:
             logger.warning("the output cannot be written: %s; nothing more is printed", error.strerror)
@@ -136,12 +136,12 @@ class Display:
 
 
 class Terminal(Console):
-    """Standard output, whose reader may end before the program: Ctrl-C also ends the `tee` of a pipe."""
+    """Standard output. The reader of a pipe may end before the program, for example `tee` at Ctrl-C."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more.
 
-        Rich would raise SystemExit, which ends the event loop before a checkpoint is saved.
+        Rich would raise SystemExit, which would end the event loop before a checkpoint is saved.
         """
         logger.warning("the reader of the output has closed the pipe; nothing more is printed")
         self.quiet = True
@@ -154,7 +154,7 @@ def terminal() -> Console:
 
 
 def message_text(role: str, content: str) -> Text:
-    """Return a message of a conversation with its role, cut to MAX_CHARACTERS characters."""
+    """Return a message of a conversation with its role, truncated after MAX_CHARACTERS characters."""
     if len(content) > MAX_CHARACTERS:
         content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)

@@ -14,15 +14,14 @@ from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
-from src.records.run_folder import SUPERVISED
+from src.records.run_folder import CONFIG_FILE, SUPERVISED
 from src.sft.config import SftConfig
 
-CONFIG_FILE = "config.json"
-NOT_SHARED = {"train_data", "log_path"}  # options of the same name that mean something else in an evaluation
+NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
 
 
 def program_of(run: str) -> str:
-    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
+    """Return the module that started the run in the folder `run`. Raises ConfigError if it has no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
@@ -34,9 +33,9 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     options = _saved(run)
     kind = SftConfig if SUPERVISED in options else TrainerConfig
     parameters = inspect.signature(kind).parameters
-    known = {name: value for name, value in options.items() if name in chz.chz_fields(kind)}
+    present = {name: value for name, value in options.items() if name in chz.chz_fields(kind)}
     arguments = {
-        name: option_text(value) for name, value in known.items() if value != parameters[name].default
+        name: option_text(value) for name, value in present.items() if value != parameters[name].default
     }
     folder = Path(run).expanduser().resolve()
     arguments |= {"log_path": str(folder), "behavior_if_log_dir_exists": "resume"}
@@ -73,7 +72,7 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
 
 
 def _shared_values(options: dict[str, Any], kind: type[object]) -> dict[str, Any]:
-    """Return the values of the options that `kind` shares with the trainer, as in a run's evaluations."""
+    """Return the values in a run's evaluations of the options that `kind` shares with the trainer."""
     shared = chz.chz_fields(kind).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
     values = {name: value for name, value in options.items() if name in shared}
     values["top_p"] = options.get("eval_top_p")

@@ -27,13 +27,16 @@ TITLE = [
 
 
 def evaluation_help(words: Sequence[str]) -> str:
-    """Return the help of an evaluation and, without `words`, of a comparison."""
+    """Return the help of EvaluateConfig and, without `words`, also of CompareConfig."""
     text = help_for(EvaluateConfig, title=TITLE, words=words)
     return text if words else text + "\n" + help_for(CompareConfig, title=[])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an evaluation and return the exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
+    """Run an evaluation and return the exit status.
+
+    An error is printed as one line, or as a traceback with TRAINER_DEBUG=1.
+    """
     if (words := help_words(argv)) is not None:
         print_help(evaluation_help(words))
         return 0
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
                 config = parse_as(CompareConfig, argv)
             else:
                 config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
-            # These imports take seconds. They come late so that --help and errors in options appear at once.
+            # These imports take seconds. They are deferred so that --help and option errors appear at once.
             from src.cli.console import Display, terminal
             from src.evaluate.run import compare_finished, run
 

@@ -1,4 +1,4 @@
-"""Options of `python -m src.evaluate`. Options of trials are those of the trainer."""
+"""Options of `python -m src.evaluate`. The options of trials are those of the trainer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 
     model_name: str = chz.field(doc="Model as the server or the endpoint names it")
     tasks: list[str] | None = chz.field(
-        default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included"
+        default=None, doc="Only these tasks, as ids or globs; None: all tasks, including held-out tasks"
     )
     train_data: str | None = chz.field(
         default=None,
-        doc="Run folder or folder of tasks that must not be evaluated; None: the run folder in checkpoint",
+        doc="Training tasks, which must not be evaluated: a run folder or a folder of tasks; None: the run "
+        "folder in checkpoint",
     )
     checkpoint: str | None = chz.field(
         default=None,
@@ -36,7 +37,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     compare_with: str | None = chz.field(
         default=None,
-        doc="Compare task by task with the folder of another evaluation, a checkpoint (as above), or base",
+        doc="Compare task by task with the folder of another evaluation, a checkpoint, or base (base model)",
     )
     n_samples: int = chz.field(default=4, doc="Trials per task", validator=at_least(1))
     top_p: float = chz.field(
@@ -46,7 +47,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     enable_thinking: bool = chz.field(
         default=False,
-        doc="Let the model think before each answer, where its chat template has enable_thinking",
+        doc="Let the model think before each answer, if its chat template has the variable enable_thinking",
     )
     log_path: str | None = chz.field(
         default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
@@ -70,7 +71,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
             return
         require(
             self.checkpoint is None,
-            "base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url",
+            "base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url",
         )
         require(
             self.base_url.startswith(("http://", "https://")),

@@ -70,9 +70,9 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """Return `pass_at_<k>` and `pass_hat_<k>`, with k from 1 to 4, powers of two, and `group_size`.
+    """Return `pass_at_<k>` and `pass_hat_<k>` for k = 1 to 4, the powers of two and `group_size`.
 
-    Tasks with fewer than k graded trials are left out; `num_tasks` is the number of tasks that remain.
+    k is at most `group_size`. Tasks with fewer than k graded trials are left out and not in `num_tasks`.
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
@@ -120,8 +120,8 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
 
 
 def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
-    """Compare two policies on the same tasks, in the same order. Tasks that one of them has not graded are
-    left out.
+    """Compare two policies on the same tasks, in the same order. Tasks without a graded trial of each policy
+    are left out.
 
     The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
     that of the exact sign-flip test of no difference.
@@ -163,10 +163,10 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     0.25
     """
     scale = Fraction(math.lcm(*(difference.denominator for difference in differences_P)))
-    whole = sum(map(abs, differences_P))
-    is_exact = whole * scale <= MAX_SUMS
+    largest_sum = sum(map(abs, differences_P))
+    is_exact = largest_sum * scale <= MAX_SUMS
     if not is_exact:
-        scale = MAX_SUMS / whole
+        scale = MAX_SUMS / largest_sum
     steps = [round(abs(difference) * scale) for difference in differences_P]
     slack = 0 if is_exact else len(steps) / 2
     total = sum(steps)

@@ -21,7 +21,7 @@ MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 class EvalSection:
     """The results of all evaluated tasks, or of those of one domain."""
 
-    rates: dict[str, Estimate]  # by name: pass_at_<k> and pass_hat_<k>, with a prefix for a partial grading
+    rates: dict[str, Estimate]  # pass_at_<k> and pass_hat_<k>, with the name of a partial grading as prefix
     noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
@@ -35,8 +35,8 @@ class Evaluation:
     groups: list[TrajectoryGroup]
     metrics: dict[str, float]
     whole: EvalSection
-    domains: dict[str, EvalSection]  # empty if tasks name no domain and form no families
-    noop_rewards: dict[str, float]  # by task
+    domains: dict[str, EvalSection]  # by domain or family; empty if `by_environment` finds neither
+    noop_rewards: dict[str, float]  # by task: the reward of an agent that does nothing
 
     @property
     def num_solved(self) -> int:
@@ -63,7 +63,7 @@ async def evaluate(
     *,
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
-    """Roll out all tasks by `plan`. Raises TooManyFailuresError if no trial could be graded."""
+    """Roll out all tasks and compute their rates. Raises TooManyFailuresError if no trial could be graded."""
     groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
     noop_rewards = await rollouts.noop_rewards(tasks)
@@ -91,10 +91,9 @@ async def evaluate(
 def section_of(
     groups: Sequence[TrajectoryGroup], noop_rewards: Mapping[str, float], *, group_size: int
 ) -> EvalSection:
-    """Summarize groups.
+    """Return the results of `groups`.
 
-    If a task uses only one part of its benchmark's grading, the name of this part precedes the names of the
-    rates.
+    If tasks use only a part of their benchmark's grading, the name of this part is a prefix of the rates.
     """
     rates = pass_rates([tally(group) for group in groups], group_size=group_size)
     part = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))

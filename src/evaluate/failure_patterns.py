@@ -43,7 +43,7 @@ class Pattern(StrEnum):
     USER_SIMULATOR = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
 
 
-# The first pattern that matches the text of an error.
+# The first entry whose expression matches the text of an error gives its pattern.
 ERRORS = (
     (Pattern.UNREADABLE, r"could not be read|answer was empty"),
     (
@@ -57,7 +57,7 @@ ERRORS = (
         r"|valid (string|number|integer)",
     ),
 )
-# The same for a line of a terminal that has the form of an error message.
+# The same table for a line of a terminal that has the form of an error message.
 TERMINAL_ERRORS = (
     (
         Pattern.AUTHORISATION,
@@ -85,27 +85,27 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
     if trajectory.reward >= SOLVED:
         return frozenset()
     results = tool_results(trajectory)
-    shown = {pattern for text in results for pattern in result_patterns(text)}
+    matching = {pattern for text in results for pattern in result_patterns(text)}
     metrics = trajectory.metrics
     if metrics.get("unusable_answers") or metrics.get("parse_failures"):
-        shown.add(Pattern.UNREADABLE)
+        matching.add(Pattern.UNREADABLE)
     if user_simulator_faults(trajectory):
-        shown.add(Pattern.USER_SIMULATOR)
+        matching.add(Pattern.USER_SIMULATOR)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
-        shown.add(Pattern.CONTEXT_OVERFLOW)
+        matching.add(Pattern.CONTEXT_OVERFLOW)
     elif (
         trajectory.stop_reason in OVERLONG
         or trajectory.zero_reason is ZeroReason.TIMEOUT
         or metrics.get("too_many_errors")
     ):
-        shown.add(Pattern.LIMIT)
+        matching.add(Pattern.LIMIT)
     elif trajectory.zero_reason is not None:
-        shown.add(Pattern.GRADING_PREVENTED)
+        matching.add(Pattern.GRADING_PREVENTED)
     elif metrics.get("tool_calls") == 0:
-        shown.add(Pattern.NOTHING_DONE)
-    elif Pattern.USER_SIMULATOR not in shown and not (results and result_patterns(results[-1])):
-        shown.add(Pattern.FALSE_COMPLETION)
-    return frozenset(shown)
+        matching.add(Pattern.NOTHING_DONE)
+    elif Pattern.USER_SIMULATOR not in matching and not (results and result_patterns(results[-1])):
+        matching.add(Pattern.FALSE_COMPLETION)
+    return frozenset(matching)
 
 
 def has_user_simulator(trajectory: Trajectory) -> bool:
@@ -203,7 +203,7 @@ def pattern_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
 
 
 def _calls(message: Mapping[str, Any]) -> bool:
-    """Return whether an answer calls a tool, or may do so because its calls are unknown."""
+    """Return whether an answer calls a tool; True if the calls of the answer were not recorded."""
     if "tool_calls" not in message:
         return True
     return any(call["function"]["name"] != COMPLETE for call in message["tool_calls"])

@@ -22,7 +22,7 @@ from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document, unchanged
 
 RESULTS_FILE = "results.json"
-SUCCESS_SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
+SUCCESS_SPLIT = {"success_write": "need a writing action", "success_nowrite": "need none"}
 
 
 class Printer(Protocol):
@@ -78,7 +78,7 @@ def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> di
 
 
 def report(results: Mapping[str, Any], printer: Printer) -> None:
-    """Print the results: all tasks, each domain if there are few, trial statistics and ungraded trials."""
+    """Print the results of all tasks, of each domain if there are few, and statistics of the trials."""
     metrics = results["metrics"]
     report_section(results, "test/env/all", metrics, printer)
     for name, section in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
@@ -119,7 +119,7 @@ def report_section(
         printer.say(f"{indent}doing nothing: {formatted(Estimate(**section['noop_success']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
-        f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
+        f"{value:.1%} of trials of tasks that {text}" for text, value in split.items() if value is not None
     ]
     if parts:
         printer.say(f"{indent}solved: {', '.join(parts)}")
@@ -144,7 +144,7 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], printer: Printer, *, write_to: Path | None = None
 ) -> Comparison:
-    """Compare two evaluations task by task; tasks match by content.
+    """Compare two evaluations task by task. Tasks with equal content hashes are the same task.
 
     Raises ConfigError if they share no graded task.
     """
@@ -154,7 +154,7 @@ def compare(
     common = [content for content in before if content in after]
     if not common:
         raise ConfigError(
-            "the two evaluations share no graded task, by content; compare evaluations of the same tasks"
+            "no graded task has the same content in both evaluations; compare evaluations of the same tasks"
         )
     pairs = [
         [Tally(solved=tasks[content]["solved"], graded=tasks[content]["graded"]) for content in common]

@@ -67,7 +67,7 @@ class Evaluated:
 
 
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
-Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
+OpenEvaluated = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
 
 
 @asynccontextmanager
@@ -103,7 +103,9 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         yield Evaluated(policy=policy, source=source, watchdog=watchdog)
 
 
-async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open = open_evaluated) -> None:
+async def run(
+    config: EvaluateConfig, events: RunEvents, *, open_evaluated: OpenEvaluated = open_evaluated
+) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
     directory = evaluation_folder(config)
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
@@ -129,18 +131,18 @@ async def play(
     directory: Path,
     events: RunEvents,
     *,
-    open_evaluated: Open,
+    open_evaluated: OpenEvaluated,
 ) -> Mapping[str, Any]:
-    """Run one evaluation and write its folder. Trials that are in the folder already are not repeated."""
+    """Run one evaluation and write its folder. Finished trials in the folder are not repeated."""
     name = checkpoint or (
         f"{config.model_name} at {config.base_url}" if config.base_url else config.model_name
     )
-    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
-        source_open.push_async_callback(close_quietly, evaluated.source)
+    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as stack:
+        stack.push_async_callback(close_quietly, evaluated.source)
         tasks = chosen_tasks(evaluated_tasks(evaluated.source, config), config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
-        source_open.enter_context(lock_run_dir(directory))
+        stack.enter_context(lock_run_dir(directory))
         prepare_folder(directory, name, config)
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
@@ -179,7 +181,7 @@ async def play(
 
 
 def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
-    """Return the options of the environment. With `held_out_of` its tasks are split as in that run."""
+    """Return the options of the environment. With `held_out_of`, the tasks are split as in that run."""
     if config.held_out_of is None:
         return config.environment
     path = Path(config.held_out_of).expanduser() / CONFIG_FILE
@@ -189,7 +191,7 @@ def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
 
 
 def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
-    """Return all tasks, or the held-out ones with `held_out_of`. Raises ConfigError if there are none."""
+    """Return all tasks or, with `held_out_of`, the held-out tasks. Raises ConfigError if none is held out."""
     if config.held_out_of is None:
         return [*source.train, *source.eval]
     if not source.eval:
@@ -202,18 +204,18 @@ async def _unprobed() -> None:
 
 
 def finished_or_policy(text: str) -> str | Mapping[str, Any]:
-    """Return the results of another evaluation, or the text itself if it names a policy to evaluate."""
+    """Return the results of the finished evaluation in `text`, or `text` itself if it names a policy."""
     path = Path(text).expanduser()
     return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
 
 
 def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
-    """Return the content hashes of training tasks, which must not be evaluated; None if unknown."""
+    """Return the content hashes of training tasks, which must not be evaluated; None if they are unknown."""
     if config.train_data is None:
         folder = Path(config.checkpoint).expanduser() if config.checkpoint else Path("tinker:")
         return read_hashes(folder) if (folder / HASHES_FILE).is_file() else None
     path = Path(config.train_data).expanduser()
-    if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / "config.json").is_file():
+    if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / CONFIG_FILE).is_file():
         return read_hashes(path)
     from src.envs.harbor.task_folders import load_tasks  # imports Harbor
 
@@ -230,11 +232,11 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 
 
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
-    """Create the folder, or accept that of the same evaluation. Raises ConfigError for any other folder."""
+    """Create the folder, or accept the folder of the same evaluation. Raises ConfigError for any other."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
-    for option in (  # these may differ when an evaluation is resumed; earlier releases wrote `results`
+    for option in (  # these may differ in a resumed evaluation; earlier releases wrote `results`
         "results",
         "log_path",
         "logs_dir",

@@ -1,4 +1,4 @@
-"""The events of training, in addition to those of its rollouts."""
+"""The interface through which training reports its events, in addition to those of its rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from src.rollouts.run_events import RunEvents
 
 
 class TrainingEvents(RunEvents, Protocol):
-    """Receives the events of a training run, on the event loop and in their order."""
+    """Receives the events of a training run on the event loop, in the order of events."""
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Called after step `step` has updated the weights."""

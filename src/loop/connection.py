@@ -32,10 +32,10 @@ class Dependencies[Source]:
 
     source: Source
     backend: Backend
-    update_scale: float = 1.0  # factor of the learning rate; see `update_scale`
+    update_scale: float = 1.0  # factor of the learning rate, from the function `update_scale`
 
 
-# The last argument is the source of an earlier connection, None for the first connection.
+# The last argument is a source that is already open; None: the function opens the source.
 type Connect[Config, Source] = Callable[
     [Config, RunEvents, Source | None], AbstractAsyncContextManager[Dependencies[Source]]
 ]
@@ -45,7 +45,7 @@ type Connect[Config, Source] = Callable[
 async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncGenerator[Dependencies[TaskSource]]:
-    """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
+    """Open the Tinker endpoint, and the tasks of the environment if `source` is None."""
     await asyncio.to_thread(check_environment, config)  # reports mistakes before a server is needed
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
@@ -62,8 +62,9 @@ async def open_dependencies(
 
 
 def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
-    """Return the factor of the learning rate: lora_alpha / server_alpha, because the update of an adapter is
-    proportional to its alpha. 1 without `lora_alpha`.
+    """Return the factor of the learning rate: lora_alpha / server_alpha, or 1 without `lora_alpha`.
+
+    The update of the weights by an adapter is proportional to its alpha.
     """
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
@@ -136,9 +137,10 @@ class Connector[Config: LoopOptions, Source]:
         folder: RunFolder,
         journal: Journal,
     ) -> None:
-        """Call `train` until it ends. After each loss of the server it continues from the last checkpoint.
+        """Run the training. After each loss of the server, call `train` again from the last checkpoint.
 
-        Raises the error if the server is lost again before a trial was graded or a step was trained.
+        Raises the error if the server is lost again before a trial was graded or a step was trained, and
+        ServerLost at the first loss if `reconnect_timeout_s` is 0.
         """
         progress = -1
         while True:
@@ -148,7 +150,7 @@ class Connector[Config: LoopOptions, Source]:
                 return
             except BackendError as error:
                 if self._config.reconnect_timeout_s == 0:
-                    raise ServerLost(f"{error}; start it again and resume the run") from error
+                    raise ServerLost(f"{error}; start the server again and resume the run") from error
                 if journal.progress <= progress:
                     raise
                 progress = journal.progress

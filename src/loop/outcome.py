@@ -13,11 +13,11 @@ from pathlib import Path
 
 from src.core.errors import NothingTrainedError
 from src.core.trajectory import ZeroReason
-from src.evaluate.results import MAX_DOMAINS
+from src.evaluate.evaluation import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
 
-MIN_SIGNAL = 0.25  # smallest share of steps with differing rewards at which tasks suit the model
+MIN_SIGNAL = 0.25  # tasks suit the model if rewards differ within groups in this share of steps or more
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
 UNGRADED_REASONS = (
     ZeroReason.ENV_ERROR,
@@ -32,13 +32,13 @@ FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "dumped_evals/", "jo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Success:
-    """Held-out success rates of a run. None: unknown, or no task is held out."""
+    """Held-out success rates of a run. None: not measured, or no task is held out."""
 
     before: float | None
     after: float | None
     noop_success: float | None  # the success rate of an agent that does nothing
     is_partial: bool = False  # whether the rates use only a part of a benchmark's grading
-    rewards: tuple[float, float] | None = None  # the mean before and after, if rewards may be partial
+    rewards: tuple[float, float] | None = None  # mean before and after; None if it equals the success rate
 
 
 def report(log_path: Path, *, wall_s: float) -> list[str]:
@@ -107,7 +107,7 @@ def success_of(metrics_file: Path) -> Success:
 def outcome(
     success: Success, signal_lines: Sequence[str], *, steps: int, wall_s: float, log_path: Path
 ) -> list[str]:
-    """Return the last lines of a run."""
+    """Return the last lines of a run of GRPO: its success, `signal_lines`, its duration and its files."""
     lines: list[str] = []
     before, after = success.before, success.after
     if before is not None and after is not None:
@@ -133,7 +133,7 @@ def last_lines(results: Sequence[str], *, steps: int, wall_s: float, log_path: P
 
 
 def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return a line for all tasks, and one for each domain if there are at most MAX_DOMAINS."""
+    """Return a line for all tasks, and a line for each domain if there are 2 to MAX_DOMAINS domains."""
     domains = {name: values for name, values in variances.items() if name != ALL_TASKS}
     shown = domains if 1 < len(domains) <= MAX_DOMAINS else {}
     return [signal(name, values) for name, values in variances.items() if name == ALL_TASKS or name in shown]

@@ -45,7 +45,7 @@ from src.terminus2_trainer import Terminus2RLTrainer
 
 logger = logging.getLogger(__name__)
 
-# Learning rates below this one are usual for full fine-tuning and hardly change a LoRA adapter.
+# Learning rates below this value are usual for full fine-tuning and hardly change a LoRA adapter.
 SMALLEST_LORA_RATE = 1e-6
 
 
@@ -71,13 +71,13 @@ async def run(
         await asyncio.to_thread(check_upload_url, config.upload_url)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     connector = Connector(config, events, connect)
-    async with AsyncExitStack() as source_open, AsyncExitStack() as connected:
-        source_open.enter_context(lock_run_dir(run_path(config, name=name)))
+    async with AsyncExitStack() as source_stack, AsyncExitStack() as connection_stack:
+        source_stack.enter_context(lock_run_dir(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         connection = await connector.open(folder)
-        connected.push_async_exit(connection)
+        connection_stack.push_async_exit(connection)
         source = connection.dependencies.source
-        source_open.push_async_callback(close_quietly, source)
+        source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)
         folder.create(config)
         write_hashes(folder.path, hashes)
@@ -88,7 +88,7 @@ async def run(
                 folder.path, config, name=name, config=chz.asdict(config), is_judged=config.taxonomy_feedback
             ) as run_log,
         ):
-            connected.pop_all()  # `run_with_reconnect` closes the connection
+            connection_stack.pop_all()  # `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
             outcome.require_trained(folder.path)
@@ -100,7 +100,7 @@ async def run(
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
     """Return the content hashes of the training tasks.
 
-    Raises ConfigError if there are none, or if one is also held out.
+    Raises ConfigError if there is no training task, or if a training task is also held out.
     """
     if not source.train:
         raise ConfigError(
@@ -158,7 +158,7 @@ def holds_out_a_folder(eval_tasks: Sequence[str]) -> bool:
 
 @asynccontextmanager
 async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
-    """Open the judge of training episodes. Yields None without `taxonomy_feedback`."""
+    """Open the judge of training trials. Yields None without `taxonomy_feedback`."""
     if not config.taxonomy_feedback:
         yield None
         return
@@ -172,7 +172,7 @@ async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Generator[Journal]:
-    """Open the journal of the run. At the end of the block, record the end and its error in the journal."""
+    """Open the journal of the run. At the end of the block, record the end state and the error in it."""
     journal = Journal(log_path)
     try:
         yield journal

@@ -1,8 +1,8 @@
 """Collect the batch of each step.
 
 By default, a step rolls out the groups of its own tasks and waits for all of them. With `max_staleness` or
-`stream_groups`, a step takes groups from the pipeline in the order in which they end; with `max_staleness`
-they may have begun during earlier steps. Failures are counted in the order of the batch (`task_quarantine`).
+`stream_groups`, a step takes groups from the pipeline in the order in which they end. With `max_staleness`,
+these groups may have begun during earlier steps. `task_quarantine` counts failures in the order of the batch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BatchCollector:
         states = self._journal.states_until(steps_done)
         self._faults = from_record(states[-1] if states else {})
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
-        self._num_groups_before = 0  # the groups that the run had played before the current step
+        self._num_groups_before = 0  # number of groups that the run had played before the current step
         self._policy = NewestPolicy()
         # By step: the plan, and the rollouts on disk that no group has used yet.
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
@@ -77,7 +77,7 @@ class BatchCollector:
 
     @asynccontextmanager
     async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncGenerator[None]:
-        """Roll out groups with `policy` and its successors while the block runs."""
+        """Roll out groups with `policy`, or the policy of the last `update_ended`, while the block runs."""
         self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
         async with self._pipeline:
@@ -101,7 +101,7 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If they come from the pipeline, `on_group` is called with each group when it is taken.
+        If the groups come from the pipeline, `on_group` is called with each group when it is taken.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.uses_pipeline:
@@ -195,7 +195,7 @@ class BatchCollector:
 
     async def _roll_out_ahead(self, scheduled: Scheduled) -> TimedGroup:
         plan, on_disk = self._plan_ahead(scheduled.step)
-        # Remove them from `on_disk`, so that a long run does not keep the rollouts of all steps in memory.
+        # Remove the rollouts from `on_disk`, so that a long run does not keep those of all steps in memory.
         rollouts = {key: on_disk.pop(key) for key in [*on_disk] if key.task == scheduled.task.id}
         return await self._rollouts.group(scheduled.task, self._policy, plan, rollouts)
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a run that has `steps_done` steps at its start."""
+    """Saves the weights of a process that starts after `steps_done` steps."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CheckpointSaver:
         self._saved_step = steps_done or None  # a resumed run starts from a checkpoint
 
     async def save(self, step: int, *, epoch: int, final: bool) -> None:
-        """Save a checkpoint of the weights after `step`, unless there is one."""
+        """Save a checkpoint of the weights after `step`, unless it is already saved."""
         if self._saved_step == step:
             return
         name = f"{step:06d}"

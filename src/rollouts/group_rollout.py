@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 7200.0
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # limit of the doubled wait between two attempts
-# Failures that the agent did not cause. The trial is repeated.
-INFRASTRUCTURE = frozenset(
+LONGEST_WAIT_S = 60.0  # limit of the wait between two attempts, to which `back_off` adds up to 50 %
+# A trial with a failure of these kinds is repeated.
+REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
 )
 
@@ -41,20 +41,20 @@ class RolloutPlan:
     """How the groups of one batch are rolled out."""
 
     step: int
-    purpose: str  # "step", "refill-<n>" or "eval"; part of the name of the folder and of the seeds
+    purpose: str  # "step", "refill-<n>" or "eval"; part of the folder's name and of the seeds
     group_size: int
     temperature: float
     directory: Path
 
     @property
     def is_training(self) -> bool:
-        """Whether the groups are trained on. An evaluation may run at the same time."""
+        """Whether the groups are trained on."""
         return self.purpose != "eval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedGroup:
-    """A group, and the time from the start of its first trial to the end of its last."""
+    """A group, and the time from the start of its first trial to the end of its last trial."""
 
     group: TrajectoryGroup
     duration_s: float
@@ -153,7 +153,7 @@ class Rollouts:
     ) -> FinishedRollout:
         """Return one rollout from disk, or run its trial.
 
-        An attempt that ends with an infrastructure failure is repeated with the same seed, up to
+        An attempt that ends with one of REPEATED_FAILURES is repeated with the same seed, up to
         `trial_attempts` attempts. `started` receives the start time of each attempt.
         """
         options = self._options
@@ -170,7 +170,7 @@ class Rollouts:
                 result = await self._trial(task, policy, plan, seed, member)
             if (
                 isinstance(result, Trajectory)
-                or result.kind not in INFRASTRUCTURE
+                or result.kind not in REPEATED_FAILURES
                 or attempts >= options.trial_attempts
             ):
                 break
@@ -240,13 +240,13 @@ async def _end(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:
-    """Return the wait in seconds. It doubles with each attempt, and the seed adds up to half of it."""
+    """Return the wait in seconds. It doubles with each attempt, and the seed adds up to 50 %."""
     return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
 
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
     """Return a 31-bit seed that depends only on the seed of the run and the identity of the trial."""
-    step = plan.step if plan.is_training else 0  # so that evaluations differ only by the weights
+    step = plan.step if plan.is_training else 0  # the evaluations of all steps have the same seeds
     identity = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") >> 1
 
@@ -264,7 +264,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
     unit = "step" if plan.is_training else "evaluation"
-    log = plan.directory.parents[1] / "logs.log"  # next to jobs/, which only Harbor trials write to
+    log = plan.directory.parents[1] / "logs.log"  # only Harbor trials create `plan.directory`
     return (
         f"none of the {len(failures)} trials of {unit} {plan.step} could be graded; {count} failed by "
         f"{kind}, e.g. {first_line}; "
@@ -273,9 +273,9 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
 
 
 async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Return the results in order.
+    """Run the coroutines concurrently and return their results in order.
 
-    The first error cancels the other coroutines and is raised itself, not in an exception group.
+    The first error cancels the other coroutines. It is raised itself, not in an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:

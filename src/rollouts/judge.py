@@ -1,4 +1,4 @@
-"""A judge model that reviews finished conversations, and the bonus on the reward of training episodes.
+"""A judge model that reviews finished conversations, and the bonus that it adds to training rewards.
 
 The judge answers one yes-or-no question for each of the fourteen failure modes of MAST (Cemri et al. 2025,
 arXiv 2503.13657; the descriptions are our own) with a JSON object of booleans. Any other answer is an error
@@ -100,7 +100,7 @@ class Judge:
             pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
         verdict = await asyncio.shield(pending)
         if verdict.failures is None:
-            self._verdicts.pop(key, None)  # so that the next equal conversation is judged again
+            self._verdicts.pop(key, None)  # the next equal conversation is judged again
         bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._options)
         metrics = {
             "judge_bonus": bonus,
@@ -122,7 +122,7 @@ class Judge:
             logger.warning("the judge did not answer: %s", error)
             return Verdict(failures=None)
         options = self._options
-        prices = (
+        costs = (  # in millionths of a USD
             reply.num_prompt_tokens * options.judge_prompt_price,
             reply.num_completion_tokens * options.judge_completion_price,
         )
@@ -131,7 +131,7 @@ class Judge:
             logger.warning(
                 "the judge's answer is not an object of %d booleans: %.200r", len(MODES), reply.text
             )
-        return Verdict(failures=failures, cost_usd=sum(prices) / 1e6)
+        return Verdict(failures=failures, cost_usd=sum(costs) / 1e6)
 
 
 def failures_in(answer: str) -> frozenset[str] | None:

@@ -68,7 +68,7 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     """Rollouts ahead of training"""
 
     max_groups_in_flight: int | None = chz.field(
-        default=None, doc="Groups rolled out at once if max_staleness > 0; None: 2 * batch_size"
+        default=None, doc="Maximum number of concurrent groups if max_staleness > 0; None: 2 * batch_size"
     )
     stream_groups: bool = chz.field(
         default=False,
@@ -107,7 +107,7 @@ class RolloutOptions(TrialOptions, SeedOptions):
     )
     retry_wait_s: float = chz.field(
         default=1.0,
-        doc="Wait before the second attempt; doubles with each further one, up to a minute",
+        doc="Wait before the second attempt; each further wait is twice as long, up to 60 s, plus up to 50 %",
         validator=at_least(0),
     )
 

@@ -1,7 +1,7 @@
 """The schedule of tasks, and the pipeline that rolls out groups in this order.
 
 With `max_staleness=0`, each batch is rolled out with the weights of the previous step. Otherwise groups are
-rolled out while others are trained on, and each turn is sampled with the newest weights. docs/staleness.md
+rolled out during updates, and each turn is sampled with the newest weights. docs/staleness.md
 explains the rules and the alternatives.
 """
 
@@ -54,9 +54,9 @@ def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 
 
 def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
-    """Return the batches with a domain mixture: as many as without one, and all of them full.
+    """Return the batches with a domain mixture: as many as without a mixture, all of the same size.
 
-    Each domain has its share of the batches, and its own epochs.
+    Each domain has its share of the groups, and its own epochs.
     """
     domains = {
         domain: [task for task in tasks if task.domain == domain]
@@ -211,9 +211,9 @@ class Pipeline:
     def _admission_limit(self) -> int:
         """Return the number of groups that may be rolled out at once.
 
-        A group that ends while the weights are updated, when n other groups wait, is trained
-        `1 + n // batch_size` updates later. At most `max_staleness` batches may therefore end during
-        one update, and the other groups must take longer than an update.
+        A group that ends during an update, when n other groups wait, is trained `1 + n // batch_size` updates
+        later, so at most `max_staleness` batches should end during one update. The limit is that number of
+        batches, plus one for every two updates that fit into a group's mean duration, minus waiting groups.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size
@@ -222,10 +222,9 @@ class Pipeline:
         if self._update_s is None:
             num_fresh = (options.max_staleness + 1) * options.batch_size - self._num_taken
         else:
-            updates_meanwhile = int(
-                statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2
-            )
-            num_fresh = (options.max_staleness + updates_meanwhile) * options.batch_size
+            mean_duration_s = statistics.fmean(self._durations_s or [0.0])
+            num_slow_batches = int(mean_duration_s / max(self._update_s, 1e-9) / 2)
+            num_fresh = (options.max_staleness + num_slow_batches) * options.batch_size
         return min(limit, num_fresh - len(self._waiting))
 
     async def _timed(self, scheduled: Scheduled) -> TimedGroup:

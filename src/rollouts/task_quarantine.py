@@ -29,9 +29,9 @@ class GroupFailures:
 class FaultState:
     """The failures up to a step. The journal records it with every step."""
 
-    # By task: the number of consecutive groups without a graded trial.
+    # Task id -> number of consecutive groups without a graded trial.
     strikes: Mapping[str, int] = field(default_factory=dict)
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> most frequent cause
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # task id -> most frequent cause
     recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:

@@ -38,7 +38,7 @@ class Watchdog:
         return await self._first(work, action, timeout_s=self._options.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], action: str) -> T:
-        """Return the result of `work`, which has its own deadlines. Raises ServerLost."""
+        """Return the result of `work`, which limits its own time. Raises ServerLost."""
         return await self._first(work, action, timeout_s=None)
 
     async def _first[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None) -> T:

@@ -27,8 +27,10 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the training and return its exit status. An error is printed as one line, or as a
-    traceback with TRAINER_DEBUG=1."""
+    """Run the training and return the exit status.
+
+    An error is printed as one line, or as a traceback with TRAINER_DEBUG=1.
+    """
     if (words := help_words(argv)) is not None:
         print_help(help_for(SftConfig, title=TITLE, words=words))
         return 0

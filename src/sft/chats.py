@@ -4,7 +4,7 @@
 
 The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files: `tools`, which may be
 missing, are OpenAI schemas, and a message may have `tool_calls`. Other keys of a line are ignored. Every
-mistake is a ConfigError that names the file and the line.
+mistake raises a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of `python -m src.sft`. The options of the run, the server and the optimizer are the trainer's."""
+"""Options of `python -m src.sft`. Run, server and optimizer options are those of the trainer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class DataOptions(SeedOptions):
         "RUN,reward>=1: the trials of a run folder with such rewards"
     )
     eval_data: list[str] | None = chz.field(
-        default=None, doc="Held-out chats, in the same form; None: eval_split of data"
+        default=None, doc="Held-out chats, in the form of data; None: a part of data is held out"
     )
     eval_split: float = chz.field(
-        default=0.1, doc="Share of the chats held out when eval_data is not given; 0: none"
+        default=0.1, doc="Share of the chats, or of a run's tasks, held out without eval_data; 0: none"
     )
     train_on: TrainOn = chz.field(
         default="all_assistant_messages",
-        doc="Trained tokens, which never are those of users or tools, except with all_tokens; "
+        doc="Messages that are trained; only all_tokens also trains the messages of users and tools; "
         "last_assistant_turn: the assistant messages after the last user message; customized: those with "
         '"trainable": true',
     )
@@ -61,7 +61,7 @@ class RateOptions(OptimizerOptions):
 
     learning_rate: float | None = chz.field(
         default=None,
-        doc="Adam's learning rate; None: 5e-4 * (2000 / hidden size)^0.0775, for Llama models ^0.781",
+        doc="Adam's learning rate; None: 5e-4 * (2000 / hidden size)^0.0775, with exponent 0.781 for Llama",
         validator=above(0),
     )
 

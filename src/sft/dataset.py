@@ -1,4 +1,4 @@
-"""The examples of a run: read, rendered and divided before any work, and the batches of its steps."""
+"""The examples of a run, which are read, rendered and split before training, and the batches of its steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
 
 
 def split(examples: Sequence[Example], options: DataOptions) -> Dataset:
-    """Hold out `eval_split` of the tasks, at least one if there are two or more.
+    """Hold out `eval_split` of the tasks: none if it is 0, or else at least one of two or more tasks.
 
     Each chat of a file is one task; equal chats are the same task. The choice depends on the tasks and the
     seed, not on the order of the examples.

@@ -1,7 +1,7 @@
 """Training sequences of chats, with the tokens that the model sees and samples in a rollout.
 
-The prompt is that of `Chat.render`, an answer is a completion with its end of turn, and further messages are
-appended as `Chat.extend` does. Training and sampling therefore agree on every token.
+`Chat.render` renders the prompt, an answer is a completion with its end-of-turn token, and `Chat.extend`
+appends further messages. Training and sampling therefore agree on every token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Example:
 def example_of(
     tokens: Sequence[int], weights: Sequence[bool], *, where: str, context_limit: int, task: str | None = None
 ) -> Example:
-    """Return an example, whose task is by default its content hash. Raises ConfigError if it is too long."""
+    """Return an example. `task` None: its content hash. Raises ConfigError if the example is too long."""
     if len(tokens) > context_limit:
         raise ConfigError(
             f"{where}: the chat has {len(tokens)} tokens, more than context_limit={context_limit}; "

@@ -37,7 +37,7 @@ from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batche
 async def open_dependencies(
     config: SftConfig, events: RunEvents, dataset: Dataset | None = None
 ) -> AsyncGenerator[Dependencies[Dataset]]:
-    """Open the Tinker endpoint. `dataset` must not be None; its type is that of `Connect`."""
+    """Open the Tinker endpoint. `dataset` must not be None, although the type `Connect` allows None."""
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         async with watching(endpoint.check, config) as watchdog:
@@ -69,20 +69,20 @@ async def run(
         dataset = await read_dataset(config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     connector = Connector(config, events, connect)
-    async with AsyncExitStack() as locked, AsyncExitStack() as connected:
-        locked.enter_context(lock_run_dir(run_path(config, name=name)))
+    async with AsyncExitStack() as lock_stack, AsyncExitStack() as connection_stack:
+        lock_stack.enter_context(lock_run_dir(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         if folder.resumed:
             require_same_batches(Journal(folder.path), schedule(dataset, config))
         connection = await connector.open(folder, dataset)
-        connected.push_async_exit(connection)
+        connection_stack.push_async_exit(connection)
         folder.create(config)
         with (
             logging_to_file(folder.path / "logs.log"),
             journal_of_run(folder.path) as journal,
             open_run_log(folder.path, config, name=name, config=chz.asdict(config)) as run_log,
         ):
-            connected.pop_all()  # `run_with_reconnect` closes the connection
+            connection_stack.pop_all()  # `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
     for line in report(folder.path, wall_s=time.monotonic() - started):

@@ -1,4 +1,4 @@
-"""`data=RUN,reward>=1`: the successes of a run, with exactly the tokens that its policy sampled."""
+"""`data=RUN,reward>=1`: the trials of a run with such rewards, with the exact tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Condition:
 
 
 def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
-    """Return the files, each with None, and the run folders, each with its condition.
+    """Return the files with None and the run folders with their conditions.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward
@@ -68,7 +68,7 @@ def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[
     """
     if config.train_on != "all_assistant_messages":
         raise ConfigError(
-            f"train_on={config.train_on} selects messages, which {run} does not have; "
+            f"train_on={config.train_on} selects messages of chats, but {run} is a run folder; "
             "use train_on=all_assistant_messages"
         )
     _require_same_tokenizer(run, config)

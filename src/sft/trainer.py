@@ -28,7 +28,7 @@ HELD_OUT_NLL = "test/nll"
 
 
 class SupervisedTrainer:
-    """Trains on batches, evaluates and saves.
+    """Trains on batches, evaluates the weights and saves checkpoints.
 
     `steps_done` is the number of training steps of the weights on the server.
     """
@@ -132,7 +132,7 @@ class SupervisedTrainer:
     async def _update(self, batch: Batch) -> dict[str, float]:
         """Update the weights.
 
-        The caller lets it run to its end, so that `steps_done` and the weights on the server agree.
+        The caller must not cancel this method, so that `steps_done` and the weights on the server agree.
         """
         started = time.monotonic()
         self._is_update_pending = True

@@ -38,9 +38,7 @@ THINKING = (
     "error: enable_thinking needs the model's own chat template, which base_url does not give; remove one of "
     "them"
 )
-EXCLUSIVE = (
-    "error: base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url"
-)
+EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url"
 
 
 class Bench:
@@ -169,8 +167,8 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
     shop = lines[lines.index("shop:") + 1 :]
     assert shop[1].startswith("  pass^1: 50.0% [") and shop[4].startswith("  doing nothing: 0.0% [")
     assert (
-        "  solved: 50.0% of trials at tasks that take a writing action, "
-        "50.0% of trials at tasks that take none" in shop
+        "  solved: 50.0% of trials of tasks that need a writing action, "
+        "50.0% of trials of tasks that need none" in shop
     )
     assert "  of 2 failed trials: false completion 2" in shop
 

@@ -176,7 +176,7 @@ async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     with pytest.raises(
         ServerLost,
         match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*"
-        "start it again and resume",
+        "start the server again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)
     assert "waiting up to" not in bench.text.getvalue()

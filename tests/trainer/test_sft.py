@@ -341,7 +341,7 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
         ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
         ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this run uses n"),
-        ("RUN,reward>=1", ("train_on=customized",), r"selects messages, which .*rl does not have"),
+        ("RUN,reward>=1", ("train_on=customized",), r"selects messages of chats, but .*rl is a run folder"),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the chat has 6 tokens, more than"),
         ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),
     ],

@@ -104,7 +104,7 @@ SCENARIOS_BY_NAME = {
     ),
     "forward_backward": Scenario(
         is_bad=path_of("/forward_backward"),
-        last_line="training step 1: no answer within request_timeout_s=3; start it again and resume",
+        last_line="training step 1: no answer within request_timeout_s=3; start the server again and resume",
     ),
     "saving": Scenario(
         is_bad=lambda path: path == "/save_weights",

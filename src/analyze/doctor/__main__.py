@@ -1,7 +1,7 @@
-"""`agent-trainer doctor [RUN]`: check this machine, or a run, and print what to type against each problem.
+"""`agent-trainer doctor [RUN]`: check this machine, or a run, and print a command for each problem.
 
-doctor                     Python, JAX devices, sandbox, disk, keys and, with skyrl_tx_url=, the server
-doctor RUN                 the problems of docs/how-to/troubleshooting.md in a run, which may still be running
+doctor                     check Python, JAX devices, sandbox, disk, keys and, with skyrl_tx_url=, the server
+doctor RUN                 look for the problems of docs/how-to/troubleshooting.md in an ended or running run
 skyrl_tx_url=URL           address of your server; the default is SKYRL_TX_URL
 server_log=FILE            log of the server of RUN; the default is RUN.server/server.log
 
@@ -59,7 +59,7 @@ def findings_of(config: DoctorConfig) -> list[Finding]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings and return the exit status. Errors are one line."""
+    """Print the findings and return the exit status. An error is printed as one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print(__doc__)
         return 0

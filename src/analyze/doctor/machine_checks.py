@@ -20,12 +20,12 @@ from src.policy.backend import check_alive
 MIN_PYTHON = (3, 12)  # requires-python of pyproject.toml
 JAX_TIMEOUT_S = 120.0  # the first initialisation of a GPU takes up to a minute
 KEYS = ("TINKER_API_KEY", "SKYRL_TX_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN")
-# A separate process runs it, so that the device is free afterwards.
+# This program runs in a separate process, which frees the devices when it ends.
 JAX_PROGRAM = "import jax; print(*(f'{d.platform}:{d.device_kind}' for d in jax.devices()), sep=', ')"
 
 
 def machine_findings(skyrl_tx_url: str | None) -> list[Finding]:
-    """Return the findings of all checks. `skyrl_tx_url` None: no server is checked."""
+    """Return the findings of all checks. If `skyrl_tx_url` is None, no server is checked."""
     checks: Sequence[Callable[[], Finding]] = (python, jax_devices, sandbox, disk, keys)
     findings = [check() for check in checks]
     return findings if skyrl_tx_url is None else [*findings, server(skyrl_tx_url)]
@@ -61,10 +61,10 @@ def jax_devices() -> Finding:
 
 
 def sandbox() -> Finding:
-    """Start a sandbox, and connect to the Docker engine."""
-    missing = {"bubblewrap": why_no_sandbox(), "Docker": why_no_engine()}
-    measured = "; ".join(f"{name}: {reason or 'works'}" for name, reason in missing.items())
-    if all(missing.values()):
+    """Check that a bubblewrap sandbox starts or that the Docker engine answers."""
+    errors = {"bubblewrap": why_no_sandbox(), "Docker": why_no_engine()}
+    measured = "; ".join(f"{name}: {error or 'works'}" for name, error in errors.items())
+    if all(errors.values()):
         return problem_finding(ProblemName.NO_SANDBOX, measured)
     return Finding(name="sandbox", measured=measured)
 

@@ -10,7 +10,7 @@ NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant a
 SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
 RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small
 MIN_MIXED_GROUPS = 0.2  # below it, more than four of five rollouts are in groups without a gradient
-KL_GROWTH = 2.0  # from the first to the last third of the steps
+KL_GROWTH = 2.0  # mean of the last third of the steps divided by the mean of the first third
 MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below it stable
 MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by a factor of e^10
 MAX_TRUNCATED = 0.1  # truncated answers are graded without their end, so their reward is unreliable
@@ -45,7 +45,7 @@ PLACEHOLDERS = {
     "more_tokens": "TWICE_THE_TOKENS",
     "base_model": "MODEL",
 }
-"""What the page shows in place of the values of a run."""
+"""What docs/how-to/troubleshooting.md shows in place of the values of a run."""
 
 PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.REWARD_FLAT: Problem(
@@ -128,7 +128,7 @@ def problem_finding(name: ProblemName, measured: str, **values: str) -> Finding:
 
 
 def problem_table() -> str:
-    """Return the table of problems in Markdown, as the page contains it."""
+    """Return the table of problems in Markdown, for docs/how-to/troubleshooting.md."""
     rows = ["| problem | sign | meaning | command |", "|---|---|---|---|"]
     for name, problem in PROBLEMS.items():
         command = problem.command.format_map(PLACEHOLDERS)

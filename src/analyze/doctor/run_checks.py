@@ -44,7 +44,7 @@ MAX_SHOWN = 200  # characters of an error message
 
 
 class CheckedRun:
-    """The files of a run that the checks read. Raises ConfigError if `folder` has no run."""
+    """The run that is checked, as read from its files. Raises ConfigError if `folder` has no run."""
 
     def __init__(self, folder: str, *, server_log: str | None = None) -> None:
         self.path = Path(folder).expanduser().resolve()
@@ -53,11 +53,11 @@ class CheckedRun:
         document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
         self.options: Mapping[str, Any] = present_options(document)
         self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
-        side_files = self.path.with_name(f"{self.path.name}.server")
-        self.server_log = Path(server_log).expanduser() if server_log else side_files / "server.log"
+        server_folder = self.path.with_name(f"{self.path.name}.server")
+        self.server_log = Path(server_log).expanduser() if server_log else server_folder / "server.log"
         if server_log and not self.server_log.is_file():
             raise ConfigError(f"server_log={server_log}: no such file; give the log of the server")
-        self.base_model = _base_model(side_files / "server.json") or str(self.options.get("model_name"))
+        self.base_model = _base_model(server_folder / "server.json") or str(self.options.get("model_name"))
 
     def metric(self, name: str) -> list[float]:
         """Return the values of a metric in the training steps, in order."""
@@ -65,8 +65,8 @@ class CheckedRun:
         return [value for step, value in sorted(values.items()) if step > 0]
 
     def recent_trials(self) -> list[RecordedTrial]:
-        first = max((trial.step for trial in self.trials), default=0) - RECENT_STEPS
-        return [trial for trial in self.trials if trial.step > first]
+        last_step = max((trial.step for trial in self.trials), default=0)
+        return [trial for trial in self.trials if trial.step > last_step - RECENT_STEPS]
 
     def scaled_rate(self, factor: float) -> str:
         return f"{float(self.options.get('learning_rate') or 1e-4) * factor:g}"
@@ -98,7 +98,7 @@ def reward(run: CheckedRun) -> Finding:
 
 
 def groups(run: CheckedRun) -> Finding:
-    """Compare the share of groups with differing rewards with its minimum."""
+    """Compare the share of groups whose rewards differ with MIN_MIXED_GROUPS."""
     mixed = run.metric("env/all/by_group/frac_mixed")[-RECENT_STEPS:]
     if not mixed:
         return Finding(name="groups", measured="no graded step yet")
@@ -114,7 +114,7 @@ def groups(run: CheckedRun) -> Finding:
 
 
 def kl(run: CheckedRun) -> Finding:
-    """Compare the divergences of the last third of the steps with their limits and the first third."""
+    """Compare the KL divergences of the last third of the steps with KL_LIMITS and with the first third."""
     measurements = []
     for name, limit in KL_LIMITS.items():
         values = run.metric(name)
@@ -131,7 +131,7 @@ def kl(run: CheckedRun) -> Finding:
 
 
 def truncated(run: CheckedRun) -> Finding:
-    """Compare the share of cut trials with its maximum."""
+    """Compare the share of truncated trials with MAX_TRUNCATED."""
     graded = [trial.line for trial in run.recent_trials() if "failure" not in trial.line]
     if not graded:
         return Finding(name="answers", measured="no graded trial yet")
@@ -144,7 +144,7 @@ def truncated(run: CheckedRun) -> Finding:
 
 
 def failures(run: CheckedRun) -> Finding:
-    """Compare the share of ungraded trials with its maximum."""
+    """Compare the share of ungraded trials with MAX_FAILED."""
     ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
     end = last_end(run.path)
     if end is not None and end.state == RunState.TOO_MANY_FAILURES and not ungraded:
@@ -183,7 +183,7 @@ CHECKS: Sequence[Callable[[CheckedRun], Finding]] = (reward, groups, kl, truncat
 
 
 def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the first and the last third.
+    """Return the first and the last third of `values`.
 
     >>> thirds([1, 2, 3, 4, 5, 6, 7])
     ([1, 2], [6, 7])
@@ -193,7 +193,7 @@ def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _base_model(server_file: Path) -> str | None:
-    """Return the base model of the server that the launcher started for the run; None if there is none."""
+    """Return the base model of the server that the launcher started for the run; None if it started none."""
     try:
         arguments = json.loads(server_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -33,14 +33,14 @@ PROMPT = "you> "
 
 @asynccontextmanager
 async def opened(config: ChatConfig) -> AsyncGenerator[Conversation]:
-    """Connect to the endpoint and open the policy."""
+    """Connect to the endpoint, open the policy and yield a conversation with it."""
     checkpoint = sampler_path(config.checkpoint)
     limit_s = config.request_timeout_s
-    chat = load_chat(config.tokenizer or config.model_name, enable_thinking=config.enable_thinking)
+    template = load_chat(config.tokenizer or config.model_name, enable_thinking=config.enable_thinking)
     async with connect(config) as endpoint:
         async with deadline(limit_s, BackendError, f"the server opened no policy within {limit_s:g} s"):
             policy = await endpoint.open_policy(checkpoint)
-        yield Conversation(policy, chat, config)
+        yield Conversation(policy, template, config)
 
 
 def read_line() -> str:
@@ -52,8 +52,10 @@ def say(text: str) -> None:
 
 
 def chat(config: ChatConfig) -> None:
-    """Chat until the end of input. The event loop runs only while it connects, answers or closes, so that the
-    terminal's line editing and Ctrl-C work as in other programs.
+    """Chat until the end of input.
+
+    The event loop runs only to connect, to answer and to close the connection, so that the terminal's line
+    editing and Ctrl-C work as in other programs.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -72,7 +74,7 @@ def chat(config: ChatConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the chat and return the exit status. Errors are one line."""
+    """Run the chat and return the exit status. An error is printed as one line."""
     if (words := help_words(argv)) is not None:
         print_help(help_for(ChatConfig, title=TITLE, words=words))
         return 0

@@ -1,4 +1,4 @@
-"""Options of `python -m src.evaluate.chat`. Those of the model, the server and lengths are the trainer's."""
+"""Options of `python -m src.evaluate.chat`. Model, server and length options are those of the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ChatConfig(BackendOptions, LengthOptions):
         default=None,
         doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
-    system: str | None = chz.field(default=None, doc="System message; None: none")
+    system: str | None = chz.field(default=None, doc="System message; None: no system message")
     temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
     top_p: float = chz.field(
         default=1.0,
@@ -26,5 +26,5 @@ class ChatConfig(BackendOptions, LengthOptions):
     )
     enable_thinking: bool = chz.field(
         default=False,
-        doc="Let the model think before each answer, where its chat template has enable_thinking",
+        doc="Let the model think before each answer, if its chat template has the variable enable_thinking",
     )

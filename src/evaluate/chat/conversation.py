@@ -20,11 +20,11 @@ MAX_SEED = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     text: str
-    is_cut: bool  # at the limit of an answer or of the context
+    is_cut: bool  # whether the limit of an answer or of the context truncated it
 
 
 class Conversation:
-    """The messages so far, as the token ids that were sampled."""
+    """A conversation with a policy. It keeps the exact token ids of the last prompt and answer."""
 
     def __init__(self, policy: Policy, chat: Chat, config: ChatConfig) -> None:
         self._policy = policy
@@ -40,8 +40,8 @@ class Conversation:
     async def answer(self, text: str) -> Answer:
         """Return the policy's answer to the user's message `text`.
 
-        Raises ConfigError if the message does not fit into the context, and BackendError. An error leaves the
-        conversation unchanged.
+        Raises ConfigError if the message does not fit into the context, and BackendError if the server fails.
+        An error leaves the conversation unchanged.
         """
         config = self._config
         message: Message = {"role": "user", "content": text}
@@ -82,7 +82,7 @@ def talk(
 ) -> None:
     """Answer the lines that `read` returns until it raises EOFError or returns /exit.
 
-    A line that cannot be answered is reported, and the next one is read. Raises BackendError.
+    A ConfigError is reported, and the next line is read. A BackendError is raised.
     """
     while True:
         try:

@@ -5,7 +5,7 @@ capabilities.json.
                             [only=CHECK,CHECK]
                             [request_timeout_s=600]
 
-`request_timeout_s` is the timeout of the list of models, of each check and of closing the session.
+`request_timeout_s` limits the time to list the models, of each check and to close the session.
 
 The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
 checked.
@@ -40,12 +40,12 @@ from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
-TOLERANCE = 0.02  # of the mean difference of log-probabilities; bfloat16 needs this much
+TOLERANCE = 0.02  # of the mean absolute difference of logprobs; bfloat16 needs this much
 ANSWER_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check an endpoint and return the exit status. Errors are one line."""
+    """Check an endpoint and return the exit status. An error is printed as one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
@@ -124,7 +124,7 @@ async def probe(
 ) -> Capabilities:
     """Run all checks, or those in `only`. Raises ConfigError if the endpoint does not serve the model.
 
-    The calls of the SDK block, so each check runs in a thread, which is abandoned at its deadline.
+    The calls of the SDK block, so each check runs in a thread. A thread is abandoned at its deadline.
     """
     limit_s = float(options.get("request_timeout_s", ANSWER_TIMEOUT_S))
 

@@ -21,7 +21,7 @@ class Finding(BaseModel):
 
     name: str
     holds: bool
-    is_needed: bool  # whether every run needs it; other checks concern runs whose options need them
+    is_needed: bool  # whether every run needs this property; False: only runs with certain options
     seen: str  # what the check observed
     seconds: float
 
@@ -36,7 +36,7 @@ class Capabilities(BaseModel):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether no check that every run needs has failed."""
+        """Whether every required check that was run holds."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
     def failed_check(self, name: str) -> Finding | None:

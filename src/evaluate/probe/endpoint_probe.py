@@ -1,12 +1,12 @@
 """The client that the checks of an endpoint share.
 
-Adam hides the scale of gradients. The checks therefore use a very large epsilon, with which a step is plain
-gradient descent:
+Adam's steps do not depend on the scale of the gradients. The checks therefore use a very large epsilon, with
+which a step is plain gradient descent:
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 
-The change of a text's log-probability under such a step is proportional to the gradient. It shows whether
-gradients were summed, clipped, kept or cleared. `Probe.change` measures it.
+The change of a text's mean logprob by such a step is proportional to the gradient, so it shows whether
+gradients were summed, clipped, kept or cleared. `Probe.change` measures this change.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Probe:
     service: tinker.ServiceClient
     model_name: str
     max_context_length: int | None
-    tolerance: float  # of log-probabilities, per token
-    # The ratio of learning rate to epsilon that changes the mean logprob of TEXT by about 0.03. The first
-    # check that needs it determines it.
+    tolerance: float  # of the mean absolute difference of logprobs
+    # The ratio of learning rate to epsilon. The first call of `one_step` chooses a ratio with which a step
+    # increases the mean logprob of TEXT by 0.01 to 0.08.
     rate: float = 0.0
-    step_change: float = 0.0  # the change of the mean logprob by one step with this rate
+    step_change: float = 0.0  # the change of the mean logprob by one step with this ratio
 
     def client(self, seed: int = 1) -> tinker.TrainingClient:
         return self.service.create_lora_training_client(self.model_name, rank=RANK, seed=seed).result()
@@ -70,13 +70,13 @@ class Probe:
         return self.mean(client) - before
 
     def stepped_client(self) -> tuple[tinker.TrainingClient, float]:
-        """Return a client after one step, and the change by this step."""
+        """Return a client after one step, and the change of the mean logprob of TEXT by this step."""
         self.one_step()
         client = self.client()
         return client, self.change(client, [1.0])
 
     def one_step(self) -> float:
-        """Return the change by one step. The first call determines the rate."""
+        """Return the change of the mean logprob of TEXT by one step. The first call determines `rate`."""
         if not self.rate:
             self.rate = 1e-3
             for _ in range(12):

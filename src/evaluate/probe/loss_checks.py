@@ -1,4 +1,4 @@
-"""Checks of the loss functions: their values, their settings, and the rejection of unknown ones."""
+"""Checks of the loss functions: their values, their settings, and the rejection of unknown losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of gradients, of the Adam optimizer, of checkpoints and of the separation of models."""
+"""Checks of gradients, of the Adam optimizer, of checkpoints and of the isolation of models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ def check_sums(probe: Probe) -> str:
     two_calls = probe.change(probe.client(), [1.0, 1.0])
     client = probe.client()
     client.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
-    before = probe.step(client, [0.0])
-    with_zero = probe.mean(client) - before
+    with_zero = probe.change(client, [0.0])
     expect(
         0.8 <= with_zero / one_step <= 1.2,
         "a second call with weight 0 changed the gradient: the step was "
@@ -28,12 +27,11 @@ def check_sums(probe: Probe) -> str:
         len(both.loss_fn_outputs) == 2,
         f"the server returned {len(both.loss_fn_outputs)} outputs for two texts",
     )
-    batch = probe.step(client, [0.0])
-    batch = probe.mean(client) - batch
-    for calls, moved in (("two calls", two_calls), ("a batch of two", batch)):
+    batch = probe.change(client, [0.0])
+    for calls, change in (("two calls", two_calls), ("a batch of two", batch)):
         expect(
-            1.6 <= moved / one_step <= 2.4,
-            f"the step after {calls} was {moved / one_step:.2f} times as large as after one; gradients must "
+            1.6 <= change / one_step <= 2.4,
+            f"the step after {calls} was {change / one_step:.2f} times as large as after one; gradients must "
             "be summed",
         )
     return f"two calls {two_calls / one_step:.2f}, a batch of two {batch / one_step:.2f} times one"
@@ -76,8 +74,8 @@ def check_beta1(probe: Probe) -> str:
     remaining = {}
     for beta1 in (0.0, 0.9):
         client = probe.client()
-        moved = probe.change(client, [1.0], beta1=beta1)
-        remaining[beta1] = 1 + probe.change(client, [-1.0], beta1=beta1) / moved
+        first = probe.change(client, [1.0], beta1=beta1)
+        remaining[beta1] = 1 + probe.change(client, [-1.0], beta1=beta1) / first
     expect(
         abs(remaining[0.0]) < 0.25,
         f"beta1=0: {remaining[0.0]:.2f} of a step remains after the opposite step, not 0",
@@ -109,14 +107,12 @@ def check_beta2(probe: Probe) -> str:
 
 
 def check_weight_decay(probe: Probe) -> str:
-    """A decay of half the weights removes at least half of the effect of the step, because both factors of
-    the adapter shrink.
-    """
-    client, moved = probe.stepped_client()
-    rate = probe.rate * HUGE
-    kept = 1 + probe.change(client, [0.0], weight_decay=0.5 / rate) / moved
-    expect(kept < 0.7, f"a decay of half the weights left {kept:.2f} of the step's effect")
-    return f"a decay of half the weights leaves {kept:.2f} of the step's effect"
+    """A decay by half removes at least half of a step's effect, because both LoRA matrices shrink."""
+    client, one_step = probe.stepped_client()
+    learning_rate = probe.rate * HUGE
+    remaining = 1 + probe.change(client, [0.0], weight_decay=0.5 / learning_rate) / one_step
+    expect(remaining < 0.7, f"a decay of half the weights left {remaining:.2f} of the step's effect")
+    return f"a decay of half the weights leaves {remaining:.2f} of the step's effect"
 
 
 def check_clipping(probe: Probe) -> str:

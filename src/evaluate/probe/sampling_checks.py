@@ -21,10 +21,10 @@ def check_agreement(probe: Probe) -> str:
     )
     text = [*TEXT, *sequence.tokens]
     trained = probe.logprobs(client, text)[-len(sampled) :]
-    scored = np.array(
+    prompt = np.array(
         sampler.compute_logprobs(tinker.ModelInput.from_ints(text)).result()[-len(sampled) :], dtype=float
     )
-    gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(scored - trained).mean())
+    gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(prompt - trained).mean())
     expect(
         gap <= probe.tolerance,
         f"the mean difference of sampled and training logprobs is {gap:.2g}; the tolerance is "
@@ -39,7 +39,7 @@ def check_agreement(probe: Probe) -> str:
 
 
 def check_freshness(probe: Probe) -> str:
-    """Check that a sampler of a later step has its weights, and that an older sampler keeps its own."""
+    """Check that a sampler created after a step has the new weights, and that an older one is unchanged."""
     client = probe.client()
     before = client.save_weights_and_get_sampling_client().result()
     old = scored(before)
@@ -77,14 +77,6 @@ def check_temperature(probe: Probe) -> str:
     sampler = probe.base_sampler()
     greedy = [list(probe.sample(sampler, temperature=0.0, seed=seed).tokens) for seed in (1, 2)]
     expect(greedy[0] == greedy[1], "temperature 0 depends on the seed")
-    spread = {}
-    for temperature in (0.2, 3.0):
-        text = [
-            token
-            for seed in (1, 2)
-            for token in probe.sample(sampler, temperature=temperature, seed=seed).tokens[:12]
-        ]
-        spread[temperature] = len(set(text))
     means = {}
     for temperature in (0.2, 3.0):
         tokens = list(probe.sample(sampler, temperature=temperature, seed=3).tokens)
