@@ -2,7 +2,7 @@
 
 The store recognises a repeated request by its key and returns the id of the first request, so no operation
 runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
-and within limits of number and bytes. After that its id is unknown.
+unless the store exceeds its limits of number and bytes. The id of a removed future is unknown.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ FAILURE_SIZE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """Identifies a request, so that a repetition is recognised: the model, sampler or session, and the
-    client's number of the request within it."""
+    """Identifies a request, so that a repeated request is recognised."""
 
-    scope: str  # begins with the session id
-    seq_id: int
+    scope: str  # the id of the model, sampler or session; begins with the session id
+    seq_id: int  # the client's number of the request within the scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Limits on the time for which results are kept, on their number and on their size."""
+    """The limits on the time, the number and the size of results that are kept, and the time of a poll."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
