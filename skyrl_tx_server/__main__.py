@@ -187,6 +187,7 @@ async def _serve_until_stopped(
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
+    """Serve until a stop is requested or a rank is lost. Return the exit status, or exit the process."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)

@@ -64,7 +64,7 @@ class _Entry:
     withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # set when it finishes or the server stops
     outcome: Outcome | None = None
     size: int = 0
     delivered_at: float | None = None
@@ -283,7 +283,7 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        # A repeated sample may be sampled again, but training must never run twice.
+        # Forget the keys of samples only: a sample may run again, but training must never run twice.
         if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):

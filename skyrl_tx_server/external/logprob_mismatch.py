@@ -52,6 +52,8 @@ def logprob_diff(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
 
 
 class LogprobMismatch:
+    """Averages the differences of recent samples. Logs a warning if the average is above `limit`."""
+
     def __init__(self, *, limit: float) -> None:
         self._limit = limit
         self._recent: deque[LogprobDiff] = deque(maxlen=WINDOW)

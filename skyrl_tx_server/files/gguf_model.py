@@ -44,6 +44,7 @@ _TOP = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+"""Hugging Face name -> GGUF name of the tensors outside the layers."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's scaling, see gguf_config
 
 
