@@ -99,7 +99,7 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
                 connection, options.cluster_key, process=options.process_id, timeout_s=timeout_s
             )
             channel.send_bytes(json.dumps(asdict(_handshake(options, settings))).encode())
-            # longer than process 0 waits for the other processes, because it disconnects at its timeout
+            # longer than process 0 waits for the other processes; at its timeout, process 0 disconnects
             reply = channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s + HANDSHAKE_S)
             answer = json.loads(reply)
         except WrongKeyError as error:

@@ -64,7 +64,7 @@ class _Entry:
     withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
-    woken: asyncio.Event = field(default_factory=asyncio.Event)  # set when it finishes or the server stops
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # set when the operation or the server ends
     outcome: Outcome | None = None
     size: int = 0
     delivered_at: float | None = None
