@@ -123,8 +123,7 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
 def accept_process(
     candidate: socket.socket, options: ProcessOptions, rank0_handshake: Handshake, joined: dict[int, Channel]
 ) -> None:
-    """Authenticate a process that has connected. Add it to `joined`, or send it the reason for its
-    refusal."""
+    """Authenticate a process. Add it to `joined`, or send the process the reason for its refusal."""
     _enable_keepalive(candidate)
     try:
         process, channel = accept(candidate, options.cluster_key, timeout_s=HANDSHAKE_S)

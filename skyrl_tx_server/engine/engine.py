@@ -308,7 +308,7 @@ class Engine:
                 self._prefilled(request, result)
 
     def _is_pending(self, request_id: int) -> bool:
-        """Whether the request has started or can still start. The future of a cancelled request is removed."""
+        """Whether the request has started or can still start. Removes the future of a cancelled request."""
         with self._work:
             future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()

@@ -31,7 +31,7 @@ FAILURE_SIZE = 500
 class RequestKey:
     """Identifies a request, so that a repeated request is recognised."""
 
-    scope: str  # the id of the model, sampler or session; begins with the session id
+    scope: str  # a sampler, a model or the models of a session; begins with the session id
     seq_id: int  # the client's number of the request within the scope
 
 

@@ -62,8 +62,7 @@ class DerivedFiles:
             self.discard(self._folder / generation)
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or directory atomically. Return whether it existed. `path` must be on the same file
-        system as the store."""
+        """Atomically remove a file or directory on the store's file system. Return whether it existed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         removed = self._folder / f".removed-{uuid.uuid4().hex}"
         try:

@@ -91,7 +91,7 @@ class _Source:
     tensor: GgufTensor
     shape: tuple[int, ...]
     first_row: int = 0  # of the expert in the stacked tensor
-    interleaved_heads: int = 0  # heads whose rotated rows are interleaved, as in `llama` files; 0: none
+    paired_heads: int = 0  # heads whose rotated rows are stored in pairs, as in `llama` files; 0: none
 
     @property
     def num_rows(self) -> int:
@@ -108,8 +108,8 @@ class _Source:
     def values(self, rows: np.ndarray) -> np.ndarray:
         """Return the tensor in `dtype`. `rows` are the stored bytes: [rows, bytes per row]."""
         stored = rows[self.first_row : self.first_row + self.num_rows]
-        if self.interleaved_heads:
-            stored = stored[_stored_order(len(stored), self.interleaved_heads)]
+        if self.paired_heads:
+            stored = stored[_stored_order(len(stored), self.paired_heads)]
         if self.tensor.kind in _FLOATS:
             values = np.ascontiguousarray(stored).view(self.dtype)
         else:
@@ -144,17 +144,14 @@ def _plan(file: GgufFile) -> _Plan:
                 f"{file.path}: {stored} has shape {tensor.shape}, its metadata implies {expected}"
             )
         used.add(stored)
-        interleaved_heads = 0
+        paired_heads = 0
         if config["model_type"] == "llama" and ".attn_q." in stored:
-            interleaved_heads = config["num_attention_heads"]
+            paired_heads = config["num_attention_heads"]
         elif config["model_type"] == "llama" and ".attn_k." in stored:
-            interleaved_heads = config["num_key_value_heads"]
+            paired_heads = config["num_key_value_heads"]
         for number, expert in enumerate(name if isinstance(name, list) else [name]):
             sources[expert] = _Source(
-                tensor=tensor,
-                shape=shape,
-                first_row=number * shape[0],
-                interleaved_heads=interleaved_heads,
+                tensor=tensor, shape=shape, first_row=number * shape[0], paired_heads=paired_heads
             )
     if unused := sorted(file.tensors.keys() - used):
         raise ConfigError(
@@ -218,8 +215,7 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 def _stored_order(num_rows: int, heads: int) -> np.ndarray:
     """Return the index of the stored row for each row of q or k in Hugging Face's order: [num_rows].
 
-    A `llama` file rotates rows 2 i and 2 i + 1 of a head together. Hugging Face rotates rows i and
-    i + width / 2.
+    Rows 2 i and 2 i + 1 of a head rotate together in `llama` files, rows i and i + width / 2 in Hugging Face.
     """
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
