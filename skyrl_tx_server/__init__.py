@@ -1,6 +1,6 @@
 """A server for the Tinker API. `serve` runs a server in a child process for the duration of a `with` block.
 
-Both names are imported on first use, so that importing a module of the package stays fast.
+`ServerConfig` and `serve` are imported on first use, so that importing a module of the package stays fast.
 """
 
 from __future__ import annotations

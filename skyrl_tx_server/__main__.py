@@ -1,11 +1,10 @@
-"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse the options, open the port, load
-the model, serve, shut down.
+"""The server program, `python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]`.
 
-The port is opened before the model is loaded, so that a port in use is reported at once and early requests
-get the status 503 instead of a refused connection. Only this module imports both the HTTP side and the JAX
-side.
+The program opens the port before it loads the model, so that a port in use is reported at once and early
+requests get the status 503 instead of a refused connection. Only this module imports both the HTTP side and
+the JAX side.
 
-This file is long because it contains the start and the shutdown of the server in order.
+This file is long because it contains all steps of the start and the shutdown, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from skyrl_tx_server.config.huge_pages import restart_with_huge_pages
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # before the imports, which would be repeated
+    restart_with_huge_pages()  # first, because a restart repeats the imports
 
 import asyncio
 import logging
@@ -59,7 +58,7 @@ FUTURES_SETTLE_S = 4
 long compilation."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
-"""Sampling requests that a client may have open if an external sampler builds the batches."""
+"""The number of sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
 """Longer than the idle timeout of clients' connection pools, so that clients do not send a request on a
@@ -102,7 +101,7 @@ def _follow(config: ServerConfig) -> int:
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects the exit
     config = _with_local_model(config)
     follower = join(config, config, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
     logger.info(
@@ -143,9 +142,9 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
     from skyrl_tx_server.model.weights import resolve_model
 
     if config.mesh.devices > 1:
-        # In a collective of virtual CPU devices each device blocks a thread until all devices have joined it,
-        # and devices may join two independent collectives in different orders. With XLA's default of one
-        # thread per device this deadlocks, and XLA aborts after 40 s.
+        # Each virtual CPU device that waits in a collective blocks a thread, and devices may join two
+        # independent collectives in different orders. With XLA's default of one thread per device, the
+        # collectives then deadlock, and XLA aborts after 40 s.
         os.environ.setdefault(
             "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )
@@ -157,7 +156,7 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _LoadResult:
-    """The result of loading the model: an engine or an error."""
+    """The result of loading the model: an engine, or the error that occurred."""
 
     engine: Engine | None = None
     rank_zero: RankZero = SINGLE_RANK
@@ -188,6 +187,7 @@ async def _serve_until_stopped(
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
+    """Serve until a stop is requested or a rank is lost. Return the exit status, or exit the process."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
@@ -292,7 +292,7 @@ def _app_state(
 ) -> AppState:
     sample_requests = EXTERNAL_SAMPLE_REQUESTS
     if config.sampler_url is None:
-        # Enough requests wait to fill every slot as soon as it is free. More would only add polls.
+        # With 8 requests per slot, a free slot is filled at once. More requests would only add polls.
         slots = engine.stats()["slots"]
         assert isinstance(slots, int)
         sample_requests = max(64, 8 * slots)
@@ -371,5 +371,5 @@ def _exit_now(status: int) -> None:
 if __name__ == "__main__":
     logger = logging.getLogger("skyrl_tx_server")  # instead of "__main__"
     move_secrets()
-    # A normal exit would wait for a compilation in another thread, and with several processes for the others.
+    # A normal exit would wait for compilations in other threads and, with several processes, for the others.
     _exit_now(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ ServerError                 500 server
 |   `-- ConflictError       409 user     the name is already in use
 |-- CapacityError           429 server   no slot or memory is free; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
-|-- FutureLostError         410 server   the request was lost in a restart
+|-- FutureLostError         410 server   the server has no such request or session any more
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
 `-- ConfigError (ValueError)             invalid option or model directory; one line, exit status 2

@@ -4,8 +4,8 @@
     python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
     python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
-The commands do not need a running server, and can be used while one runs. `adapter --help` lists all options
-of the command `adapter`.
+The commands do not need a running server, and can be used while a server runs. `adapter --help` lists all
+options of the command `adapter`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         if command not in _COMMANDS:
-            raise ConfigError(f"unknown command {command!r}; one of {', '.join(_COMMANDS)}")
+            raise ConfigError(f"unknown command {command!r}; use one of {', '.join(_COMMANDS)}")
         if any(argument in ("--help", "-h", "help") for argument in argv[1:]):
             options, _ = _COMMANDS[command]
             print_help(help_text(options, f"python -m skyrl_tx_server.export {command} key=value ..."))
@@ -192,7 +192,7 @@ def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        mode = temporary.stat().st_mode & 0o666  # what the umask allows; safetensors writes 0600
+        mode = temporary.stat().st_mode & 0o666  # as the umask allows; safetensors creates files with 0600
         for file in temporary.iterdir():
             file.chmod(mode)
         os.replace(temporary, target)

@@ -80,7 +80,7 @@ def remove(file: Path, name: str) -> None:
     read."""
     with _locked(file):
         if name not in read_keys(file).values():
-            raise ConfigError(f"{file} has no key of a tenant {name}")
+            raise ConfigError(f"{file} has no key of tenant {name}")
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         _replace(file, "".join(line for line in lines if line.strip().partition(":")[0] != name))
 

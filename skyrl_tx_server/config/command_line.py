@@ -1,5 +1,5 @@
-"""Parse the command line into the server's options, with secrets and --help. Each mistake is reported in one
-line.
+"""Parses the command line into the server's options, reads secrets from the environment, and prints --help.
+Each mistake is reported in one line.
 
 The trainer's `src/cli/command_line.py` follows the same rules; neither program imports the other.
 """
@@ -55,23 +55,23 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     An empty value, `none` and `null` mean None. A former name of an option (see `config.renamed`) is accepted
     with a notice on stderr. The server also accepts flags (see `config.flags`).
     """
-    known = list(chz.chz_fields(options))
+    names = list(chz.chz_fields(options))
     if options is ServerConfig:
-        argv = _without_flags(argv, known)
-    argv = [_with_present_name(argument, known) for argument in argv]
+        argv = _without_flags(argv, names)
+    argv = [_with_present_name(argument, names) for argument in argv]
     for argument in argv:
         name, equals, _ = argument.partition("=")
-        if name in known and equals:
+        if name in names and equals:
             continue
-        close = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.5)
-        suggestion = f"did you mean {close[0]}=...?" if close else "see --help"
+        similar = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.5)
+        suggestion = f"did you mean {similar[0]}=...?" if similar else "see --help"
         raise ConfigError(
             f"unknown option {argument!r}; {suggestion}"
             if equals
             else f"{argument!r} is not of the form key=value; {suggestion}"
         )
     try:
-        return chz.Blueprint(options).make_from_argv([_none_in_any_case(argument) for argument in argv])
+        return chz.Blueprint(options).make_from_argv([_with_none(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
         missing = str(error).rpartition(": ")[2]
         example = (
@@ -103,8 +103,8 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
 
 
 def move_secrets() -> None:
-    """Restart this program with the secrets of its command line in the environment, where only this user can
-    read them."""
+    """Restart this program with the secrets of its command line in its environment, which other users cannot
+    read."""
     visible = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
     if not visible:
         return
@@ -121,23 +121,23 @@ def move_secrets() -> None:
     os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(prefixes)])
 
 
-def _without_flags(argv: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return `argv` with `name=value` in place of flags. Print the flags that have no effect."""
+def _without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return `argv` with `name=value` in place of flags. Print a notice for each flag without effect."""
     fields = chz.chz_fields(ServerConfig)
-    switches = [
-        name for name in known if bool in {fields[name].final_type, *get_args(fields[name].final_type)}
+    bool_names = [
+        name for name in names if bool in {fields[name].final_type, *get_args(fields[name].final_type)}
     ]
-    converted, notices = as_options(argv, known=known, switches=switches)
+    converted, notices = as_options(argv, names=names, bool_names=bool_names)
     for notice in notices:
         print(f"skyrl-tx server: {notice}", file=sys.stderr, flush=True)
     return converted
 
 
-def _with_present_name(argument: str, known: Sequence[str]) -> str:
+def _with_present_name(argument: str, names: Sequence[str]) -> str:
     """Return `argument` with the present name of its option. Print a notice if it has a former name."""
     name, equals, value = argument.partition("=")
     present = RENAMED_OPTIONS.get(name)
-    if not equals or present not in known:
+    if not equals or present not in names:
         return argument
     renamed = f"{present}={RENAMED_VALUES.get((name, value), value)}"
     print(
@@ -178,13 +178,13 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
 
 
 def _sections(options: type) -> list[tuple[list[str], list[str]]]:
-    """Return the headings of the help and the options below them."""
+    """Return the sections of the help: the lines of each heading, and the names of the options below it."""
     names = list(chz.chz_fields(options))
     if options is not ServerConfig:
         return [([], names)]
     sections = []
     for heading, component in _COMPONENTS.items():
-        # EngineOptions and HttpOptions inherit TenantOptions, which has a section of its own.
+        # EngineOptions and HttpOptions inherit TenantOptions, which has its own section.
         inherited = chz.chz_fields(TenantOptions) if component is not TenantOptions else {}
         component_names = [
             name for name in names if name in chz.chz_fields(component) and name not in inherited
@@ -217,7 +217,8 @@ def print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _none_in_any_case(argument: str) -> str:
+def _with_none(argument: str) -> str:
+    """Return `argument`, with the value None if its value is empty, `none` or `null` in any case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in _NONE else argument
 

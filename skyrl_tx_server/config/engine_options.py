@@ -43,7 +43,7 @@ class EngineOptions(TenantOptions):
     """The options that the executor reads. Sizes are in tokens unless the name has another unit.
 
     The executor requires that `base_model` is a local directory and that `model_alias` is set. `__main__`
-    resolves both.
+    sets both.
     """
 
     base_model: str = chz.field(
@@ -85,21 +85,22 @@ class EngineOptions(TenantOptions):
     )
     yarn: bool = chz.field(
         default=False,
-        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; this "
-        "may lower the quality on short texts",
+        doc="Extend the context with YaRN if max_context_length is beyond the model's own limit, as Qwen "
+        "documents; this may lower the quality on short texts",
     )
     max_num_seqs: int | None = chz.field(
         default=None,
         metadata=positive(1_000_000),
         doc="Slots of the decode batch: the number of sequences that are decoded together; default: 32 on a "
-        "CPU, up to 256 on a GPU, one for each 2,048 tokens of the KV cache",
+        "CPU; on a GPU 256 if cache_tokens is set, otherwise 32 to 256, about one for each 2,048 tokens of "
+        "the KV cache",
     )
     cache_tokens: int | None = chz.field(
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
-        "max_context_length for each of max_num_seqs, or as many as fit. If no KV page is free, the sequence "
-        "that came last is preempted",
+        "max_context_length for each of max_num_seqs, or as many as fit. If no KV page is free, the youngest "
+        "sequence of the tenant with the most pages is preempted",
     )
     gpu_memory_utilization: float = chz.field(
         default=0.92,
@@ -114,7 +115,7 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=between(0.05, 0.95),
         doc="Share of the time that training gets while there are sequences to sample; default: one "
-        "micro-batch and one dispatch of decode steps take turns",
+        "micro-batch of training and one dispatch of decode steps alternate",
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",
@@ -129,8 +130,8 @@ class EngineOptions(TenantOptions):
     max_models: int | None = chz.field(
         default=None,
         metadata=positive(10_000),
-        doc="Training models kept on the device; further ones are kept in host memory; default: 4, or fewer "
-        "on a small GPU",
+        doc="Training models kept on the device; further models are kept in host memory; default: 4, or "
+        "fewer on a small GPU",
     )
     max_loras: int | None = chz.field(
         default=None,

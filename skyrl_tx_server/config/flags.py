@@ -1,6 +1,6 @@
-"""Flags of SkyRL's tx server and of vLLM, `--name value`, as options of this server, `name=value`.
+"""Converts flags of SkyRL's tx server and of vLLM, `--name value`, to options of this server, `name=value`.
 
-A flag that has the name of an option sets this option. A flag without effect prints a notice.
+A flag that has the name of an option sets this option. `name=value` with the name of a flag is converted too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTION_OF_FLAG: Mapping[str, str] = {
 """Flag with underscores -> option."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "gradient_checkpointing": "the server recomputes layers if they do not fit into memory",
+    "gradient_checkpointing": "the server recomputes layers if their activations do not fit into memory",
     "shard_attention_heads": "tensor_parallel always divides the heads",
     "train_micro_batch_size": "sequences are packed into micro-batches of train_tokens_per_batch tokens; set "
     "that option instead",
@@ -35,7 +35,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     "api_key": "set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
     "backend": "this server has one backend; remove the flag",
-    "backend_config": "pass its entries as options of their own, as in tensor_parallel=8",
+    "backend_config": "pass each entry as an option, as in tensor_parallel=8",
     "database_url": "the server stores its index in checkpoints_dir; remove the flag",
     "enforce_eager": "programs are always compiled; remove the flag",
     "external_inference_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
@@ -45,15 +45,15 @@ REFUSED: Mapping[str, str] = {
 
 
 def as_options(
-    argv: Sequence[str], *, known: Sequence[str], switches: Sequence[str]
+    argv: Sequence[str], *, names: Sequence[str], bool_names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Return `argv` with `name=value` in place of flags, and a notice for each flag without effect.
 
-    `known` contains the names of all options, `switches` the names of those of type bool. A flag that is
-    neither known nor in the tables is returned unchanged. Raises ConfigError for a flag that is refused or
-    lacks its value.
+    `names` contains the names of all options, `bool_names` those of the options of type bool. A flag that is
+    neither in `names` nor in the tables is returned unchanged. Raises ConfigError for a flag that is refused
+    or lacks its value.
 
-    >>> as_options(["--tensor-parallel-size", "8", "port=1"], known=["tensor_parallel", "port"], switches=[])
+    >>> as_options(["--tensor-parallel-size", "8", "port=1"], names=["tensor_parallel"], bool_names=[])
     (['tensor_parallel=8', 'port=1'], [])
     """
     options: list[str] = []
@@ -69,14 +69,14 @@ def as_options(
             raise ConfigError(f"{flag}: {REFUSED[name]}")
         option = OPTION_OF_FLAG.get(name, name)
         if not equals and flag.startswith("--") and remaining and _is_value(remaining[0]):
-            value = remaining.pop(0) if name in WITHOUT_EFFECT or option in known else ""
+            value = remaining.pop(0) if name in WITHOUT_EFFECT or option in names else ""
         if name in WITHOUT_EFFECT:
             notices.append(f"{flag} has no effect: {WITHOUT_EFFECT[name]}")
-        elif not name or option not in known:
+        elif not name or option not in names:
             options.append(argument)
         elif value or equals:
             options.append(f"{option}={value}")
-        elif option in switches:
+        elif option in bool_names:
             options.append(f"{option}=true")
         else:
             raise ConfigError(f"{flag} needs a value, as in {option}=VALUE")
@@ -84,5 +84,5 @@ def as_options(
 
 
 def _is_value(argument: str) -> bool:
-    """Return whether an argument is the value of the flag before it, and not an option of its own."""
+    """Return whether an argument is the value of the flag before it, and not a further flag or option."""
     return not argument.startswith("--") and "=" not in argument

@@ -20,7 +20,9 @@ class HttpOptions(TenantOptions):
     port: int = chz.field(
         default=8000, metadata=between(0, 65535), doc="Port to listen on; 0 picks a free one"
     )
-    allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
+    allow_anyone: bool = chz.field(
+        default=False, doc="Allow listening on an address that other machines can reach, without an api_key"
+    )
     api_key: str | None = chz.field(
         default=None,
         repr=False,
@@ -35,7 +37,7 @@ class HttpOptions(TenantOptions):
     allowed_hosts: str | None = chz.field(
         default=None,
         doc="Host names, separated by commas, that a server without an api_key accepts besides its own "
-        "addresses; with a key it accepts any",
+        "addresses; a server with a key accepts all host names",
     )
     allowed_origins: str | None = chz.field(
         default=None,
@@ -52,12 +54,13 @@ class HttpOptions(TenantOptions):
     session_timeout_s: float = chz.field(
         default=300.0,
         metadata=positive(YEAR_S),
-        doc="Free a session that has sent no heartbeat for this long",
+        doc="End a session whose client has sent no heartbeat and no other request for this long",
     )
     max_request_mb: int = chz.field(
         default=64,
         metadata=positive(1024),
-        doc="Largest body of a training request in MiB, after decompression",
+        doc="Largest body of a request in MiB, after decompression; only training requests in protobuf may "
+        "be larger than 32 MiB",
     )
 
     @property

@@ -1,8 +1,8 @@
-"""Transparent huge pages for the arrays of the server.
+"""Enables transparent huge pages for the arrays of the server.
 
 Linux assigns memory to a process in pages, at the first use of each page. 1 GiB needs 262,144 page faults
-with pages of 4 KiB, and 512 with pages of 2 MiB. The GNU C library requests huge pages if a variable is set
-when the process starts. `scripts/bench/huge_pages.py` measures the effect.
+with pages of 4 KiB, and 512 with pages of 2 MiB. The GNU C library requests huge pages if `VARIABLE` contains
+`REQUEST` when the process starts. `scripts/bench/huge_pages.py` measures the effect.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ProcessOptions(BoundedOptions):
     initialization_timeout_s: float = chz.field(
         default=300.0,
         metadata=positive(YEAR_S),
-        doc="How long the processes wait for each other at the start",
+        doc="Maximum time for which the processes wait for each other at the start",
     )
 
     @chz.validate
@@ -71,7 +71,7 @@ class ProcessOptions(BoundedOptions):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of rank 0. A server of one process has none."""
+        """Host and port of rank 0. A server of one process has no such address."""
         assert self.coordinator_address is not None, "one process has no coordinator"
         return _host_and_port(self.coordinator_address)
 

@@ -1,5 +1,5 @@
-"""Former names of options, statistics and metrics. Each is accepted for one release, with a notice that names
-its replacement."""
+"""Former names of options, statistics and metrics. The server accepts or returns each of them for one
+release."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RENAMED_METRICS: Mapping[str, FormerMetric] = {
     "decode_dispatches_total": FormerMetric("decode_blocks_total"),
     "work_seconds_total": FormerMetric("turn_seconds_total", label="turn"),
 }
-"""Metric -> former metric. `GET /metrics` has both."""
+"""Metric -> former metric. `GET /metrics` returns both."""
 
 RENAMED_LABEL_VALUES: Mapping[tuple[str, str], str] = {("cache_pages", "cached"): "remembered"}
-"""Metric and value of its label -> former value. `GET /metrics` has both."""
+"""Metric and value of its label -> former value. `GET /metrics` returns both."""

@@ -1,5 +1,5 @@
-"""All options of the server in one flat chz class. The options of each component are declared in a class of
-their own in this package."""
+"""All options of the server in one flat chz class. Each component declares its options in its own class in
+this package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
 
     dry_run: bool = chz.field(
         default=False,
-        doc="Print the memory plan, fail if it does not fit, and exit; compiles the training program to "
-        "measure it",
+        doc="Print the memory plan and exit, with an error if the model does not fit into memory; compiles "
+        "the training program to measure its memory",
     )
     log_level: Literal["debug", "info", "warning"] = chz.field(
         default="info", doc="debug also logs heartbeats and polls"

@@ -13,9 +13,9 @@ class TenantOptions(BoundedOptions):
 
     api_keys_file: str | None = chz.field(
         default=None,
-        doc="File with one API key for each tenant; a tenant cannot see the objects of another. "
-        "python -m skyrl_tx_server.keys writes the file. If it is set, the holder of api_key is the "
-        "operator, who sees all objects",
+        doc="File with the API keys of the tenants; a tenant cannot see the objects of another tenant. "
+        "python -m skyrl_tx_server.keys writes the file. If this option is set, the holder of api_key is "
+        "the operator, who sees all objects",
     )
     tenant_max_sessions: int = chz.field(
         default=1000, metadata=positive(1_000_000), doc="Sessions that one tenant may have open"
@@ -29,14 +29,14 @@ class TenantOptions(BoundedOptions):
     tenant_max_snapshots: int = chz.field(
         default=64,
         metadata=positive(1_000_000),
-        doc="Unnamed sampler snapshots that one tenant may have; a further one replaces the least recently "
-        "used",
+        doc="Unnamed sampler snapshots that one tenant may have; a further snapshot replaces the least "
+        "recently used one",
     )
     tenant_max_tokens: int = chz.field(
         default=1 << 24,
         metadata=positive(1 << 50),
-        doc="Tokens in the waiting and running requests of one tenant: prompts and longest completions of "
-        "samples, and training data",
+        doc="Tokens in the waiting and running requests of one tenant: prompts, completions of maximum "
+        "length, and training data",
     )
     tenant_max_checkpoints: int = chz.field(
         default=1000, metadata=positive(1_000_000_000), doc="Checkpoints that one tenant may have"

@@ -33,7 +33,7 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""More than the size of the weights and checkpoints of any host. A larger length is a bug."""
+"""More than the size of the weights and checkpoints of any host. Only a bug can cause a larger length."""
 
 
 class WrongKeyError(ServerError):

@@ -1,5 +1,5 @@
-"""One model on several processes ("ranks"), usually one per host: rank 0 decides, and every rank makes the
-same calls.
+"""One model on several processes ("ranks"), usually one per host. Rank 0 schedules the work, and every rank
+makes the same calls.
 
 jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor
 to the other ranks before it makes the call itself. Values that depend on the host (files, free memory, random
@@ -11,10 +11,11 @@ result. Only rank 0 reads and writes checkpoints.
     ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
                                 <-- no error ------
 
-A ServerError occurs on every rank alike and fails one operation. Any other error, or a lost process, stops
-the server, because device states may have diverged. Rank 0 reads plain text from the other ranks, never a
-pickle. The other ranks unpickle messages of rank 0 after they have authenticated them (see `channel`).
-Messages to the user call a rank "process", as the option `process_id` does.
+A ServerError other than SequencesLostError occurs on every rank alike and fails one operation. Any other
+error, or a lost process, stops the server, because device states may have diverged. Rank 0 reads plain text
+from the other ranks, never a pickle. The other ranks unpickle messages of rank 0 after they have
+authenticated them (see `channel`). Messages to the user call a rank "process", as the option `process_id`
+does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """
@@ -48,7 +49,7 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 2.0
-"""How long to wait for the reason of a failure before the connection is closed. jax ends the other processes
+"""The time to wait for the reason of a failure before the connection is closed. jax ends the other processes
 as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
 RESTART_HINT = "start all processes again; saved checkpoints are in checkpoints_dir"
@@ -110,8 +111,8 @@ class _Outcome:
         return self.value
 
     def summary(self) -> str:
-        """Return a text that must be equal on every rank: an empty one, or the type of a ServerError. The
-        text of any other error starts with FATAL."""
+        """Return a text that must be equal on every rank: empty for a result, or the type of a ServerError.
+        The text of a SequencesLostError or of an error of another type starts with FATAL."""
         if self.error is None:
             return ""
         expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)
@@ -140,7 +141,7 @@ class _Operations:
         """Continue an operation. Return None if it has yielded again."""
         try:
             future = next(self.running[number])
-            assert future is None, "with several ranks, all of them wait for rank 0"
+            assert future is None, "with several ranks, no operation waits for another thread"
             return None
         except StopIteration as finished:
             del self.running[number]
@@ -238,8 +239,8 @@ class RankZero:
             self._report_loss(f"process {rank} has disconnected: {RESTART_HINT}")
 
     def _report_loss(self, reason: str) -> None:
-        """Fail all calls, and send `reason` to the other ranks and to `on_lost`. Only the first call has an
-        effect."""
+        """Fail all calls to the ranks, and pass `reason` to the other ranks and to `on_lost`. Only the first
+        report has an effect."""
         with self._loss_lock:
             if self._lost.done() or self._closing:
                 return
@@ -327,7 +328,7 @@ class WorkerRank:
         self._connection = connection
         self._on_lost = on_lost
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._ended = threading.Event()  # no message follows
+        self._ended = threading.Event()  # set if no further message follows
         threading.Thread(target=self._listen, daemon=True).start()
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
@@ -337,8 +338,8 @@ class WorkerRank:
         return outcome.unwrap()
 
     def follow(self, start: Callable[[], Executor]) -> None:
-        """Make the calls of rank 0, from loading the model until rank 0 stops. Raises RankLostError if rank 0
-        is lost."""
+        """Load the model with `start`, and make the calls that rank 0 sends until rank 0 stops. Raises
+        RankLostError if rank 0 is lost."""
         try:
             operations = _Operations(executor=start())
             while (call := self._receive()) is not None:
@@ -355,7 +356,7 @@ class WorkerRank:
             raise
 
     def _listen(self) -> None:
-        """Receive messages in a thread, because jax aborts this process soon after rank 0 has died."""
+        """Receive messages in a thread, because jax aborts this process soon after rank 0 has exited."""
         try:
             while not self._ended.is_set():
                 message = pickle.loads(self._connection.recv_bytes())

@@ -1,8 +1,8 @@
 """Connects the processes of one server: process 0 listens at `coordinator_address`, the others connect to it.
 
 All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
-process 0 announces a free port for `jax.distributed`. Errors are reported with one line before jax starts,
-because jax ends a process with a stack trace if another one does not connect.
+process 0 announces a free port for `jax.distributed`. Errors are reported in one line before jax starts,
+because jax ends a process with a stack trace if another process does not connect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skyrl_tx_server.files.base_model import fingerprint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10
-"""How long process 0 waits for a connection that sends nothing."""
+"""The time for which process 0 waits for the messages of a new connection."""
 RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
 MAY_DIFFER = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
@@ -45,12 +45,12 @@ class Handshake:
     settings: dict[str, str]  # must be equal in all processes
 
 
-def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
+def lead(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
     """On process 0, wait for the other processes and start jax. Raises ConfigError if a process does not
     connect in time or disconnects."""
-    host, port = hosts.address
-    own_handshake, joined = _handshake(hosts, settings), dict[int, Channel]()
-    deadline = time.monotonic() + hosts.initialization_timeout_s
+    host, port = options.address
+    rank0_handshake, joined = _handshake(options, settings), dict[int, Channel]()
+    deadline = time.monotonic() + options.initialization_timeout_s
     try:
         server = socket.create_server((host, port), family=_family(host))
     except OSError as error:
@@ -59,21 +59,21 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             f"coordinator_address={host}:{port}: {reason}; use a free address of the host of process 0"
         ) from None
     with server:
-        while len(joined) < hosts.num_processes - 1:
+        while len(joined) < options.num_processes - 1:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 candidate, _ = server.accept()
             except TimeoutError:
                 missing = ", ".join(
-                    str(process) for process in range(1, hosts.num_processes) if process not in joined
+                    str(process) for process in range(1, options.num_processes) if process not in joined
                 )
                 raise ConfigError(
-                    f"num_processes={hosts.num_processes}: process {missing} did not connect to "
-                    f"{host}:{port} within {hosts.initialization_timeout_s:.0f} s; start every process with "
-                    "the same options and its own process_id"
+                    f"num_processes={options.num_processes}: process {missing} did not connect to "
+                    f"{host}:{port} within {options.initialization_timeout_s:.0f} s; start every process "
+                    "with the same options and its own process_id"
                 ) from None
-            accept_process(candidate, hosts, own_handshake, joined)
-            if len(joined) == hosts.num_processes - 1:
+            accept_process(candidate, options, rank0_handshake, joined)
+            if len(joined) == options.num_processes - 1:
                 remove_disconnected(joined)  # jax would wait minutes for a lost process and then abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
@@ -81,23 +81,25 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(
-                f"process {process} disconnected before all processes had connected: start them again"
+                f"process {process} disconnected before all processes had connected: start all of them again"
             ) from None
     rank0 = RankZero(joined, on_lost)  # detects a lost process while jax starts; jax would wait for minutes
-    _start_jax(hosts, jax_address)
+    _start_jax(options, jax_address)
     return rank0
 
 
-def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """On another process, connect to process 0 and start jax. Raises ConfigError if process 0 does not answer
-    in time or refuses this process."""
-    where, timeout_s = f"coordinator_address={hosts.coordinator_address}", hosts.initialization_timeout_s
+def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
+    """On any other process, connect to process 0 and start jax. Raises ConfigError if process 0 does not
+    answer in time or refuses this process."""
+    where, timeout_s = f"coordinator_address={options.coordinator_address}", options.initialization_timeout_s
     with contextlib.ExitStack() as on_error:
-        connection = on_error.enter_context(_connect(hosts))
+        connection = on_error.enter_context(_connect(options))
         try:
-            channel = connect(connection, hosts.cluster_key, process=hosts.process_id, timeout_s=timeout_s)
-            channel.send_bytes(json.dumps(asdict(_handshake(hosts, settings))).encode())
-            # process 0 times out earlier and sends the reason
+            channel = connect(
+                connection, options.cluster_key, process=options.process_id, timeout_s=timeout_s
+            )
+            channel.send_bytes(json.dumps(asdict(_handshake(options, settings))).encode())
+            # longer than process 0 waits for the other processes; at its timeout, process 0 disconnects
             reply = channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s + HANDSHAKE_S)
             answer = json.loads(reply)
         except WrongKeyError as error:
@@ -114,24 +116,24 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(answer["refused"])
         on_error.pop_all()
     rank = WorkerRank(channel, on_lost)
-    _start_jax(hosts, answer["jax"])
+    _start_jax(options, answer["jax"])
     return rank
 
 
 def accept_process(
-    candidate: socket.socket, hosts: ProcessOptions, own_handshake: Handshake, joined: dict[int, Channel]
+    candidate: socket.socket, options: ProcessOptions, rank0_handshake: Handshake, joined: dict[int, Channel]
 ) -> None:
-    """Add a process that has connected to `joined`, or send it the reason for its refusal."""
+    """Authenticate a process. Add it to `joined`, or send the process the reason for its refusal."""
     _enable_keepalive(candidate)
     try:
-        process, channel = accept(candidate, hosts.cluster_key, timeout_s=HANDSHAKE_S)
+        process, channel = accept(candidate, options.cluster_key, timeout_s=HANDSHAKE_S)
         handshake = Handshake(
             **json.loads(channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=HANDSHAKE_S))
         )
         if handshake.process_id != process or not process:
             raise ValueError(f"the handshake of process {process} has process_id={handshake.process_id}")
         remove_disconnected(joined)  # a restarted process uses its number again
-        refusal = refusal_of(own_handshake, handshake, joined)
+        refusal = refusal_of(rank0_handshake, handshake, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
             channel.send_bytes(json.dumps({"refused": refusal}).encode())
@@ -140,7 +142,7 @@ def accept_process(
     except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
         logger.warning(
             "%s: a connection was refused: %s. All processes of a server need the same %s",
-            hosts.coordinator_address,
+            options.coordinator_address,
             error,
             CLUSTER_KEY,
         )
@@ -151,51 +153,51 @@ def accept_process(
 
 
 def remove_disconnected(joined: dict[int, Channel]) -> None:
-    """Remove processes that have disconnected. A process sends nothing before jax starts, so a connection
-    with something to read has ended."""
+    """Remove processes that have disconnected. A process sends nothing between its handshake and the start of
+    jax, so a connection that can be read has ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
         logger.warning("process %d has disconnected", process)
         joined.pop(process).close()
 
 
-def refusal_of(own_handshake: Handshake, handshake: Handshake, joined: dict[int, Channel]) -> str | None:
+def refusal_of(rank0_handshake: Handshake, handshake: Handshake, joined: dict[int, Channel]) -> str | None:
     """Return the reason for refusing a process, or None if it is accepted."""
     process = f"process {handshake.process_id}"
-    if handshake.num_processes != own_handshake.num_processes:
+    if handshake.num_processes != rank0_handshake.num_processes:
         return (
             f"{process} was started with num_processes={handshake.num_processes}, process 0 with "
-            f"num_processes={own_handshake.num_processes}: use equal options"
+            f"num_processes={rank0_handshake.num_processes}: use equal options"
         )
     if handshake.process_id in joined:
         return f"process_id={handshake.process_id} is taken: start each process with its own process_id"
-    for name, own_value in own_handshake.settings.items():
-        if (value := handshake.settings.get(name)) != own_value:
-            return f"{process} has {name}={value}, process 0 {name}={own_value}: use equal options"
+    for name, rank0_value in rank0_handshake.settings.items():
+        if (value := handshake.settings.get(name)) != rank0_value:
+            return f"{process} has {name}={value}, process 0 {name}={rank0_value}: use equal options"
     return None
 
 
-def _handshake(hosts: ProcessOptions, settings: EngineOptions) -> Handshake:
+def _handshake(options: ProcessOptions, settings: EngineOptions) -> Handshake:
     names = [name for name in chz.chz_fields(EngineOptions) if name not in MAY_DIFFER]
     shared = {name: str(getattr(settings, name)) for name in names}
     shared |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
-    return Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=shared)
+    return Handshake(process_id=options.process_id, num_processes=options.num_processes, settings=shared)
 
 
-def _connect(hosts: ProcessOptions) -> socket.socket:
+def _connect(options: ProcessOptions) -> socket.socket:
     """Return a connection to process 0, which may not have started yet."""
-    deadline = time.monotonic() + hosts.initialization_timeout_s
+    deadline = time.monotonic() + options.initialization_timeout_s
     while True:
         try:
             timeout_s = max(RETRY_S, deadline - time.monotonic())
-            connection = socket.create_connection(hosts.address, timeout=timeout_s)
+            connection = socket.create_connection(options.address, timeout=timeout_s)
             connection.settimeout(None)
             _enable_keepalive(connection)
             return connection
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within "
-                    f"{hosts.initialization_timeout_s:.0f} s: {error}"
+                    f"coordinator_address={options.coordinator_address}: process 0 did not answer within "
+                    f"{options.initialization_timeout_s:.0f} s: {error}"
                 ) from None
         time.sleep(RETRY_S)
 
@@ -209,12 +211,12 @@ def _enable_keepalive(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-def _start_jax(hosts: ProcessOptions, address: str) -> None:
+def _start_jax(options: ProcessOptions, address: str) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # the server handles SIGTERM itself
     jax.distributed.initialize(
         address,
-        num_processes=hosts.num_processes,
-        process_id=hosts.process_id,
+        num_processes=options.num_processes,
+        process_id=options.process_id,
         coordinator_bind_address=address,
         cluster_detection_method="deactivate",
         shutdown_timeout_seconds=5,

@@ -74,8 +74,8 @@ class Watcher(Protocol):
         ...
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Receive the tokens and logprobs of sample `index` since the previous call. The last tokens of a
-        sample come with the result only."""
+        """Receive the tokens and logprobs of sample `index` since the previous call. The tokens of the last
+        dispatch of a sample are not reported; the result contains them."""
         ...
 
     def is_waiting(self) -> bool:
@@ -288,7 +288,7 @@ class Engine:
         try:
             results = self._sampler.prefill(requests)
         except CapacityError as error:
-            if self._sampler.num_running:  # a sequence that finishes frees KV pages
+            if self._sampler.num_running:  # a sequence that finishes frees KV pages or a LoRA slot
                 with self._work:
                     self._scheduler.defer(requests)
             else:
@@ -298,7 +298,7 @@ class Engine:
             self._fail_all_samples(error, *(request.request_id for request in requests))
         except Exception as error:
             self._requeue(requests[1:])
-            if len(requests) > 1:  # run the first one alone, so that only the request at fault fails
+            if len(requests) > 1:  # run the first request alone, so that only a request at fault fails
                 self._prefill(requests[:1])
             else:
                 self._fail_sample(requests[0].request_id, error)
@@ -308,7 +308,7 @@ class Engine:
                 self._prefilled(request, result)
 
     def _is_pending(self, request_id: int) -> bool:
-        """Whether the request has started or can still start, because its future is not cancelled."""
+        """Whether the request has started or can still start. Removes the future of a cancelled request."""
         with self._work:
             future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
@@ -420,8 +420,8 @@ class Engine:
             self._fail_sample(request_id, error)
 
     def _begin(self, request_id: int) -> bool:
-        """Mark the future as running. Return False if the caller has cancelled it, or if the engine is
-        abandoned."""
+        """Mark the future of a request as running. Return False if the caller has cancelled the future, or if
+        the engine is abandoned."""
         with self._work:
             future = self._futures.get(request_id)
             if future is not None and future.set_running_or_notify_cancel():

@@ -14,8 +14,8 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 type Job[Result] = Generator[Future[Any] | None, None, Result]
-"""The execution of an operation. The engine continues it when the future that it yields is done. Without a
-future, it continues at its next turn."""
+"""The execution of an operation. If the generator yields a future, the engine resumes the generator when the
+future is done. If it yields None, the engine resumes it at the next turn of the operation."""
 
 ON_ALL_RANKS: set[str] = set()
 """Names of the sampler's methods that every rank must call."""
@@ -102,7 +102,7 @@ class Sampler(Protocol):
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The duration of a dispatch of decode steps for all slots, divided by that of a full prefill
+        """The duration of a dispatch of decode steps for all slots, divided by the duration of a full prefill
         batch."""
         ...
 
@@ -158,8 +158,8 @@ class Executor(Protocol):
     def sampler(self) -> Sampler: ...
 
     def run(self, op: Op) -> Job[OpResult]:
-        """Execute an operation other than `Sample`. Yields after each micro-batch, or a future when the
-        operation waits for another thread, and returns the result."""
+        """Execute an operation other than `Sample`. Yields None between micro-batches, and a future when the
+        operation waits for another thread. Returns the result."""
         ...
 
     def stats(self) -> dict[str, object]: ...

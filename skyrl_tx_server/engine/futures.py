@@ -2,7 +2,7 @@
 
 The store recognises a repeated request by its key and returns the id of the first request, so no operation
 runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
-and within limits of number and bytes. After that its id is unknown.
+unless the store exceeds its limits of number and bytes. The id of a removed future is unknown.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ FAILURE_SIZE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """Identifies a request, so that a repetition is recognised: the model, sampler or session, and the
-    client's number of the request within it."""
+    """Identifies a request, so that a repeated request is recognised."""
 
-    scope: str  # begins with the session id
-    seq_id: int
+    scope: str  # a sampler, a model or the models of a session; begins with the session id
+    seq_id: int  # the client's number of the request within the scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Limits on the time for which results are kept, on their number and on their size."""
+    """The limits on the time, the number and the size of results that are kept, and the time of a poll."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
@@ -65,7 +64,7 @@ class _Entry:
     withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # set when the operation or the server ends
     outcome: Outcome | None = None
     size: int = 0
     delivered_at: float | None = None
@@ -284,7 +283,7 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        # A repeated sample may be sampled again, but training must never run twice.
+        # Forget the keys of samples only: a sample may run again, but training must never run twice.
         if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):

@@ -1,4 +1,4 @@
-"""The table of losses: the inputs that each reads from a datum, and its options.
+"""The table of losses. It contains the options of each loss and the inputs that the loss reads from a datum.
 
 The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` contains
 the formula of each loss.
@@ -33,9 +33,9 @@ class LossFn(StrEnum):
 class LossSettings:
     """The `loss_fn_config` of a request: every option of every loss, with its default."""
 
-    clip_low_threshold: float = 0.8  # an absolute bound on the ratio
-    clip_high_threshold: float = 1.2  # an absolute bound on the ratio
-    beta: float = 0.05
+    clip_low_threshold: float = 0.8  # the minimum of the probability ratio, not its distance from 1
+    clip_high_threshold: float = 1.2  # the maximum of the probability ratio
+    beta: float = 0.05  # the weight of the quadratic term of dro
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

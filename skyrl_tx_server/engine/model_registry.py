@@ -85,8 +85,8 @@ class Registry:
         return self._tenant is None or owner_of(identifier) == self._tenant
 
     def _find(self, session_id: str) -> Session | None:
-        """Return a session by its id. All other methods look up sessions with this method, so that a view
-        contains only the sessions of its tenant."""
+        """Return a session by its id. Every lookup by id uses this method, so that a view contains only the
+        sessions of its tenant."""
         return self._sessions.get(session_id) if self._owns(session_id) else None
 
     # --- sessions
@@ -150,6 +150,7 @@ class Registry:
             session.last_seen = self.clock()
 
     def expired(self) -> list[str]:
+        """Return the ids of the sessions of all tenants that have timed out."""
         deadline = self.clock() - self._timeout_s
         return [session.session_id for session in self._sessions.values() if session.last_seen < deadline]
 

@@ -1,4 +1,4 @@
-"""Queues for all operations except samples: one queue per model, served round robin between tenants."""
+"""The queues of all operations except samples. Each model has a queue. Tenants take turns (round robin)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _ModelQueue:
 
 
 class OperationQueue:
-    """Runs the operations of a model in submission order, round robin between tenants and between the models
-    of a tenant."""
+    """Chooses the next operation. The operations of a model run in submission order. Tenants take turns, and
+    the models of a tenant take turns (round robin)."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
@@ -47,9 +47,8 @@ class OperationQueue:
         return next((step for step in steps if may_run(step)), None)
 
     def rotate(self, op: Op) -> None:
-        """Move the tenant of `op` to the end of the tenants, and its model to the end of the tenant's
-        models.
-        """
+        """Move the tenant of `op` to the end of the tenants, and the model of `op` to the end of the tenant's
+        models."""
         name = _queue_name(op)
         tenant = self._queues[name].tenant
         names = self._order.pop(tenant)
@@ -58,7 +57,7 @@ class OperationQueue:
         self._order[tenant] = names
 
     def finish(self, step: Step) -> None:
-        """Remove the operation of `step`, which has ended, so that the next one of its model can run."""
+        """Remove the operation of `step`, which has ended. The next operation of its model can then run."""
         name = _queue_name(step.op)
         queue = self._queues[name]
         assert queue.steps[0].request_id == step.request_id

@@ -19,8 +19,8 @@ DEFAULT_TENANT = "default"
 """The tenant of every operation on a server without tenants."""
 
 LORA_ALPHA = 32.0
-"""The default alpha of an adapter. The delta is scaled by alpha / rank (Thinking Machines, "LoRA Without
-Regret")."""
+"""The default alpha of an adapter. The product B @ A is scaled by alpha / rank (Thinking Machines, "LoRA
+Without Regret")."""
 
 NO_LOGPROB = -99999.0
 """The log-probability of the placeholder, token id 0, at a position that has no top-k tokens."""
@@ -81,8 +81,8 @@ class SamplingSettings:
     """The sampling parameters of a request."""
 
     max_tokens: int | None = None  # None: up to the model's context
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = -1  # -1 is off
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = -1  # -1: off
     top_p: float = 1.0
     seed: int | None = None  # None: random; sample i of a request uses fold_in(seed, i)
     stop_strings: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class UnloadModel(Operation["Done"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropSnapshot(Operation["Done"]):
-    """Free a sampler snapshot in memory when no running sample uses it. Result: `Done`."""
+    """Free a sampler snapshot in memory as soon as no running sample uses it. Result: `Done`."""
 
     weights: str
 
@@ -224,8 +224,8 @@ class Sample(Operation["SampleResult"]):
     settings: SamplingSettings
     num_samples: int = 1
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0  # most likely tokens to return at every prompt position; 0: off
-    topk_sample_logprobs: int = 0  # the same at every sampled position
+    topk_prompt_logprobs: int = 0  # number of most likely tokens to return at each prompt position
+    topk_sample_logprobs: int = 0  # number of most likely tokens to return at each sampled position
     target_prompt_tokens: CsrMatrix | None = None
     """[P - 1, K] int32. The tokens of row i are scored at position i + 1. -1 means no token."""
     prompt_logprobs_last_n: int | None = None  # return prompt logprobs of the last n prompt tokens only
@@ -251,7 +251,7 @@ Op = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    pass
+    """The result of an operation that returns no data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +273,7 @@ class OptimStepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsSaved:
-    path: str | None  # None for an ephemeral snapshot
+    path: str | None  # None for a snapshot in memory
     size_bytes: int
 
 

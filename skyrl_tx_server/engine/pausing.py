@@ -1,4 +1,4 @@
-"""Chooses the running sequences to pause when no slot is free (rules in `scheduler`)."""
+"""Chooses the running sequences to pause when no slot, KV page or LoRA slot is free. See `scheduler`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. `for_memory` means that no KV page is free; at most one sequence is then
-    returned."""
+    """Return the sequences to pause. `for_memory` means that no KV page or no LoRA slot is free. At most one
+    sequence is then returned."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -41,6 +41,7 @@ def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list
 def _next_pause(
     queue: SampleQueue, plan: SlotPlan, num_slots: int, *, for_memory: bool
 ) -> PlannedPause | None:
+    """Return the next pause after those of `plan`, or None if no sequence should be paused."""
     candidates = [
         (plan.account(tenant), queue.next_of(tenant, plan, num_slots))
         for tenant in queue.tenants.values()
@@ -85,9 +86,8 @@ def _next_pause(
 def _sequence_of_largest_account(
     queue: SampleQueue, plan: SlotPlan
 ) -> tuple[float, tuple[Request, int] | None]:
-    """Return the largest account of a tenant with sequences that may be paused, and one of those
-    sequences.
-    """
+    """Return the largest account of the tenants with sequences that may be paused, and the sequence to pause
+    of that tenant."""
     running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
         sequence = _sequence_to_pause(queue, tenant.running.values(), plan)
@@ -99,6 +99,7 @@ def _sequence_of_largest_account(
 def _sequence_of_same_tenant(
     queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
 ) -> tuple[Request, int] | None:
+    """Return a sequence of another request of the same tenant that may be paused for `waiter`."""
     requests = [request for request in waiter.tenant.running.values() if request is not waiter]
     if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
         return _sequence_to_pause(queue, [request for request in requests if not request.is_small], plan)
@@ -110,8 +111,8 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Return the last sequence that may be paused of the request with the most sequences. If several requests
-    have the most sequences, use the latest request."""
+    """Return the last sequence that may be paused of the request with the most sequences. Of several such
+    requests, use the latest."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

@@ -23,8 +23,8 @@ request share the KV pages of the prompt, so they should run together."""
 
 
 class SampleQueue:
-    """All sampling requests. `is_being_saved(weights, request_id)` returns whether the snapshot of a request
-    is not saved yet."""
+    """All sampling requests. `is_being_saved(weights, request_id)` returns whether an earlier operation still
+    saves the snapshot `weights` of the request."""
 
     def __init__(
         self, *, max_partial_prefill_tokens: int, is_being_saved: Callable[[str, int], bool]
@@ -201,7 +201,7 @@ class SampleQueue:
                 if len(chosen) == PROMPTS_PER_PREFILL:
                     break
                 chosen[request.request_id] = request
-                if not self._has_cache_share(request):
+                if self._adds_partial_prefill(request):
                     plan.partial_prefill_tokens += len(request.op.prompt)
             if plan.num_waiting(request) > 0:
                 plan.give_slot(request)
@@ -273,18 +273,17 @@ class SampleQueue:
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
-        """Whether the cache has room for the prompt in addition to the partially computed prompts."""
+        """Whether the prefix cache has room for the prompt in addition to the partially computed prompts."""
         tokens = sum(self._partial_prefills.values()) + plan.partial_prefill_tokens
         return (
-            self._has_cache_share(request)
+            not self._adds_partial_prefill(request)
             or not tokens
             or tokens + len(request.op.prompt) <= self._partial_prefill_limit
         )
 
-    def _has_cache_share(self, request: Request) -> bool:
-        """Whether the prompt adds no tokens to the partial prefills, because it is short or its prefill has
-        started."""
-        return not request.is_long or request.has_started or request.request_id in self._partial_prefills
+    def _adds_partial_prefill(self, request: Request) -> bool:
+        """Whether the prompt may need several chunks and its first chunk is not computed yet."""
+        return request.may_need_chunks and request.request_id not in self._partial_prefills
 
     # --- queues ---
 

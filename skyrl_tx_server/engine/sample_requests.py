@@ -10,11 +10,11 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""Units that each sequence with a slot adds to the account of its tenant; scheduler.py defines the units.
+"""Units that each sequence with a slot adds to the account of its tenant; `scheduler` defines the units.
 A sequence is paused so that another tenant gets its slot if the accounts of the two tenants differ by at
 least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
-"""A prompt of at most this many tokens is computed in one prefill chunk on every device."""
+"""A prompt of at most this many tokens is computed in one prefill chunk on every kind of device."""
 SMALL_TOKENS = 64
 """A request is small if the max_tokens of all its samples add up to at most this number."""
 
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def may_need_chunks(self) -> bool:
-        """Whether its next prefill may compute a chunk of the prompt only."""
+        """Whether its next prefill may compute only a chunk of the prompt."""
         return self.is_long and not self.has_started
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:

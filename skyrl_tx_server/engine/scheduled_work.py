@@ -32,8 +32,8 @@ class PrefillRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill:
-    """Prefill the first of these requests, and as many of the following as fit into the same batch. Requeue
-    the others."""
+    """Prefill the first of these requests, and as many of the next requests as fit into the same batch.
+    Requeue the others."""
 
     requests: tuple[PrefillRequest, ...]
 

@@ -1,18 +1,18 @@
 """Decides which work the engine does next. The module uses no threads and no devices.
 
 Each rule has a test:
-- Operations of one model run in submission order, one at a time. Tenants take turns, and within a tenant its
-  models, one step (one micro-batch) each.
-- When training and sampling both have work they alternate: one decode dispatch between two training steps,
+- Operations of one model run in submission order, one at a time. Tenants take turns, and the models of a
+  tenant take turns. A turn is one step (one micro-batch).
+- When training and sampling both have work, they alternate: one decode dispatch between two training steps,
   one training step between two decode dispatches. A forward pass that is submitted during a long generation
   therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
 - With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
   most this share of the time in which both had work.
 - Running sequences get a decode dispatch after at most PREFILLS_PER_DISPATCH prefill batches that add no
-  running sequence, because all their sequences end with the first token.
-- A long prompt is prefilled in chunks. Running sequences get a decode dispatch between two chunks if the
-  slots that stay idle in it, because their prompts are not computed yet, cost at most MAX_IDLE_SHARE of the
-  time of the prefill batches since the last dispatch (`_prefill_budget`).
+  running sequence. A batch adds none if all its sequences end with the first token.
+- A long prompt is prefilled in chunks. In a decode dispatch between two chunks, the free slots of the waiting
+  sequences are idle. The dispatch starts as soon as the cost of its idle slots is at most MAX_IDLE_SHARE of
+  the time of the batches with an unfinished prompt since the last dispatch (`_prefill_budget`).
 - In a prefill batch, the first request is followed by whole prompts, and these by chunks of other prompts.
 - A decode dispatch starts before the host reads the result of the previous one, unless other work is next.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
@@ -25,16 +25,16 @@ Slots and prefill work are shared fairly, first between tenants and then between
   account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A tenant that was idle
   starts at most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle
   time.
-- When no slot is free, a sequence of the tenant with the largest account is paused for the tenant with the
-  smallest, if the accounts differ by at least 2 * SLOT_UNITS. For a small request (at most SMALL_TOKENS
-  tokens in all) it is enough that its tenant was charged no more than the average of the other waiting
-  tenants, so small requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
-  dispatches before it is paused, and it is the first of its request to get a slot again.
-- Within a tenant, requests get slots in submission order, SEQUENCES_PER_ROUND sequences each before any of
-  them gets more. A request with more sequences than that is paused, sequence by sequence, for one that has at
-  least two sequences fewer.
-- Small requests precede the other requests of their tenant and pause their sequences, as long as the small
-  requests of the tenant have less than a quarter of the slots.
+- When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
+  the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. A small request (at most
+  SMALL_TOKENS tokens in all) also gets a slot if the account of its tenant is at most the mean charge of the
+  other waiting tenants, so small requests wait for a few dispatches only. A sequence decodes for at least
+  MIN_DISPATCHES dispatches before it is paused. A paused sequence is the first of its request to get a slot.
+- Within a tenant, requests get slots in submission order. Each gets SEQUENCES_PER_ROUND slots before any of
+  them gets more. Sequences of a request with more slots than that are paused for a request of the same tenant
+  that has at least two slots fewer.
+- Small requests precede the other requests of their tenant, and sequences of the others are paused for them,
+  as long as the small requests of the tenant have less than a quarter of the slots.
 - Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
   that they do not evict each other from the prefix cache.
 """
@@ -64,8 +64,8 @@ MAX_COUNTED_S = 30.0
 """The maximum time of one `ScheduledWork` that counts for `train_share`, because the first step also compiles
 its program."""
 MAX_IDLE_SHARE = 0.125
-"""The maximum time of free slots in decode dispatches, as a share of the time of the prefill batches that
-would fill them."""
+"""The maximum cost of the idle slots of a decode dispatch, as a share of the time of the prefill batches with
+an unfinished prompt since the last dispatch."""
 
 
 class Scheduler:
@@ -78,8 +78,8 @@ class Scheduler:
         prefills_per_dispatch: float = 0.0,
         train_share: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch`: the duration of a decode dispatch, divided by that of a full prefill
-        batch. `train_share`: None if training steps and decode dispatches alternate."""
+        """`prefills_per_dispatch`: the duration of a decode dispatch, divided by the duration of a full
+        prefill batch. `train_share`: None if training steps and decode dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
@@ -90,12 +90,12 @@ class Scheduler:
         self._train_share = train_share
         self._training_ahead_s = 0.0  # the time of training above its share
         self._dispatch_s = 0.0  # the time of the last decode dispatch
-        self._is_shared = False  # training and sampling have work
+        self._is_shared = False  # both training and sampling have work
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch
         self._prefills_without_growth = 0  # since the last decode dispatch or new running sequence
-        self._num_running = 0  # before the current work
-        self._deferred: int | None = None  # the request for which the executor has no KV pages
+        self._num_running = 0  # at the previous call of `next`
+        self._deferred: int | None = None  # the request for which there is no KV page or LoRA slot
         self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
         self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
@@ -172,8 +172,7 @@ class Scheduler:
             self._training_ahead_s = max(0.0, self._training_ahead_s - share * counted_s)
 
     def suspend(self, request_id: int) -> None:
-        """Note that the operation waits for another thread. It has no turns until `resume`. Operations of
-        other models do."""
+        """Note that the operation waits for another thread. Its model gets no turn until `resume`."""
         self._suspended.add(request_id)
 
     def resume(self, request_id: int) -> None:
@@ -191,8 +190,8 @@ class Scheduler:
             self._samples.requeue(prefill)
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these requests again. The executor has no KV pages for the first one until a sequence
-        finishes or is paused."""
+        """Queue these requests again. The executor has no KV pages or LoRA slot for the first request until a
+        sequence finishes or is paused."""
         self.requeue(prefills)
         self._deferred = prefills[0].request_id
 

@@ -1,4 +1,4 @@
-"""Find the token that completes a stop string. Only the tokens that can be part of it are decoded."""
+"""Finds the token that completes a stop string. Decodes only the tokens that can be part of the string."""
 
 from __future__ import annotations
 

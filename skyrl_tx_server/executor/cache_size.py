@@ -39,12 +39,12 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
     """Return the requested size, reduced to what fits into the budget. Raises ConfigError if one sequence of
-    maximum length does not fit."""
+    maximum length does not fit, or if `cache_tokens` is too small."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
     if settings.cache_tokens is None and not copied:
-        # a sequence takes only the pages that it fills, so fewer pages cost less than fewer slots
+        # Reduce the pages before the slots, because a sequence takes only the pages that it fills.
         pages = min(requested.pages, budget_pages)
         slots = min(requested.slots, pages - 1 - context_pages)
         if settings.max_num_seqs is None:

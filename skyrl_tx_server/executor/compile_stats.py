@@ -15,7 +15,7 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # includes read
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 _MIN_LOGGED_S = 0.1
-"""The minimum time to lower a program whose compilation is logged. Small programs are compiled quickly."""
+"""A compilation is logged if lowering the program took at least this long. Small programs compile quickly."""
 
 _programs: Counter[str] = Counter()
 _seconds: defaultdict[str, float] = defaultdict(float)
@@ -25,7 +25,7 @@ _being_compiled: set[str] = set()
 
 @cache
 def watch() -> None:
-    """Start to count. jax cannot remove listeners, so the counts include all programs of the process."""
+    """Start to count all programs of the process. jax cannot remove the listeners."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 

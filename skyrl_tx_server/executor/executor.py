@@ -1,8 +1,8 @@
 """The executor owns the devices: base weights, training models, sampler snapshots and the batch runner.
 
-An operation that fails leaves a model exactly as it was. `forward_backward` adds to the model's gradient in
-new buffers, which replace the old ones when the whole operation has succeeded, and the optimizer step does
-not donate its inputs.
+An operation that fails leaves a model exactly as it was, except that an optimizer step with a result that is
+not finite clears the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old
+buffers when the whole operation has succeeded. The optimizer step does not donate its inputs.
 
 This file is long because it has one method for each operation and the set-up of the device state.
 """
@@ -104,7 +104,7 @@ class DeviceExecutor:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
-        jax.local_devices()  # all ranks initialize JAX together, so none may wait for a broadcast before this
+        jax.local_devices()  # all ranks initialize JAX together, so no rank may wait for a broadcast earlier
         available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         model = fitting_model(settings, available)
         dtype = model.dtype
@@ -244,7 +244,7 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # again, because a yield may move it to host memory
+            model = self._models.get(op.model_id)  # again, because a yield may move the model
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,
@@ -306,7 +306,7 @@ class DeviceExecutor:
                 f"{op.path} has no optimizer state; load a training checkpoint made by save_state"
             )
         info, arrays = self._read(op.path)
-        # SDKs up to 0.36 create the model without a seed
+        # The seeds may differ, because SDKs up to 0.36 create the model without the seed.
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             differences = ", ".join(
                 f"{field.name} {getattr(info.lora, field.name)} and {getattr(model.lora, field.name)}"
@@ -348,7 +348,7 @@ class DeviceExecutor:
         saved = WeightsSaved(path=None, size_bytes=0)
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
-        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # the wait may have moved it
+        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move it
         return saved
 
     def _save_external(self, op: SaveExternal) -> Job[WeightsSaved]:

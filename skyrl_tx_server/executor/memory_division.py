@@ -54,7 +54,7 @@ class MemoryDivision:
 
     training_bytes: int | None  # temporary buffers of the largest training program; None: no compilation
     activations_length: int  # the maximum length of streams whose activations are kept for the backward pass
-    cache_bytes: float  # for the KV cache
+    cache_bytes: float  # memory of the KV cache
 
     def remat(self, length: int) -> Remat:
         """Return ACTIVATIONS if the matrix products of streams of this length fit into memory. Otherwise

@@ -1,8 +1,8 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
 The training programs are compiled, and XLA reports their memory for the model family, mesh and remat policy
-of the server. The server later reads the programs from the persistent compilation cache. On a GPU the server
-divides the memory by the same function (`memory_division`).
+of the server. The server later reads the programs from the persistent compilation cache. On a GPU, the server
+divides the memory with the same function (`memory_division`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryItem:
 
     name: str
     num_bytes: int
-    option: str  # the option that reduces it; empty: no option does
+    option: str  # the option that reduces the part; empty: no option does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

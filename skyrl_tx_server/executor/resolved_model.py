@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits that follow the memory of the device unless an option sets them."""
+    """Limits that depend on the memory of the device unless an option sets them."""
 
     max_models: int
     max_loras: int
-    max_context_length: int  # for models with a longer context
+    max_context_length: int  # applies to models with a longer context
 
 
 DEFAULT_LIMITS = (
@@ -38,11 +38,13 @@ DEFAULT_LIMITS = (
     Limits(max_models=1, max_loras=2, max_context_length=8_192),
     Limits(max_models=1, max_loras=2, max_context_length=4_096),
 )
-"""The default limits, largest first. A CPU uses the first, a GPU the first that fit into its memory."""
+"""Default limits, largest first. A CPU uses the first entry, a GPU the first that fits into its memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedModel:
+    """The options of a server, with the values that depend on the model and the device."""
+
     settings: EngineOptions
     config: ModelConfig  # includes the mesh
     dtype: np.dtype  # the type of base weights and activations
@@ -63,7 +65,7 @@ def resolve_model(settings: EngineOptions) -> ResolvedModel:
 def with_limits(
     settings: EngineOptions, config: ModelConfig, dtype: np.dtype, limits: Limits
 ) -> ResolvedModel:
-    """Return a model with `limits`, except those that options set."""
+    """Return a model with `limits`. Limits that options set take precedence."""
     length = _max_context_length(settings, config, limits)
     shapes = train_shapes(
         max_context_length=length,

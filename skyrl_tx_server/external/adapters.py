@@ -1,6 +1,6 @@
 """The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format. The external server
-loads it at once and unloads it when the snapshot is dropped. The next sample reloads an adapter that was
-evicted or lost."""
+loads the adapter at once and unloads it when the snapshot is dropped. If an adapter was evicted or lost, the
+next sample loads it again."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ExternalAdapter:
 
     weights: str
     directory: Path
-    saved: Future[WeightsSaved] | None  # writes the directory; None: it is written from a checkpoint
-    loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
-    users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use it
+    saved: Future[WeightsSaved] | None  # done when the directory is written; None: written by `_load`
+    loaded: asyncio.Task[str] | None = None  # returns the name on the server; None: not loaded
+    users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use the snapshot
     agreed: AgreedTokens = field(default_factory=Counter)
 
 
@@ -78,7 +78,7 @@ class ExternalAdapters:
         self.load(self._adapters[weights])
 
     def use(self, weights: str) -> ExternalAdapter:
-        """Return a snapshot and mark it as the most recently used. Raise NotFoundError if there is none."""
+        """Return a snapshot and mark it as most recently used. Raise NotFoundError if it does not exist."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
@@ -90,11 +90,11 @@ class ExternalAdapters:
         return adapter
 
     def drop(self, weights: str) -> asyncio.Task[None]:
-        """Remove a snapshot. The task ends when no sample uses it."""
+        """Remove a snapshot. The returned task ends when no sample uses the snapshot."""
         return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """Return the task that loads an adapter. A failed load is started again."""
+        """Return the task that loads an adapter. If an earlier load failed, start a new task."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):

@@ -1,5 +1,5 @@
-"""Runs asyncio tasks that nobody awaits. Keeps a reference to each task until it ends, logs its error if it
-fails, and cancels all tasks at shutdown."""
+"""Runs asyncio tasks that no caller needs to await. Keeps a reference to each task until it ends, logs its
+error if it fails, and cancels all tasks at shutdown."""
 
 from __future__ import annotations
 

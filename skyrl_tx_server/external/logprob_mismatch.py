@@ -16,7 +16,7 @@ WINDOW = 64
 MIN_SAMPLES = 8
 """Minimum number of compared samples for a warning."""
 OTHER_MODEL_FACTOR = 10
-"""A sample whose mean difference exceeds the limit by this factor was sampled by another model."""
+"""A sample counts as sampled by another model if its mean difference exceeds the limit by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +52,8 @@ def logprob_diff(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
 
 
 class LogprobMismatch:
+    """Averages the differences of recent samples. Logs a warning if the average is above `limit`."""
+
     def __init__(self, *, limit: float) -> None:
         self._limit = limit
         self._recent: deque[LogprobDiff] = deque(maxlen=WINDOW)

@@ -44,7 +44,7 @@ from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_s
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 MIN_AGREED_TOKENS = 16
-"""Compared tokens of a snapshot that must agree before further samples are returned without a comparison."""
+"""The number of tokens of a snapshot that must agree before samples are returned without a comparison."""
 
 
 class ExternalSampling:
@@ -129,8 +129,8 @@ class ExternalSampling:
         await self._tasks.cancel()
 
     def _can_serve(self, op: Sample) -> bool:
-        """Whether the external server can serve the request exactly. It returns no logprobs of prompt tokens
-        and of tokens that were not sampled."""
+        """Whether the external server can serve the request exactly. External servers return no logprobs of
+        prompt tokens and of tokens that were not sampled."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs
@@ -214,11 +214,11 @@ class ExternalSampling:
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Compare the first sample of a snapshot before it is returned, and a fraction of the others in the
-        background.
+        """Compare a sample of the request before returning it, until MIN_AGREED_TOKENS tokens of the snapshot
+        agree. Compare a fraction of all samples in the background.
 
         A sampler with wrong settings may return wrong logprobs only at temperatures that change the
-        distribution. The first samples with and without such a temperature are therefore compared separately.
+        distribution. Samples with and without such a temperature are therefore counted separately.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < MIN_AGREED_TOKENS:

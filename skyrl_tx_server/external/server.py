@@ -20,7 +20,7 @@ from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, Sampli
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_IDLE_S = 2.0  # shorter than the servers' keep-alive, so that no request uses a closing connection
+KEEP_IDLE_S = 2.0  # shorter than the server's keep-alive, so that no request uses a closing connection
 
 
 class ExternalServer:
@@ -46,8 +46,8 @@ class ExternalServer:
         )
 
     async def load(self, directory: Path) -> str:
-        """Load an adapter in PEFT format from `directory`, and return its new name. Raise SamplerError if
-        this fails."""
+        """Load an adapter in PEFT format from `directory` under a new name, and return this name. Raise
+        SamplerError if the server does not load the adapter."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
         response = await self._client.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
@@ -109,7 +109,7 @@ async def connect(
     """Connect to the external server. Raise ConfigError if it does not answer, is of an unknown kind, or
     serves another model.
 
-    Adapters below `adapters`, which an earlier run of this server has loaded, are unloaded.
+    Unload adapters whose files are below `adapters`. An earlier run of this server has loaded them.
     """
     assert options.sampler_url is not None, "there is no external sampler to connect to"
     key = options.sampler_api_key

@@ -1,4 +1,4 @@
-"""Requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
+"""The requests to vLLM and SGLang and their replies, in the formats of vLLM 0.33 and SGLang 0.5.23.
 
 A request contains every setting that affects a sample, so that a generation_config.json of the external
 server has no effect. A reply without a token id or log-probability is an error.
@@ -39,13 +39,13 @@ class SampledText:
 
     tokens: np.ndarray  # [n] int32, may continue after a stop string
     logprobs: np.ndarray  # [n] float32
-    finish: str
+    finish: str  # the server's finish reason, for errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReply:
     samples: list[SampledText]
-    cached_tokens: int  # of the prompt; 0 if unknown
+    cached_tokens: int  # tokens of the prompt from the server's prefix cache; 0 if unknown
 
 
 class Dialect(Protocol):
@@ -62,7 +62,7 @@ class Dialect(Protocol):
     def request(
         self, request: SamplingRequest, model: str, adapter: str | None
     ) -> tuple[str, dict[str, object]]:
-        """Return path and body of the request; `model` is the name of the base model or of the adapter."""
+        """Return path and body of the request. `model` is the name of the base model or of the adapter."""
         ...
 
     def read(self, body: object, request: SamplingRequest) -> SampleReply:
@@ -149,7 +149,7 @@ class Sglang:
                 "max_new_tokens": request.max_tokens,
                 **_settings(request.settings),
                 "stop_token_ids": list(request.stop_tokens),
-                "ignore_eos": not request.stop_tokens,  # true would ignore every stop token
+                "ignore_eos": not request.stop_tokens,  # SGLang ignores every stop token if this is true
                 "no_stop_trim": True,
             },
         }

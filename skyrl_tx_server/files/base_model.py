@@ -27,14 +27,13 @@ class BaseTensors:
 
     directory: Path
     files: dict[str, Path]  # name of a tensor -> its file
-
-    block: tuple[int, int] | None  # of FP8 weights, see `fp8.py`
+    block: tuple[int, int] | None  # rows and columns of a block of FP8 weights (see `fp8`); None: not FP8
 
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.files[name], framework="np") as opened:
             return tuple(opened.get_slice(name).get_shape())
 
-    def of_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    def read_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the names and tensors of a file, FP8 weights as bfloat16 and without their scales."""
         fp8_file = Fp8File(file)
         with safe_open(file, framework="np") as opened:
@@ -95,7 +94,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def _config_errors(directory: Path) -> Generator[None]:
-    """Raise ConfigError in place of an error while the model is read."""
+    """Replace errors that occur while the model is read by ConfigError."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

@@ -46,7 +46,7 @@ class CheckpointInfo:
     lora: LoraSpec
     created_at: datetime  # UTC
     size_bytes: int  # the size of the arrays file
-    step: int  # optimizer steps taken; Adam's bias correction continues from it
+    step: int  # number of optimizer steps taken
     generation: str  # identifies the arrays; each save under a name has a new one
     user_metadata: dict[str, str] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
 
 
 def is_on_disk(weights: str) -> bool:
-    """Return whether these sampler weights are a checkpoint. Others exist in memory only."""
+    """Return whether these sampler weights are a checkpoint. Other weights exist in memory only."""
     return weights.startswith(SCHEME)
 
 
@@ -76,13 +76,13 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise UserError if this is not a valid id of a training run."""
+    """Raise UserError if `run_id` is not a valid id of a training run."""
     _check(_RUN_ID, run_id, "run id")
 
 
 @contextlib.contextmanager
 def record_errors(path: str) -> Generator[None]:
-    """Raise NotFoundError or UserError in place of an error while the record of `path` is read."""
+    """Replace errors that occur while the record of `path` is read by NotFoundError or UserError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):

@@ -53,7 +53,7 @@ from skyrl_tx_server.files.checkpoint_record import (
 from skyrl_tx_server.files.derived import DerivedFiles
 from skyrl_tx_server.files.disk import check_count, check_quota, check_room
 
-_CHANGING = threading.RLock()
+_WRITE_LOCK = threading.RLock()
 """Held while a checkpoint is written or deleted. Reading needs no lock."""
 
 
@@ -65,7 +65,7 @@ class MakeFiles(Protocol):
 
 class CheckpointStore:
     """The checkpoints of one base model below one directory. A view, which `for_tenant` returns, contains
-    only those that a tenant may access."""
+    only the checkpoints that a tenant may access."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class CheckpointStore:
         quota_bytes: int | None = None,
         tenant_quota: TenantOptions | None = None,
     ) -> None:
-        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches
-        any. `quota_bytes=None` means no quota.
+        """`base_model_hash` is the `fingerprint` of the base weights. None, here or in a checkpoint, matches
+        all weights. `quota_bytes=None` means no quota.
 
         `tenant_quota` limits the checkpoints of each tenant. It does not apply to the operator.
         """
@@ -165,7 +165,7 @@ class CheckpointStore:
             file = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
             if self._is_current(path, info.generation):
                 return info, file
-            self._derived.forget(info.generation)  # the checkpoint was replaced or deleted meanwhile
+            self._derived.forget(info.generation)  # the checkpoint was replaced or deleted during the call
 
     def _is_current(self, path: str, generation: str) -> bool:
         with contextlib.suppress(UserError):
@@ -188,11 +188,11 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Write the checkpoint and return after it is durable.
 
-        Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the disk is full,
-        and UserError if a quota would be exceeded. After an error the disk is unchanged.
+        Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the files cannot
+        be written, and UserError if a quota would be exceeded. An error leaves all checkpoints unchanged.
         """
         self._check_own(path)
-        with _CHANGING:
+        with _WRITE_LOCK:
             return self._write(
                 path, arrays, lora=lora, step=step, user_metadata=user_metadata, overwrite=overwrite
             )
@@ -271,7 +271,7 @@ class CheckpointStore:
         With `only`, return None and delete nothing if the checkpoint has another generation.
         """
         self._check_own(path)
-        with _CHANGING:
+        with _WRITE_LOCK:
             generation = checkpoint_info(path, self._record(path)).generation
             if only not in (None, generation):
                 return None
@@ -346,7 +346,7 @@ class CheckpointStore:
             if not is_valid or _sha256(file) != sha256:
                 raise damaged
             return load_file(file)
-        except (OSError, SafetensorError, KeyError, TypeError):  # also if it is deleted meanwhile
+        except (OSError, SafetensorError, KeyError, TypeError):  # also if the file is deleted during the call
             raise damaged from None
 
     def _record(self, path: str) -> dict[str, object]:

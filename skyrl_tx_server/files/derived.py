@@ -34,13 +34,13 @@ class DerivedFiles:
         return None
 
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
-        """Let `make` create the file or directory at a temporary path, and rename it."""
+        """Let `make` create the file or directory at a temporary path. Rename it and return its path."""
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
         try:
             make(temporary)
             while True:
-                with contextlib.suppress(FileExistsError):  # `exist_ok` fails if it is removed meanwhile
+                with contextlib.suppress(FileExistsError):  # `exist_ok` fails if the folder is removed
                     target.parent.mkdir()
                 try:
                     temporary.rename(target)
@@ -62,7 +62,7 @@ class DerivedFiles:
             self.discard(self._folder / generation)
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or directory of the same file system atomically. Return whether it existed."""
+        """Atomically remove a file or directory on the store's file system. Return whether it existed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         removed = self._folder / f".removed-{uuid.uuid4().hex}"
         try:

@@ -1,7 +1,7 @@
 """FP8 weights with one scale per block, as DeepSeek-V3 and the FP8 releases of Qwen3 store them.
 
-A matrix `NAME` [out, in] has the dtype float8_e4m3fn. The tensor `NAME_scale_inv`, of shape [ceil(out / M),
-ceil(in / N)], has the factors of its blocks of M rows and N columns. M and N are `weight_block_size` of
+A matrix `NAME` [out, in] has the dtype float8_e4m3fn. The tensor `NAME_scale_inv` [ceil(out / M),
+ceil(in / N)] contains the factors of the blocks of M rows and N columns. M and N are `weight_block_size` of
 `quantization_config` in config.json.
 """
 
@@ -60,21 +60,21 @@ def dequantize(
     )
     result = values.astype(np.float32)
     scales_by_column = scales[:, columns]
-    for row_block in np.unique(rows):  # without a matrix of the scales of all elements
+    for row_block in np.unique(rows):  # one block row at a time, to save memory
         start, end = np.searchsorted(rows, [row_block, row_block + 1])
         result[start:end] *= scales_by_column[row_block]
     return result
 
 
 class Fp8File:
-    """Reads FP8 tensors of a safetensors file. The package safetensors has no such dtype for numpy."""
+    """Reads FP8 tensors of a safetensors file. The package safetensors cannot read FP8 into numpy arrays."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @cached_property
     def _table(self) -> tuple[int, dict[str, Any]]:
-        """The position of the first tensor, and the header by name of the tensor."""
+        """The position of the first tensor in the file, and the entries of the header by tensor name."""
         with self._path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             return 8 + size, json.loads(stream.read(size))

@@ -1,4 +1,4 @@
-"""config.json of a GGUF file, from its metadata."""
+"""Derives config.json from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: general.architecture is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
         )
     if file.metadata.get("split.count", 0) not in (0, 1):
-        raise ConfigError(f"{file.path}: it is one part of several; join them with llama-gguf-split --merge")
+        raise ConfigError(
+            f"{file.path}: the file is one part of several; join the parts with llama-gguf-split --merge"
+        )
     fields = _Fields(file, str(architecture))
     model_type = ARCHITECTURES[str(architecture)]
     for name in _UNSUPPORTED:

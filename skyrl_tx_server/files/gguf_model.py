@@ -30,7 +30,7 @@ from skyrl_tx_server.files.gguf_tokenizer import write_tokenizer
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 1  # of the conversion; part of the names in the cache
+VERSION = 1  # of the conversion; a new version converts all files again
 SHARD_BYTES = 1 << 30  # a larger tensor is a shard of its own
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -44,6 +44,7 @@ _TOP = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+"""Hugging Face name -> GGUF name of the tensors outside the layers."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's scaling, see gguf_config
 
 
@@ -89,8 +90,8 @@ class _Source:
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    first_row: int = 0  # an expert is a range of the rows of its stack
-    pairs_of: int = 0  # number of heads whose rotated rows are interleaved, as in `llama` files; 0: none
+    first_row: int = 0  # of the expert in the stacked tensor
+    paired_heads: int = 0  # heads whose rotated rows are stored in pairs, as in `llama` files; 0: none
 
     @property
     def num_rows(self) -> int:
@@ -107,8 +108,8 @@ class _Source:
     def values(self, rows: np.ndarray) -> np.ndarray:
         """Return the tensor in `dtype`. `rows` are the stored bytes: [rows, bytes per row]."""
         stored = rows[self.first_row : self.first_row + self.num_rows]
-        if self.pairs_of:
-            stored = stored[_halves(len(stored), self.pairs_of)]
+        if self.paired_heads:
+            stored = stored[_stored_order(len(stored), self.paired_heads)]
         if self.tensor.kind in _FLOATS:
             values = np.ascontiguousarray(stored).view(self.dtype)
         else:
@@ -127,7 +128,7 @@ class _Plan:
 
 
 def _plan(file: GgufFile) -> _Plan:
-    """Return the config and the source of every tensor. Raise ConfigError if the header does not match the
+    """Return config.json and the source of every tensor. Raise ConfigError if the header does not match the
     architecture."""
     config = gguf_config(file)
     sources: dict[str, _Source] = {}
@@ -137,18 +138,20 @@ def _plan(file: GgufFile) -> _Plan:
         if tensor is None:
             raise ConfigError(f"{file.path}: the file has no tensor {stored}")
         _check_kind(file, tensor)
-        stack = shape if not isinstance(name, list) else (len(name), *shape)
-        if tensor.shape != stack:
-            raise ConfigError(f"{file.path}: {stored} has shape {tensor.shape}, its metadata implies {stack}")
+        expected = shape if not isinstance(name, list) else (len(name), *shape)
+        if tensor.shape != expected:
+            raise ConfigError(
+                f"{file.path}: {stored} has shape {tensor.shape}, its metadata implies {expected}"
+            )
         used.add(stored)
-        pairs_of = 0
+        paired_heads = 0
         if config["model_type"] == "llama" and ".attn_q." in stored:
-            pairs_of = config["num_attention_heads"]
+            paired_heads = config["num_attention_heads"]
         elif config["model_type"] == "llama" and ".attn_k." in stored:
-            pairs_of = config["num_key_value_heads"]
+            paired_heads = config["num_key_value_heads"]
         for number, expert in enumerate(name if isinstance(name, list) else [name]):
             sources[expert] = _Source(
-                tensor=tensor, shape=shape, first_row=number * shape[0], pairs_of=pairs_of
+                tensor=tensor, shape=shape, first_row=number * shape[0], paired_heads=paired_heads
             )
     if unused := sorted(file.tensors.keys() - used):
         raise ConfigError(
@@ -209,10 +212,10 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
         ) from None
 
 
-def _halves(num_rows: int, heads: int) -> np.ndarray:
+def _stored_order(num_rows: int, heads: int) -> np.ndarray:
     """Return the index of the stored row for each row of q or k in Hugging Face's order: [num_rows].
 
-    A `llama` file rotates rows 2 i and 2 i + 1 of a head together, Hugging Face rows i and i + width / 2.
+    Rows 2 i and 2 i + 1 of a head rotate together in `llama` files, rows i and i + width / 2 in Hugging Face.
     """
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 

@@ -1,6 +1,6 @@
-"""tokenizer.json and tokenizer_config.json of a GGUF file, from its metadata and without torch.
+"""Writes tokenizer.json and tokenizer_config.json from the metadata of a GGUF file, without torch.
 
-A file contains the tokens and the merges, but only the name of the rule that splits text before the merges.
+A GGUF file contains the tokens and the merges, but only the name of the rule that splits text before merging.
 The rules in this module are those of the Hugging Face tokenizers of the same models.
 """
 
@@ -36,8 +36,8 @@ SPLITS = (_SMOLLM, _GPT2, *_REGEXES)
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> None:
-    """Write the tokenizer's files. A tokenizer.json in the folder of the GGUF file takes precedence over the
-    tokenizer in the GGUF file.
+    """Write the two files into `directory`. A tokenizer.json in the folder of the GGUF file takes precedence
+    over the tokenizer in the GGUF file.
 
     Raises ConfigError for a tokenizer that is not byte-level BPE with a known split.
     """

@@ -36,7 +36,7 @@ def write_merged(
     files = sorted(set(base.files.values()))
     for file in files:
         merged = {}
-        for name, tensor in base.of_file(file):
+        for name, tensor in base.read_file(file):
             merged[name] = _sum(name, tensor, deltas.get(name), dtype)
             if unties and name == EMBEDDING:
                 merged[HEAD] = _sum(HEAD, tensor, deltas[HEAD], dtype)

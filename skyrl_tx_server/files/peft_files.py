@@ -49,8 +49,8 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """Return Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32. `rank` is the rank of A
-    and B."""
+    """Return alpha / rank * B @ A of each module, [out, in] float32, by the Hugging Face name of its weight.
+    `rank` is the rank of A and B."""
     by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
@@ -93,7 +93,7 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
     """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
     cannot represent it.
 
-    An adapter of some projections of a part, such as q and v, gets zero factors for the others.
+    If the adapter has only some projections of a part, such as q and v of attention, the others get zeros.
     """
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
@@ -175,7 +175,7 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
 def _spec(
     directory: Path, modules: set[str], parts: Mapping[str, set[str]], rank: int, alpha: float
 ) -> LoraSpec:
-    """Return the LoraSpec of an adapter with these modules. Raise UserError if one belongs to no part."""
+    """Return the LoraSpec of an adapter with these modules. Raise UserError for a module of no part."""
     unknown = sorted(modules - set().union(*parts.values()))
     if unknown or not modules:
         raise UserError(
@@ -210,9 +210,9 @@ def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
 def _missing_factors(
     modules: set[str], parts: Mapping[str, set[str]], base: BaseTensors, rank: int, rank_per_expert: int
 ) -> dict[str, np.ndarray]:
-    """Return zero factors for the modules that an adapter of some modules of a part lacks.
+    """Return zero factors for the modules that the adapter lacks in parts of which it has other modules.
 
-    The gradient of each factor is a multiple of the other one, so training leaves both at zero.
+    The gradient of each factor is a multiple of the other factor, so training leaves both at zero.
     """
     zeros = {}
     for part in parts.values():

@@ -32,8 +32,8 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A training run of this server, also after its model was unloaded. Raises UserError if its metadata are
-    larger than `MAX_METADATA_BYTES`."""
+    """A training run of this server. It remains after its model was unloaded. Raises UserError if its
+    metadata are larger than `MAX_METADATA_BYTES`."""
 
     run_id: str
     base_model: str
@@ -50,14 +50,14 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    """Bytes of the file, and of its lines that are not out of date."""
+    """Bytes of the file, and of those of its lines that are not out of date."""
 
     file: int = 0
     current: int = 0
 
 
 class RunIndex:
-    """The training runs of all tenants. A view, which `for_tenant` returns, contains those of one tenant.
+    """The training runs of all tenants. A view, which `for_tenant` returns, contains the runs of one tenant.
     Only the event loop uses the index."""
 
     def __init__(self, file: Path) -> None:
@@ -263,7 +263,7 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 
 def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
-    """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
+    """Parse a run. Raise ValueError, KeyError or TypeError if invalid. Drop metadata over the limit."""
     metadata = fact.get("user_metadata", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for item in metadata.items() for text in item

@@ -292,7 +292,7 @@ def test_an_unsupported_or_invalid_adapter_is_refused(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["marge"], "unknown command 'marge'; one of adapter, merge, import"),
+        (["marge"], "unknown command 'marge'; use one of adapter, merge, import"),
         (["adapter", "chekpoint=x"], "did you mean checkpoint=...?"),
         (["adapter", "checkpoint=tinker://run/weights/last"], "missing option output"),
         (

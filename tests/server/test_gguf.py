@@ -83,7 +83,7 @@ def write_tiny_gguf(tmp_path: Path, config: Mapping[str, object] = MappingProxyT
 
 def weights_in(directory: Path) -> dict[str, np.ndarray]:
     tensors = open_base_model(directory)
-    return {name: value for file in set(tensors.files.values()) for name, value in tensors.of_file(file)}
+    return {name: value for file in set(tensors.files.values()) for name, value in tensors.read_file(file)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -297,7 +297,7 @@ def test_a_file_with_a_tensor_of_200_gb_allocates_nothing(tmp_path: Path, _cache
             "llama.attention.sliding_window is not supported",
         ),
         ({}, {"metadata": {"llama.expert_count": (4, GGUFValueType.UINT32)}}, "with experts are not"),
-        ({}, {"metadata": {"split.count": (3, GGUFValueType.UINT16)}}, "it is one part of several"),
+        ({}, {"metadata": {"split.count": (3, GGUFValueType.UINT16)}}, "the file is one part of several"),
         ({}, {"metadata": {"tokenizer.ggml.pre": ("new", GGUFValueType.STRING)}}, "with pre 'new' is not"),
         ({"rms_norm_eps": float("nan")}, {}, "must be a positive number, not nan"),
     ],
