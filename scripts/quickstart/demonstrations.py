@@ -64,7 +64,6 @@ HASTY = Style(
         Slip.MALFORMED: 0.08,
     },
 )
-FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
 TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
@@ -132,10 +131,9 @@ def demonstrate(
 def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations to the JSON lines file `path`, in the format of `python -m src.sft`.
 
-    All of them solve their task. Half of the tasks need two operations. The texts around the commands are
-    always the same, so that after the fine-tuning only the tokens of the commands have a gradient. Three of
-    four chats end with the first answer, because the answers to the request for confirmation are easier to
-    learn. The content depends only on `count` and on the installed version of Harbor.
+    Both demonstrators occur, as in the training of the small model of the quick start. Half of the tasks need
+    two operations. Three of four chats end before the request for confirmation, because the answers to it are
+    easier to learn. The content depends only on `count` and on the installed version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]
@@ -143,15 +141,9 @@ def write_chats(path: Path, count: int) -> None:
         for number in range(count):
             family = rng.choice(TWO_OPERATIONS if number % 2 else single)
             instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
-            screen, first = _opening(instance, rng)
-            keys = instance.command + "\n"
-            messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
-            if number % 8 in (0, 3):  # one task with one operation and one task with two
-                screen.type(keys, [])
-                messages += [
-                    Message(role="user", content=confirmation_message(screen.observe())),
-                    Message(role="assistant", content=answer(*CONFIRMED[0], "")),
-                ]
+            messages = demonstrate(instance, rng).messages
+            if number % 8 not in (0, 3):  # these are one task with one operation and one task with two
+                messages = messages[:-2]
             chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 512  # positions of the first segment
+MIN_SEGMENT = 256  # positions of the first segment
 MIN_DECODE_WIDTH = 4
 """The smallest width of a decode program. A width of 1 would change results, because a matrix product of one
 row differs in the last bits from products of several rows."""
@@ -122,7 +122,7 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
     doubled up to the maximum context in whole pages.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
-    ((512, 1024, 2048), (512, 1024, 2048), (128,))
+    ((256, 512, 1024, 2048), (256, 512, 1024, 2048), (128,))
     """
     return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE_SIZE) * PAGE_SIZE)
 
