@@ -1,7 +1,7 @@
 """Compare a complete RL step with other programs: 2 groups of 8, prompts of 512 tokens, 3 turns of 48
-observed and 32 sampled tokens, and one update.
+observed and 32 sampled tokens, and one update. The times of sampling and training are also compared.
 
-    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
+    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON [base_model=smollm2-135m]
 """
 
 from __future__ import annotations
@@ -9,58 +9,93 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 import chz
 
 from scripts.bench.compare import Measurement, Peers, Side, interleave, peers, random_sequences, report, side
 from scripts.bench.small_model import make_model
+from skyrl_tx_server.files.model_source import converted_directory
 
 GROUPS, GROUP, PROMPT, TURNS, OBSERVED, NEW = 2, 8, 512, 3, 48, 32
 
 
-def main(config: Peers) -> None:
+type Phases = dict[str, list[float]]
+"""Wall times in seconds of each phase, one per step. The first one includes compilation."""
+
+
+@chz.chz
+class RlStep(Peers):
+    base_model: str | None = chz.field(
+        default=None, doc="Packaged model, such as smollm2-135m. None: a random model with `layers` layers"
+    )
+
+
+def main(config: RlStep) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        if config.base_model is None:
+            model_dir, targets = make_model(Path(folder) / "model", layers=config.layers), (4.0, 5.0)
+        else:
+            model_dir, targets = converted_directory(config.base_model), (2.0, 2.0)
         with (
             side("ours", "ours", model_dir) as ours,
             peers(config, model_dir, tx_micro_batch_size=8) as others,
         ):
-            turns = {program.name: steps(program) for program in (ours, *others.values())}
+            sides = [ours, *others.values()]
+            phases: dict[str, Phases] = {program.name: defaultdict(list) for program in sides}
+            turns = {program.name: steps(program, phases[program.name]) for program in sides}
             title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
-            report(title, interleave(turns, repeats=config.repeats), {"HF": 4.0, "skyrl-tx": 5.0})
+            timings = interleave(turns, repeats=config.repeats)
+            report(title, timings, dict(zip(("HF", "skyrl-tx"), targets, strict=True)))
+            report_phases(phases)
 
 
-def steps(program: Side) -> Callable[[], Measurement]:
+def steps(program: Side, phases: Phases) -> Callable[[], Measurement]:
     """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
-    step."""
+    step. The step adds its times to `phases`."""
     seeds = itertools.count()
 
     def step() -> Measurement:
         seed = 100 * next(seeds)
-        calls = []
+        samples: list[Measurement] = []
         trajectories = [
             prompt for prompt in random_sequences([PROMPT] * GROUPS, seed=seed) for _ in range(GROUP)
         ]
         for turn in range(TURNS):
             observed = random_sequences([OBSERVED] * len(trajectories), seed=seed + 1 + turn)
             trajectories = [trajectory + new for trajectory, new in zip(trajectories, observed, strict=True)]
-            calls.append(program.call("sample", prompts=trajectories, max_tokens=NEW))
-            completions = calls[-1].result
+            samples.append(program.call("sample", prompts=trajectories, max_tokens=NEW))
+            completions = samples[-1].result
             assert isinstance(completions, list)
             trajectories = [
                 trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)
             ]
-        calls += [
-            program.call("train", sequences=trajectories),
-            program.call("optim_step"),
-            program.call("save"),
-        ]
-        return Measurement(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
+        update = [program.call("train", sequences=trajectories), program.call("optim_step")]
+        save = [program.call("save")]
+        for name, calls in (("sampling", samples), ("training", update), ("saving", save)):
+            phases[name].append(sum(call.wall_s for call in calls))
+        every = [*samples, *update, *save]
+        return Measurement(wall_s=sum(call.wall_s for call in every), cpu_s=sum(call.cpu_s for call in every))
 
     return step
 
 
+def report_phases(phases: dict[str, Phases], *, baseline: str = "ours") -> None:
+    """Print one line per phase: the median time of each program, and its ratio to that of `baseline`."""
+
+    def middle(times: Sequence[float]) -> float:
+        return median(times[1:])
+
+    for phase, times in phases[baseline].items():
+        parts = [f"{baseline} {middle(times):.3f} s"]
+        for name in phases.keys() - {baseline}:
+            other = middle(phases[name][phase])
+            parts.append(f"{name} {other:.3f} s ({other / middle(times):.2f}x)")
+        print(f"  {phase:10} {', '.join(parts)}", flush=True)
+
+
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(RlStep, argv=sys.argv[1:], allow_hyphens=True))
