@@ -208,10 +208,7 @@ def test_an_error_of_one_process_alone_stops_the_server(
 def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     ours, theirs = channels()
     # The devices of process 0 do not return until the gate opens.
-    lost, fake0 = (
-        SimpleQueue[str](),
-        FakeExecutor(gate=threading.Event()),
-    )
+    lost, fake0 = SimpleQueue[str](), FakeExecutor(gate=threading.Event())
     rank0 = RankZero({1: ours}, lost.put)
     executor = MultihostExecutor(fake0, rank0)
     engine = Engine(executor)
@@ -238,10 +235,7 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
 def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     ours, theirs = channels()
     # The devices of process 1 do not return until the gate opens.
-    lost, fake1 = (
-        SimpleQueue[str](),
-        FakeExecutor(gate=threading.Event()),
-    )
+    lost, fake1 = SimpleQueue[str](), FakeExecutor(gate=threading.Event())
     worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
         following = threads.submit(worker.follow, lambda: fake1)

@@ -267,7 +267,7 @@ def test_a_client_timeout_withdraws_the_request(client: openai.OpenAI, engine: T
     assert engine.withdrawn.wait(60)
 
 
-def test_models_are_the_base_samplers_and_sampler_checkpoints(
+def test_models_are_the_base_model_samplers_and_checkpoints(
     client: openai.OpenAI, context: AppState, engine: TextEngine
 ) -> None:
     for kind in ("weights", "sampler_weights"):

@@ -285,7 +285,7 @@ def test_a_published_checkpoint_is_marked_until_unpublished(
                 for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
             ]
         )
-        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # after a restart too
+        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # kept in the file
     assert public_flags == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -419,7 +419,7 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request and then closes the connection without a reply."""
+    """A TCP proxy that delivers the first request to `route` and closes the connection without the reply."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])

@@ -1,6 +1,5 @@
-"""Compares Qwen3 with sliding windows in some layers to Hugging Face transformers
-(scripts/make_reference_fixtures.py).
-"""
+"""Qwen3 with sliding windows in some layers gives the results of Hugging Face transformers, which
+scripts/make_reference_fixtures.py has written."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def decoding() -> dict[str, np.ndarray]:
-    """A prompt and its greedy continuation by Hugging Face, with the logprobs of both."""
+    """Return a prompt and its greedy continuation by Hugging Face, with the logprobs of both."""
     return dict(np.load(FIXTURE / "decoding.npz"))
 
 
