@@ -155,7 +155,7 @@ def test_an_unexpected_error_becomes_a_server_error(caplog: pytest.LogCaptureFix
     assert "Traceback" in caplog.text
 
 
-def test_out_of_memory_names_the_options_to_lower(caplog: pytest.LogCaptureFixture):
+def test_out_of_memory_names_the_options_to_lower():
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)

@@ -356,9 +356,7 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     )
 
 
-def test_tools_are_refused_if_the_template_ignores_them(
-    tmp_path: Path, context: AppState, engine: TextEngine, model_dir: Path
-) -> None:
+def test_tools_are_refused_if_the_template_ignores_them(tmp_path: Path, context: AppState) -> None:
     directory = save_tokenizer(tmp_path / "plain")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"

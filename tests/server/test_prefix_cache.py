@@ -15,11 +15,11 @@ def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 4, length).astype(np.int32)
 
 
-def cache_tokens(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
+def cache_tokens(pages: PrefixCache, tokens: np.ndarray) -> list[int]:
     """Cache `tokens` as at the end of a sequence, and return the ids of the pages of the sequence."""
     page_ids = pages.allocate(-(-len(tokens) // PAGE_SIZE))
     assert page_ids is not None
-    pages.insert(weights, tokens, page_ids)
+    pages.insert("w", tokens, page_ids)
     pages.free(page_ids)
     return page_ids
 

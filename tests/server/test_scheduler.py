@@ -421,9 +421,9 @@ class Simulation:
         while self.dispatches < until and self.run_next():
             pass
 
-    def dispatches_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
+    def dispatches_until_end(self, request_id: int) -> int:
         start = self.dispatches
-        while request_id not in self.ended and self.dispatches < start + at_most and self.run_next():
+        while request_id not in self.ended and self.dispatches < start + 1000 and self.run_next():
             pass
         return self.dispatches - start
 

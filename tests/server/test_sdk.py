@@ -321,7 +321,7 @@ def test_the_tinker_command_line_manages_checkpoints(client: tinker.ServiceClien
 
 
 def test_weights_are_downloaded_in_pefts_layout(
-    client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path
+    client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     saved = training.save_weights_external("e1", ttl_seconds=3600).result()

@@ -26,15 +26,9 @@ from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, attention_spec
 
 
-def logits_of(
-    config: ModelConfig,
-    params,
-    adapter: Adapter | None,
-    tokens: np.ndarray,
-    segment_ids: np.ndarray | None = None,
-) -> np.ndarray:
+def logits_of(config: ModelConfig, params, adapter: Adapter | None, tokens: np.ndarray) -> np.ndarray:
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    segments = np.ones_like(tokens) if segment_ids is None else segment_ids
+    segments = np.ones_like(tokens)
 
     @jax.jit
     def run(params, adapter, tokens):
