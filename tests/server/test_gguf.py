@@ -255,7 +255,7 @@ def test_a_damaged_file_gives_one_line_and_allocates_nothing(
     assert not _cache.exists()
 
 
-def test_an_unknown_architecture_or_tensor_type_gives_one_line(tmp_path: Path, _cache: Path) -> None:
+def test_unknown_architectures_and_tensor_types_are_refused(tmp_path: Path, _cache: Path) -> None:
     path = write_tiny_gguf(tmp_path)
     valid = path.read_bytes()
     path.write_bytes(valid.replace(b"llama", b"mamba"))

@@ -274,7 +274,7 @@ def test_every_process_gets_the_value_of_process_0(start_pair: _PairStarter) -> 
     assert received == [7] and pair.fake1.log == pair.fake0.log
 
 
-def test_an_early_stop_of_process_0_ends_the_others(start_pair: _PairStarter) -> None:
+def test_an_early_stop_of_process_0_ends_the_other_processes(start_pair: _PairStarter) -> None:
     pair = start_pair(lambda worker: worker.broadcast_from_rank0(lambda: 1))
     pair.rank0.stop()
     assert isinstance(pair.end.get(timeout=60), RankLostError)

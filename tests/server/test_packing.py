@@ -209,7 +209,7 @@ def test_ragged_sequences_fill_their_streams() -> None:
     assert sum(lengths) / sum(batch.arrays.tokens.size for batch in batches) >= 0.85
 
 
-def test_missing_weights_mean_one_on_every_real_token() -> None:
+def test_missing_weights_are_1_at_every_token_except_padding() -> None:
     (batch,) = packed(tiny_qwen3.data((20,)))
     assert batch.arrays.loss_inputs.weights.sum() == 20
     assert not np.any(batch.arrays.loss_inputs.advantages)

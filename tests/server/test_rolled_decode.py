@@ -55,7 +55,7 @@ def sample(engine: Engine) -> Sequence[SampledSequence]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_sliding_window", "qwen3_moe"])
-def test_rolled_programs_change_no_bit(
+def test_rolled_programs_give_the_same_bits(
     family: str, tmp_path: Path, rolled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(load_model_config(FAMILIES / family), vocab_size=CONFIG.vocab_size)

@@ -319,7 +319,7 @@ def test_sequences_with_different_adapters_share_a_batch(engine: Engine):
     assert len({tuple(sequence.tokens) for sequence in alone.values()}) == 3
 
 
-def test_the_stop_token_and_its_logprob_end_the_sample(engine: Engine):
+def test_a_sample_includes_its_stop_token_and_the_logprob(engine: Engine):
     prompt = tokens(20)
     free = sample(engine, prompt, max_tokens=30)
     stop_token = int(free.tokens[10])
@@ -365,7 +365,7 @@ def test_a_sample_ends_with_the_token_of_its_stop_string(engine: Engine):
     np.testing.assert_array_equal(stopped.tokens, free.tokens[: start + 2])
 
 
-def test_max_tokens_none_means_up_to_the_context(engine: Engine):
+def test_without_max_tokens_a_sample_ends_at_the_context_length(engine: Engine):
     sequence = sample(engine, tokens(CONTEXT - 7), max_tokens=None)
     assert len(sequence.tokens) == 7 and sequence.stop_reason is StopReason.LENGTH
 
@@ -384,7 +384,7 @@ def test_too_many_stop_tokens_or_strings_are_refused(engine: Engine, settings: d
         run(engine, request(tokens(3), **settings))
 
 
-def test_new_settings_compile_nothing(engine: Engine):
+def test_new_sampling_settings_compile_no_program(engine: Engine):
     """Settings of requests are arrays. Only lengths and the number of different adapters select a program."""
     run(engine, request(tokens(10), max_tokens=40))
     before = engine.stats()["programs"]

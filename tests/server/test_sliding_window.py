@@ -160,7 +160,7 @@ def test_a_gpu_decodes_sliding_windows_without_the_kernel(monkeypatch: pytest.Mo
     assert model_runner.decodes_in_place(replace(config, sliding_windows=()))
 
 
-def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None:
+def test_layer_types_and_max_window_layers_give_equal_configs(tmp_path: Path) -> None:
     write_config(tmp_path, "qwen3_sliding_window", layer_types=None)
     assert load_model_config(tmp_path) == load_model_config(FIXTURE)
     write_config(tmp_path, "qwen3_sliding_window", use_sliding_window=False)

@@ -210,7 +210,7 @@ def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) ->
     return tuple(data)
 
 
-def test_several_targets_equal_as_many_data_with_one_target() -> None:
+def test_several_targets_equal_several_datums_of_one_target() -> None:
     data = several_targets((30, 20, 25), (3, None, 5))
     singles = tuple(
         replace(datum, target_tokens=targets, weights=weights)
