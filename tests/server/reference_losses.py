@@ -1,6 +1,6 @@
 """Reference implementations of the losses in float64 numpy, from the table in docs/server-contract.md.
 
-Each function takes one sequence: `lp` are the logprobs, `frozen` the logprobs under a stop-gradient.
+Each function takes one sequence. `lp` are its logprobs, `frozen` the same logprobs under a stop-gradient.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def total(
 ) -> float:
     """Return the summed loss of one sequence.
 
-    `frozen_logprobs` defaults to `logprobs`, and missing `options` have the defaults of the server.
+    The default of `frozen_logprobs` is `logprobs`. Missing options have the default values of the server.
     """
 
     def to_float64(array: ArrayLike | None) -> np.ndarray:

@@ -26,7 +26,7 @@ def modules(adapter):
 
 
 @pytest.mark.seed_behaviour(90)
-def test_a_new_adapter_has_a_random_a_and_a_zero_b() -> None:
+def test_a_new_adapter_has_random_lora_a_and_zero_lora_b() -> None:
     for field, module in modules(init_adapter(CONFIG, SPEC, MAX_RANK)).items():
         used = module.a.reshape(*module.a.shape[:-1], -1, MAX_RANK)
         assert np.all(used[..., : SPEC.rank] != 0), field
@@ -36,7 +36,7 @@ def test_a_new_adapter_has_a_random_a_and_a_zero_b() -> None:
         np.testing.assert_allclose(module.scale, 32 / 3)
 
 
-def test_a_depends_on_the_seed_and_the_module() -> None:
+def test_lora_a_depends_on_the_seed_and_the_module() -> None:
     first, same_seed, other_seed = (
         init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2)
     )
@@ -131,7 +131,7 @@ def test_the_compiled_number_of_adapters_changes_no_result(slots: tuple[int, ...
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_expert_has_a_share_of_the_rank_and_at_least_one() -> None:
+def test_the_rank_of_an_expert_is_a_share_and_at_least_1() -> None:
     assert [expert_rank(rank, 8) for rank in (32, 8, 2)] == [4, 1, 1]
 
 

@@ -40,7 +40,7 @@ def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 
 
 
 def save(cache: AdapterCache, *names: str) -> None:
-    """Save a snapshot for each name, a single letter. All its values are the code of the letter, 97 for a."""
+    """Save a snapshot for each name, which is a letter. Its values are the code of the letter, 97 for a."""
     for name in names:
         cache.put(name, adapter(float(ord(name))))
 
@@ -106,7 +106,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     save(cache, *"cd")
     assert cache.on_device == ["a", "d"]
     cache.pin("d")
-    save(cache, "e")  # all slots are pinned: `pin` loads it later
+    save(cache, "e")  # all slots are pinned, so a later `pin` loads e
     with pytest.raises(CapacityError, match="a larger max_loras"):
         cache.pin("e")
     for name in "ad":

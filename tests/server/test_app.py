@@ -1,4 +1,4 @@
-"""Routes, called without a socket: statuses, refused requests, ends of sessions and old clients."""
+"""HTTP routes, called without a socket: statuses, refused requests, ends of sessions and older SDKs."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_a_body_over_the_limit_is_refused_after_it_was_read(http: httpx.As
     )
 
 
-async def test_an_invalid_json_body_is_a_clear_400(http: httpx.AsyncClient) -> None:
+async def test_an_invalid_json_body_gives_status_400(http: httpx.AsyncClient) -> None:
     for content in (b"{", b"[" * 19_000, b"\xff"):
         response = await http.post("create_session", content=content, headers=JSON)
         assert (response.status_code, response.json()["category"]) == (400, "user")
@@ -607,7 +607,7 @@ async def test_a_request_logs_one_line_and_polls_log_at_debug_level(
     assert lines[2][1].endswith("sdk=RestClient.get_session")
 
 
-async def test_a_bug_of_the_server_is_reported_once_and_not_retried(
+async def test_a_bug_of_the_server_is_logged_and_not_retried(
     http: httpx.AsyncClient,
     context: AppState,
     monkeypatch: pytest.MonkeyPatch,

@@ -23,7 +23,7 @@ STEPS, CONTEXT = 16, 192
 
 @pytest.fixture
 def runner(tmp_path: Path) -> BatchRunner:
-    """Return a runner with two slots and five pages per rank. A maximum context takes three pages."""
+    """Return a runner with two slots and five pages per rank. A full context takes three pages."""
     model_dir = make_model(tmp_path / "model")
     config = load_model_config(model_dir)
     dtype = np.dtype("float32")

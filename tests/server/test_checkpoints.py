@@ -75,7 +75,7 @@ def test_list_is_oldest_first_and_can_be_limited_to_a_run(store: CheckpointStore
     assert [info.name for info in store.list(RUN)] == ["b", "a"]
 
 
-def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
+def test_an_existing_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
     path = write(store).path
     with pytest.raises(ConflictError, match="exists already"):
         write(store, scale=2.0)

@@ -52,7 +52,7 @@ REQUESTS += [
 
 @dataclass
 class Driver:
-    """Calls the executor instead of the engine, so that a test controls the order of the calls."""
+    """Calls the executor as the engine does, so that a test controls the order of the calls."""
 
     executor: DeviceExecutor
     finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
         assert sequence.stop_reason is alone[key].stop_reason
 
 
-def test_the_requests_cover_all_ways_to_end(alone: dict) -> None:
+def test_the_requests_end_with_every_stop_reason(alone: dict) -> None:
     """`test_samples_do_not_depend_on_other_requests` relies on requests with each of these stop reasons."""
     stop_reasons = {
         (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)

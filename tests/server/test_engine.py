@@ -95,7 +95,7 @@ def test_a_request_can_have_more_samples_than_slots():
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
-    # as in the first sample
+    # the prompt logprobs and the number of cache hits are those of the first sample
     assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
@@ -155,7 +155,7 @@ def test_an_unexpected_error_becomes_a_server_error(caplog: pytest.LogCaptureFix
     assert "Traceback" in caplog.text
 
 
-def test_out_of_memory_names_the_options_to_lower(caplog: pytest.LogCaptureFixture):
+def test_out_of_memory_names_the_options_to_lower():
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
@@ -431,7 +431,7 @@ class WaitingExecutor(FakeExecutor):
         return (yield from super().run(op))
 
 
-def test_others_run_while_an_operation_waits_for_a_thread():
+def test_other_operations_run_while_one_waits_for_a_thread():
     executor = WaitingExecutor()
     with running(executor) as engine:
         waiting, later = engine.submit(optim("waiting")), engine.submit(optim("waiting"))

@@ -190,9 +190,7 @@ def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
     return run(engine, SaveSampler(model_id=model_id, weights=weights))
 
 
-def test_others_train_and_sample_while_a_checkpoint_is_written(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_models_run_while_a_checkpoint_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     is_writing, may_end = threading.Event(), threading.Event()
     write = CheckpointStore.write
 
@@ -631,7 +629,7 @@ def test_a_failed_prefill_fails_only_its_request(engine: Engine, monkeypatch: py
 
 
 def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Top-k logprobs of a prompt are computed after its prefill. Those of a sample follow at its end."""
+    """Top-k logprobs of a prompt are computed after its prefill, and those of a sample when it ends."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
 
     def fail(*args, **options):

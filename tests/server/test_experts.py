@@ -97,7 +97,8 @@ def test_adapters_in_a_stack_equal_each_adapter_alone() -> None:
 
 def test_every_assignment_is_in_a_tile_of_its_expert() -> None:
     for seed, tile in ((0, 1), (1, 3), (2, 8)):
-        local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # <0 or >= COUNT: on other devices
+        # experts below 0 or from COUNT on are on other devices
+        local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)
         layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=tile)
         places, is_local = np.asarray(layout.places), (local >= 0) & (local < COUNT)
         assert len(set(places[is_local])) == is_local.sum()

@@ -248,7 +248,7 @@ def change_config(adapter: Path, **changes: object) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
 
-def with_unknown_modules(adapter: Path) -> None:
+def rename_modules(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(
         {name.replace("v_proj", "g_proj"): array for name, array in tensors.items()},
@@ -259,7 +259,7 @@ def with_unknown_modules(adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (with_unknown_modules, "the adapter has model.layers.0.self_attn.g_proj"),
+        (rename_modules, "the adapter has model.layers.0.self_attn.g_proj"),
         (lambda adapter: change_config(adapter, use_dora=True), "use_dora is not supported"),
         (lambda adapter: change_config(adapter, r=2), "require (2,"),
         (lambda adapter: change_config(adapter, r=0), "are not valid"),
@@ -310,7 +310,7 @@ def test_an_unsupported_or_invalid_adapter_is_refused(
         ),
     ],
 )
-def test_an_invalid_command_line_gives_one_line(
+def test_the_error_for_an_invalid_command_line_is_one_line(
     tmp_path: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))

@@ -392,7 +392,7 @@ async def test_stopping_the_server_fails_waiting_samples(
         await asyncio.wrap_future(future)
 
 
-async def test_a_persistent_difference_is_logged_and_counted(
+async def test_a_persistent_logprob_mismatch_is_logged_and_counted(
     url: str,
     sampler: ExternalSampler,
     engine: Engine,

@@ -71,7 +71,7 @@ def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: 
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
-    """Return the largest difference to Hugging Face's logits. `params` replace the weights of the fixture."""
+    """Return the largest difference from Hugging Face's logits. `params` replaces the fixture's weights."""
     expected = np.load(FAMILIES / name / "expected.npz")
     logits = logits_of(config, params or load_params(FAMILIES / name, config, "float32"), expected["tokens"])
     return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
@@ -291,7 +291,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
     ],
 )
 @pytest.mark.seed_behaviour(122)
-def test_an_unsupported_config_gives_one_clear_line(
+def test_the_error_for_an_unsupported_config_is_one_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

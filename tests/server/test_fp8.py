@@ -22,7 +22,7 @@ from tests.server.tiny_qwen3 import FIXTURES
 
 FAMILIES = FIXTURES.parent / "families"
 BLOCK = (16, 24)
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # the largest value of float8_e4m3fn
 QUANTIZATION = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -49,11 +49,8 @@ def quantise(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_fp8_model(family: str, directory: Path, *, without: str = "") -> dict[str, np.ndarray]:
-    """Write a model with FP8 weights in two files, where the scales of some weights are in the other file.
-    The tensor `without` is omitted.
-
-    Returns the dequantised tensors.
-    """
+    """Write a model with FP8 weights in two files, without the tensor `without`. Some scales are not in the
+    file of their weight. Return the dequantised tensors."""
     directory.mkdir()
     config = json.loads((FAMILIES / family / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))

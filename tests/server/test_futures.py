@@ -16,7 +16,7 @@ from skyrl_tx_server.errors import FutureLostError, UserError
 
 
 class Work:
-    """Submits an operation to the engine. `futures` contains the engine future of each call."""
+    """Replaces the call that submits an operation to the engine. `futures` are the futures of all calls."""
 
     def __init__(self) -> None:
         self.futures: list[Future[OpResult]] = []

@@ -385,11 +385,7 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
     # The backward pass uses the stored results of the forward kernel.
-    assert [step.count(f'name = "{name}"') for name in names] == [
-        1,
-        1,
-        1,
-    ]
+    assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]
     head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
     assert head + "bf16>" in step and head + "f32>" not in step, "the head is not converted to float32"
     pages = (

@@ -1,4 +1,4 @@
-"""The restart of the server with transparent huge pages."""
+"""`restart_with_huge_pages` restarts a program with the environment variable for huge pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_restarted_program_has_its_process_id() -> None:
     assert printed == [str(pid), REQUEST]
 
 
-def test_the_value_of_the_user_stays() -> None:
+def test_a_value_that_the_user_has_set_is_kept() -> None:
     pid, printed = run_program(os.environ | {VARIABLE: "glibc.malloc.arena_max=2"})
     assert printed == [str(pid), "glibc.malloc.arena_max=2"]
 

@@ -41,7 +41,7 @@ def test_every_part_is_in_one_split_of_sequences_with_its_pages(
         splits.rows.shape == (devices * rows_per_device * max_parts(WIDTH), sequences_per_split(group))
         and splits.num_parts.max() <= MAX_PARTS
     )
-    positions: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and split
+    positions: dict[tuple[int, int], tuple[int, int]] = {}  # first and end, by sequence and part
     for device in range(devices):
         for split in device * rows_per_device * max_parts(WIDTH) + np.arange(int(splits.counts[device])):
             members = device * rows_per_device + splits.rows[split][splits.rows[split] >= 0]

@@ -1,4 +1,4 @@
-"""How a server on a GPU divides its memory. test_memory_plan.py compiles the training programs."""
+"""Tests of the division of a GPU's memory. test_memory_plan.py compiles the training programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(**changes: object) -> EngineOptions:
 
 
 def divided(rest: float, *, train_tokens_per_batch: int = 256) -> MemoryDivision:
-    """Divide the memory of a GPU on which weights and adapters leave `rest` bytes. The context is 256."""
+    """Divide the memory of a GPU on which weights and adapters leave `rest` bytes, with contexts of 256."""
     model = resolve_model(settings(train_tokens_per_batch=train_tokens_per_batch))
     return divide_memory(model, (fixed_bytes(model) + rest) / (1 - RESERVED_SHARE_OF_GPU_MEMORY))
 

@@ -59,7 +59,7 @@ def test_a_silent_session_expires_and_any_request_keeps_it_alive() -> None:
     registry.heartbeat(with_heartbeat)
     registry.touch(polling)
     registry.model(f"{working}:train:0")
-    registry.look_up(silent)  # a listing by another session does not keep this one alive
+    registry.look_up(silent)  # a look-up by another session does not keep a session alive
     clock.now = 11
     assert registry.expired() == [silent]
 

@@ -208,10 +208,7 @@ def test_an_error_of_one_process_alone_stops_the_server(
 def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     ours, theirs = channels()
     # The devices of process 0 do not return until the gate opens.
-    lost, fake0 = (
-        SimpleQueue[str](),
-        FakeExecutor(gate=threading.Event()),
-    )
+    lost, fake0 = SimpleQueue[str](), FakeExecutor(gate=threading.Event())
     rank0 = RankZero({1: ours}, lost.put)
     executor = MultihostExecutor(fake0, rank0)
     engine = Engine(executor)
@@ -238,10 +235,7 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
 def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     ours, theirs = channels()
     # The devices of process 1 do not return until the gate opens.
-    lost, fake1 = (
-        SimpleQueue[str](),
-        FakeExecutor(gate=threading.Event()),
-    )
+    lost, fake1 = SimpleQueue[str](), FakeExecutor(gate=threading.Event())
     worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
         following = threads.submit(worker.follow, lambda: fake1)
@@ -280,7 +274,7 @@ def test_every_process_gets_the_value_of_process_0(start_pair: _PairStarter) -> 
     assert received == [7] and pair.fake1.log == pair.fake0.log
 
 
-def test_an_early_stop_of_process_0_ends_the_others(start_pair: _PairStarter) -> None:
+def test_an_early_stop_of_process_0_ends_the_other_processes(start_pair: _PairStarter) -> None:
     pair = start_pair(lambda worker: worker.broadcast_from_rank0(lambda: 1))
     pair.rank0.stop()
     assert isinstance(pair.end.get(timeout=60), RankLostError)

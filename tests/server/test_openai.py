@@ -267,7 +267,7 @@ def test_a_client_timeout_withdraws_the_request(client: openai.OpenAI, engine: T
     assert engine.withdrawn.wait(60)
 
 
-def test_models_are_the_base_samplers_and_sampler_checkpoints(
+def test_models_are_the_base_model_samplers_and_checkpoints(
     client: openai.OpenAI, context: AppState, engine: TextEngine
 ) -> None:
     for kind in ("weights", "sampler_weights"):
@@ -356,9 +356,7 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     )
 
 
-def test_tools_are_refused_if_the_template_ignores_them(
-    tmp_path: Path, context: AppState, engine: TextEngine, model_dir: Path
-) -> None:
+def test_tools_are_refused_if_the_template_ignores_them(tmp_path: Path, context: AppState) -> None:
     directory = save_tokenizer(tmp_path / "plain")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"

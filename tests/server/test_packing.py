@@ -142,12 +142,7 @@ def test_a_group_contains_its_prompt_once() -> None:
     assert batch.arrays.tokens.shape == (1, 512)
     assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32 tokens fill the stream
     # The last four responses do not attend to the first four.
-    assert batch.arrays.layout.num_key_blocks[0].tolist() == [
-        1,
-        2,
-        3,
-        3,
-    ]
+    assert batch.arrays.layout.num_key_blocks[0].tolist() == [1, 2, 3, 3]
 
 
 def test_no_batch_exceeds_the_budget_unless_a_sequence_does() -> None:
@@ -174,7 +169,7 @@ def test_many_short_sequences_fill_the_budget() -> None:
 
 
 def test_the_loss_positions_of_a_stream_are_limited() -> None:
-    """Eight data with the same 100 tokens and different advantages need 800 loss positions. A stream of 512
+    """Eight datums with the same 100 tokens and different advantages need 800 loss positions. A stream of 512
     tokens has only 640."""
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
@@ -214,7 +209,7 @@ def test_ragged_sequences_fill_their_streams() -> None:
     assert sum(lengths) / sum(batch.arrays.tokens.size for batch in batches) >= 0.85
 
 
-def test_missing_weights_mean_one_on_every_real_token() -> None:
+def test_missing_weights_are_1_at_every_token_except_padding() -> None:
     (batch,) = packed(tiny_qwen3.data((20,)))
     assert batch.arrays.loss_inputs.weights.sum() == 20
     assert not np.any(batch.arrays.loss_inputs.advantages)

@@ -53,7 +53,7 @@ def tolerance() -> float:
 
 
 def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:
-    """Return the positions from `cached` to `end` of a random prompt of `length` tokens.
+    """Return a chunk with the positions from `cached` to `end` of a random prompt of `length` tokens.
 
     Without `end`, the chunk is the last of its prompt, and a first token is sampled.
     """
@@ -97,7 +97,7 @@ def compute(
     return cache, layout.outputs(chunks, outputs)
 
 
-def fresh() -> KVCache:
+def new_cache() -> KVCache:
     return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_PER_SLOT, dtype=np.dtype("float32"))
 
 
@@ -148,9 +148,9 @@ def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
 def test_a_prompt_in_a_batch_gives_the_same_results_as_alone(lengths: tuple[int, ...]) -> None:
     """The prompts use up to three adapters, and a batch has one or four tiles."""
     together = [chunk(length, slot) for slot, length in enumerate(lengths)]
-    cache, outputs = compute(fresh(), together)
+    cache, outputs = compute(new_cache(), together)
     for prompt, output in zip(together, outputs, strict=True):
-        alone, (expected,) = compute(fresh(), [prompt])
+        alone, (expected,) = compute(new_cache(), [prompt])
         assert_same((cache, prompt, output), (alone, prompt, expected))
 
 
@@ -160,8 +160,8 @@ def test_a_prompt_in_a_batch_gives_the_same_results_as_alone(lengths: tuple[int,
 @pytest.mark.parametrize("cut", [PAGE_SIZE, 70, 299])
 def test_a_prompt_in_chunks_gives_the_same_results_as_whole(cut: int, shapes: PrefillShapes) -> None:
     layout = replace(LAYOUT, shapes=shapes)
-    whole, (expected,) = compute(fresh(), [chunk(300, 0)])
-    cache, (first,) = compute(fresh(), [chunk(300, 0, end=cut)], layout)
+    whole, (expected,) = compute(new_cache(), [chunk(300, 0)])
+    cache, (first,) = compute(new_cache(), [chunk(300, 0, end=cut)], layout)
     rest = chunk(300, 0, cached=cut)
     cache, (second, _) = compute(cache, [rest, chunk(20, 1)], layout)
     second = replace(second, logprobs=np.concatenate([first.logprobs, second.logprobs]))

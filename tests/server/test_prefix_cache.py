@@ -15,11 +15,11 @@ def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 4, length).astype(np.int32)
 
 
-def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
-    """Cache `tokens` as a finished sequence does, and return the ids of its pages."""
+def cache_tokens(pages: PrefixCache, tokens: np.ndarray) -> list[int]:
+    """Cache `tokens` as at the end of a sequence, and return the ids of the pages of the sequence."""
     page_ids = pages.allocate(-(-len(tokens) // PAGE_SIZE))
     assert page_ids is not None
-    pages.insert(weights, tokens, page_ids)
+    pages.insert("w", tokens, page_ids)
     pages.free(page_ids)
     return page_ids
 
@@ -27,9 +27,9 @@ def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list
 def test_find_returns_the_longest_prefix_of_the_same_weights():
     pages = PrefixCache(first=0, count=20)
     first = text(3 * PAGE_SIZE + 10)
-    page_ids = computed(pages, first)
+    page_ids = cache_tokens(pages, first)
     second = np.concatenate([first[: PAGE_SIZE + 5], 3 - first[PAGE_SIZE + 5 : 2 * PAGE_SIZE]])
-    branch = computed(pages, second)
+    branch = cache_tokens(pages, second)
     assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == page_ids
     assert pages.find("w", first[: PAGE_SIZE + 3]).length == PAGE_SIZE + 3
     # The cache keeps the first page of the first sequence and no second copy.
@@ -49,7 +49,7 @@ def test_a_page_that_fills_up_is_cached_once():
     for length in (5, 20, PAGE_SIZE, PAGE_SIZE + 7, 2 * PAGE_SIZE):
         pages.insert("w", whole[:length], page_ids)
     assert pages.num_cached == 2
-    pages.insert("w", whole[:10], page_ids)  # a part of cached tokens adds no page
+    pages.insert("w", whole[:10], page_ids)  # the tokens are cached already, so no page is added
     assert pages.num_cached == 2 and pages.find("w", whole).length == 2 * PAGE_SIZE
 
 
@@ -68,8 +68,8 @@ def test_a_page_that_filled_up_and_was_evicted_is_not_found():
 def test_the_least_recently_used_free_page_is_evicted():
     pages = PrefixCache(first=0, count=7)
     old, new = text(2 * PAGE_SIZE, seed=1), text(2 * PAGE_SIZE, seed=2)
-    computed(pages, old)
-    computed(pages, new)
+    cache_tokens(pages, old)
+    cache_tokens(pages, new)
     pages.find("w", old)
     held = pages.allocate(4)  # two pages are free
     assert (
@@ -87,7 +87,7 @@ def test_inserting_cached_tokens_counts_as_use() -> None:
     pages = PrefixCache(first=0, count=6)
     old, new = text(PAGE_SIZE, seed=1), text(PAGE_SIZE, seed=2)
     for tokens in (old, new, old):
-        computed(pages, tokens)
+        cache_tokens(pages, tokens)
     assert pages.allocate(4) is not None
     assert pages.find("w", old).length == PAGE_SIZE and pages.find("w", new).length == 0
 
@@ -97,7 +97,7 @@ def test_the_parent_of_a_held_page_is_not_evicted() -> None:
     second page."""
     pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE_SIZE)
-    computed(pages, whole[:PAGE_SIZE])
+    cache_tokens(pages, whole[:PAGE_SIZE])
     held = pages.allocate(2)
     assert held is not None
     pages.insert("w", whole, held)
@@ -111,14 +111,14 @@ def test_find_returns_the_branch_with_the_longest_match() -> None:
     prefix, ends = text(PAGE_SIZE + 10, seed=1), np.eye(40, dtype=np.int32)
     branches = [np.concatenate([prefix, end]) for end in ends]
     for tokens in branches:
-        computed(pages, tokens)
+        cache_tokens(pages, tokens)
     for number, tokens in enumerate(branches):
         diverging = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
         assert pages.find("w", tokens).length == len(tokens)
         assert pages.find("w", diverging).length == len(prefix) + number + 1
 
 
-def calls(run: Callable[[], object]) -> int:
+def count_calls(run: Callable[[], object]) -> int:
     """Return the number of function calls of `run`."""
     count = 0
 
@@ -138,9 +138,9 @@ def test_a_lookup_costs_the_same_for_any_number_of_branches() -> None:
     def lookup(num_branches: int) -> int:
         pages, prefix = PrefixCache(first=0, count=num_branches + 9), text(PAGE_SIZE + 10)
         for branch in range(num_branches):
-            computed(pages, np.append(prefix, branch).astype(np.int32))
+            cache_tokens(pages, np.append(prefix, branch).astype(np.int32))
         tokens = np.append(prefix, 5).astype(np.int32)
-        return calls(lambda: pages.find("w", tokens))
+        return count_calls(lambda: pages.find("w", tokens))
 
     assert lookup(10_000) == lookup(10)
 
@@ -153,9 +153,9 @@ def test_eviction_costs_the_same_for_any_number_of_held_pages() -> None:
             held = pages.allocate(1)
             assert held is not None
             pages.insert("w", tokens, held)
-        computed(pages, np.full(PAGE_SIZE, -1, np.int32))
+        cache_tokens(pages, np.full(PAGE_SIZE, -1, np.int32))
         assert pages.num_free == 0
-        return calls(lambda: pages.allocate(1))
+        return count_calls(lambda: pages.allocate(1))
 
     assert evict(5000) == evict(10)
 
@@ -187,8 +187,8 @@ def test_random_operations_lose_no_page(data: st.DataObject):
             continue
         page_ids = [*shared, *new]
         contents |= {
-            page: tokens[(whole + at) * PAGE_SIZE : (whole + at + 1) * PAGE_SIZE].tobytes()
-            for at, page in enumerate(new)
+            page: tokens[number * PAGE_SIZE : (number + 1) * PAGE_SIZE].tobytes()
+            for number, page in enumerate(new, start=whole)
         }
         running.append((tokens, page_ids))
         held = {page for _, page_ids in running for page in page_ids}

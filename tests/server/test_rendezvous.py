@@ -1,4 +1,7 @@
-"""Processes with different options are refused before jax starts. test_two_processes.py tests equal ones."""
+"""Processes with different options are refused before jax starts.
+
+`tests/integration/test_two_processes.py` starts processes with equal options.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def sample(engine: Engine) -> Sequence[SampledSequence]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_sliding_window", "qwen3_moe"])
-def test_rolled_programs_change_no_bit(
+def test_rolled_programs_give_the_same_bits(
     family: str, tmp_path: Path, rolled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(load_model_config(FAMILIES / family), vocab_size=CONFIG.vocab_size)
@@ -66,8 +66,8 @@ def test_rolled_programs_change_no_bit(
             create(engine, model_id)
             train(engine, model_id, seed=seed)
             snapshot(engine, model_id, model_id)
-        with monkeypatch.context() as never_compiled:
-            never_compiled.setattr(DecodePrograms, "request", lambda *_, **__: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodePrograms, "request", lambda *_, **__: None)
             expected = sample(engine)
         assert rolled and all(rolled)
         rolled.clear()

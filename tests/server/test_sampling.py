@@ -104,7 +104,7 @@ def forward_logprobs(
     )
 
 
-def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
+def test_logprobs_of_mixed_lengths_equal_the_forward_pass(engine: Engine):
     """The logprobs differ by at most 1e-4. The lengths cross segment and dispatch boundaries."""
     rng = np.random.default_rng(1)
     histories = [
@@ -141,7 +141,7 @@ def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
     assert max_difference <= 1e-4
 
 
-def test_prompt_logprobs_equal_forward(engine: Engine):
+def test_prompt_logprobs_equal_the_forward_pass(engine: Engine):
     prompts = [tokens(length, seed=length) for length in (1, 2, 100, 300)]
     futures = [engine.submit(request(prompt, max_tokens=1, prompt_logprobs=True)) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):
@@ -217,7 +217,7 @@ def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecuto
 def test_a_long_prompt_is_prefilled_in_chunks(
     engine: Engine, executor: DeviceExecutor, num_tiles: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """The samples have the logprobs of a forward pass. Earlier chunks of the prompt are no cache hits.
+    """The samples have the logprobs of a forward pass. Earlier chunks of a prompt do not count as cache hits.
 
     The model was trained with a high learning rate, which magnifies rounding differences in float32.
     """
@@ -319,7 +319,7 @@ def test_sequences_with_different_adapters_share_a_batch(engine: Engine):
     assert len({tuple(sequence.tokens) for sequence in alone.values()}) == 3
 
 
-def test_the_stop_token_and_its_logprob_end_the_sample(engine: Engine):
+def test_a_sample_includes_its_stop_token_and_the_logprob(engine: Engine):
     prompt = tokens(20)
     free = sample(engine, prompt, max_tokens=30)
     stop_token = int(free.tokens[10])
@@ -353,17 +353,19 @@ def test_eos_ends_a_sample_only_if_stop_at_eos_is_set(engine: Engine):
 def test_a_sample_ends_with_the_token_of_its_stop_string(engine: Engine):
     free = sample(engine, tokens(20), max_tokens=30)
     text = [byte_tokenizer().decode([int(token)]) for token in free.tokens]
-    at = next(
-        at for at in range(9, 28) if all(len(piece) == 1 and piece.isascii() for piece in text[at : at + 2])
+    start = next(
+        start
+        for start in range(9, 28)
+        if all(len(piece) == 1 and piece.isascii() for piece in text[start : start + 2])
     )
-    stop = "".join(text[at : at + 2])
-    assert stop not in "".join(text[: at + 1])
+    stop = "".join(text[start : start + 2])
+    assert stop not in "".join(text[: start + 1])
     stopped = sample(engine, tokens(20), max_tokens=30, stop_strings=("never this", stop))
-    assert stopped.stop_reason is StopReason.STOP and len(stopped.logprobs) == at + 2
-    np.testing.assert_array_equal(stopped.tokens, free.tokens[: at + 2])
+    assert stopped.stop_reason is StopReason.STOP and len(stopped.logprobs) == start + 2
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[: start + 2])
 
 
-def test_max_tokens_none_means_up_to_the_context(engine: Engine):
+def test_without_max_tokens_a_sample_ends_at_the_context_length(engine: Engine):
     sequence = sample(engine, tokens(CONTEXT - 7), max_tokens=None)
     assert len(sequence.tokens) == 7 and sequence.stop_reason is StopReason.LENGTH
 
@@ -382,7 +384,7 @@ def test_too_many_stop_tokens_or_strings_are_refused(engine: Engine, settings: d
         run(engine, request(tokens(3), **settings))
 
 
-def test_new_settings_compile_nothing(engine: Engine):
+def test_new_sampling_settings_compile_no_program(engine: Engine):
     """Settings of requests are arrays. Only lengths and the number of different adapters select a program."""
     run(engine, request(tokens(10), max_tokens=40))
     before = engine.stats()["programs"]
@@ -486,17 +488,17 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **base_options)
     (admission,) = executor.sampler.prefill([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
     top, topk = present(present(admission).topk_prompt_logprobs), present(sequence.topk)
-    for at, (token, logprob) in enumerate(
+    for position, (token, logprob) in enumerate(
         zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)
     ):
-        tempered = top.logprobs[at] / 0.5
+        tempered = top.logprobs[position] / 0.5
         tempered -= np.log(np.exp(tempered).sum())
-        assert logprob == pytest.approx(tempered[list(top.token_ids[at]).index(token)], abs=1e-4)
-        assert topk.logprobs[at - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
+        assert logprob == pytest.approx(tempered[list(top.token_ids[position]).index(token)], abs=1e-4)
+        assert topk.logprobs[position - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
 
 
 def likeliest_tokens(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """Return the likeliest tokens after `context` and their logprobs, computed by forward for every token."""
+    """Return the likeliest tokens after `context` and their logprobs, from forward passes over all tokens."""
     candidates = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
     logprobs = np.array([entry[-1] for entry in candidates])
     order = np.argsort(-logprobs)[:count]
@@ -519,17 +521,17 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
     top = present(result.topk_prompt_logprobs)
     assert top.token_ids.shape == top.logprobs.shape == (20, 3)
     assert top.token_ids[0].tolist() == [0, 0, 0] and top.logprobs[0].tolist() == [NO_LOGPROB] * 3
-    for at in (1, 13, 19):
-        ids, logprobs = likeliest_tokens(engine, prompt[:at], 3)
-        assert top.token_ids[at].tolist() == ids
-        np.testing.assert_allclose(top.logprobs[at], logprobs, atol=1e-4)
+    for position in (1, 13, 19):
+        ids, logprobs = likeliest_tokens(engine, prompt[:position], 3)
+        assert top.token_ids[position].tolist() == ids
+        np.testing.assert_allclose(top.logprobs[position], logprobs, atol=1e-4)
     for sequence in result.sequences:
         topk = present(sequence.topk)
         assert topk.token_ids.shape == (9, 5)
-        for at in (0, 4, 8):
-            ids, logprobs = likeliest_tokens(engine, np.concatenate([prompt, sequence.tokens[:at]]), 5)
-            assert topk.token_ids[at].tolist() == ids
-            np.testing.assert_allclose(topk.logprobs[at], logprobs, atol=1e-4)
+        for position in (0, 4, 8):
+            ids, logprobs = likeliest_tokens(engine, np.concatenate([prompt, sequence.tokens[:position]]), 5)
+            assert topk.token_ids[position].tolist() == ids
+            np.testing.assert_allclose(topk.logprobs[position], logprobs, atol=1e-4)
     plain = run(engine, request(prompt, num_samples=2, max_tokens=9))
     assert plain.topk_prompt_logprobs is None and plain.sequences[0].topk is None
     np.testing.assert_array_equal(plain.sequences[1].tokens, result.sequences[1].tokens)
@@ -598,7 +600,7 @@ def test_find_stop_looks_back_only_as_far_as_a_stop_string():
     assert find_stop(tokenizer, text, ("\n\n",), new=len(text)) == len(text) - 3
     assert find_stop(tokenizer, text[:-3], ("\n\n",), new=1) == len(text) - 3
     assert find_stop(tokenizer, text, ("\n\n",), new=2) is None
-    assert find_stop(tokenizer, text, ("ö",), new=len(text)) == tokenizer.encode("héllo wö").ids.__len__()
+    assert find_stop(tokenizer, text, ("ö",), new=len(text)) == len(tokenizer.encode("héllo wö").ids)
     assert find_stop(tokenizer, text, ("nope", "d\n"), new=len(text)) == len(text) - 4
     assert find_stop(tokenizer, [], ("x",), new=0) is None
 

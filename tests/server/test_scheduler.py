@@ -51,22 +51,22 @@ def run_steps(scheduler: Scheduler) -> list[int]:
     """Return request ids in the order in which they run if every operation takes one step and no
     sequence is sampled."""
     order = []
-    while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
-        order.append(turn.request_id)
-        scheduler.finish(turn)
+    while isinstance(work := scheduler.next(free_slots=0, num_running=0), Step):
+        order.append(work.request_id)
+        scheduler.finish(work)
     return order
 
 
-def next_turn(
+def next_work(
     scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
     """Return the next work for an executor that computes one prompt at a time."""
-    turn = scheduler.next(free_slots=free_slots, num_running=num_running)
-    assert not isinstance(turn, Pause)
-    if not isinstance(turn, Prefill):
-        return turn
-    scheduler.requeue(turn.requests[1:])
-    return turn.requests[0]
+    work = scheduler.next(free_slots=free_slots, num_running=num_running)
+    assert not isinstance(work, Pause)
+    if not isinstance(work, Prefill):
+        return work
+    scheduler.requeue(work.requests[1:])
+    return work.requests[0]
 
 
 def test_an_idle_scheduler_returns_none():
@@ -80,18 +80,18 @@ def test_models_take_turns_and_keep_their_order_of_operations():
 
 def test_an_unfinished_operation_blocks_its_own_model_only():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
-    turns = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
-    assert [turn.request_id for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
+    order = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
+    assert [work.request_id for work in order if isinstance(work, Step)] == [1, 3, 1, 3]
 
 
 def test_training_and_decoding_alternate_when_both_have_work():
     scheduler = queue(*[forward("a") for _ in range(3)])
     kinds = []
     for _ in range(6):
-        turn = scheduler.next(free_slots=0, num_running=2)
-        kinds.append(type(turn))
-        if isinstance(turn, Step):
-            scheduler.finish(turn)
+        work = scheduler.next(free_slots=0, num_running=2)
+        kinds.append(type(work))
+        if isinstance(work, Step):
+            scheduler.finish(work)
     assert kinds == [Step, Decode, Step, Decode, Step, Decode]
 
 
@@ -110,12 +110,12 @@ def run_shared(scheduler: Scheduler, seconds: float, *, step_s: float, dispatch_
     """Run training and decoding for `seconds`, and return the seconds that training used."""
     training_s = total_s = 0.0
     while total_s < seconds:
-        turn = scheduler.next(free_slots=0, num_running=2)
-        assert isinstance(turn, Step | Decode)
-        duration_s = step_s if isinstance(turn, Step) else dispatch_s
-        training_s += duration_s * isinstance(turn, Step)
+        work = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(work, Step | Decode)
+        duration_s = step_s if isinstance(work, Step) else dispatch_s
+        training_s += duration_s * isinstance(work, Step)
         total_s += duration_s
-        scheduler.count_time(turn, duration_s)
+        scheduler.count_time(work, duration_s)
     return training_s
 
 
@@ -131,16 +131,16 @@ def test_training_gets_its_share_of_the_time(train_share: float, step_s: float):
 def test_time_without_work_does_not_count_for_the_share():
     scheduler = Scheduler(train_share=0.5)
     for _ in range(100):
-        turn = scheduler.next(free_slots=0, num_running=2)
-        assert isinstance(turn, Decode)
-        scheduler.count_time(turn, 1.0)
+        work = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(work, Decode)
+        scheduler.count_time(work, 1.0)
     scheduler.add(1, forward("a"))
     assert isinstance(scheduler.next(free_slots=0, num_running=2), Step), "a forward waits for one dispatch"
     assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
     for _ in range(100):
-        turn = scheduler.next(free_slots=2, num_running=0)
-        assert isinstance(turn, Step)
-        scheduler.count_time(turn, 1.0)
+        work = scheduler.next(free_slots=2, num_running=0)
+        assert isinstance(work, Step)
+        scheduler.count_time(work, 1.0)
     assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
 
 
@@ -149,32 +149,32 @@ def test_dispatches_continue_while_training_waits():
     scheduler.add(1, forward("a"))
     continued = []
     for _ in range(10):
-        turn = scheduler.next(free_slots=0, num_running=2)
-        assert isinstance(turn, Step | Decode)
-        if isinstance(turn, Decode):
+        work = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(work, Step | Decode)
+        if isinstance(work, Decode):
             continued.append(not scheduler.interrupts(free_slots=0))
-        scheduler.count_time(turn, 4.0 if isinstance(turn, Step) else 1.0)
+        scheduler.count_time(work, 4.0 if isinstance(work, Step) else 1.0)
     assert continued[1:8] == [True, True, False, True, True, True, False]
 
 
 def test_a_compilation_counts_for_a_limited_time():
     scheduler = Scheduler(train_share=0.5)
     scheduler.add(1, forward("a"))
-    turn = scheduler.next(free_slots=0, num_running=2)
-    assert isinstance(turn, Step)
-    scheduler.count_time(turn, 600.0)
+    work = scheduler.next(free_slots=0, num_running=2)
+    assert isinstance(work, Step)
+    scheduler.count_time(work, 600.0)
     assert run_shared(scheduler, MAX_COUNTED_S, step_s=1.0, dispatch_s=1.0) == 0
     assert run_shared(scheduler, 10, step_s=1.0, dispatch_s=1.0) > 0
 
 
 def test_waiting_samples_start_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
-    first = next_turn(scheduler, free_slots=2, num_running=0)
+    first = next_work(scheduler, free_slots=2, num_running=0)
     assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
-    assert isinstance(next_turn(scheduler, free_slots=0, num_running=2), Decode)
-    rest = next_turn(scheduler, free_slots=2, num_running=0)
+    assert isinstance(next_work(scheduler, free_slots=0, num_running=2), Decode)
+    rest = next_work(scheduler, free_slots=2, num_running=0)
     assert isinstance(rest, PrefillRequest) and (rest.request_id, rest.first, rest.count) == (1, 2, 1)
-    second = next_turn(scheduler, free_slots=1, num_running=1)
+    second = next_work(scheduler, free_slots=1, num_running=1)
     assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
 
 
@@ -216,15 +216,15 @@ def test_prompts_are_offered_together_and_keep_their_places():
 
 def test_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
-    turns = [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(9)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * 8 + [Decode]
+    order = [next_work(scheduler, free_slots=8 - n, num_running=n) for n in range(9)]
+    assert [type(work) for work in order] == [PrefillRequest] * 8 + [Decode]
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
-    turns = [next_turn(scheduler, free_slots=8, num_running=0)]
-    assert isinstance(turns[0], Step)
-    scheduler.finish(turns[0])
-    turns += [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(PREFILLS_PER_DISPATCH + 2)]
-    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
+    order = [next_work(scheduler, free_slots=8, num_running=0)]
+    assert isinstance(order[0], Step)
+    scheduler.finish(order[0])
+    order += [next_work(scheduler, free_slots=8 - n, num_running=n) for n in range(PREFILLS_PER_DISPATCH + 2)]
+    assert [type(work) for work in order] == [Step] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
         Decode,
         Step,
     ]
@@ -232,20 +232,20 @@ def test_free_slots_fill_before_decoding_unless_training_waits():
 
 def test_requests_that_end_in_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
-    first = next_turn(scheduler, free_slots=4, num_running=0)
+    first = next_work(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step)
     scheduler.finish(first)
-    turns = [next_turn(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
-    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), PrefillRequest), (
+    order = [next_work(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
+    assert [type(work) for work in order] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
+    assert isinstance(next_work(scheduler, free_slots=4, num_running=0), PrefillRequest), (
         "training does not starve prefill"
     )
 
 
 def test_requests_that_end_in_prefill_do_not_starve_sampling():
     scheduler = queue(*[sample() for _ in range(20)])
-    turns = [next_turn(scheduler, free_slots=3, num_running=1) for _ in range(2 * PREFILLS_PER_DISPATCH + 3)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Decode] + [
+    order = [next_work(scheduler, free_slots=3, num_running=1) for _ in range(2 * PREFILLS_PER_DISPATCH + 3)]
+    assert [type(work) for work in order] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Decode] + [
         PrefillRequest
     ] * PREFILLS_PER_DISPATCH + [
         Decode,
@@ -255,24 +255,24 @@ def test_requests_that_end_in_prefill_do_not_starve_sampling():
 
 def test_a_sample_waits_for_its_snapshot_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
-    first = next_turn(scheduler, free_slots=4, num_running=0)
+    first = next_work(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step) and first.request_id == 1
     scheduler.finish(first)
-    passing = next_turn(scheduler, free_slots=4, num_running=0)
+    passing = next_work(scheduler, free_slots=4, num_running=0)
     assert isinstance(passing, PrefillRequest) and passing.request_id == 4
-    next_turn(scheduler, free_slots=3, num_running=1)
-    save = next_turn(scheduler, free_slots=3, num_running=1)
+    next_work(scheduler, free_slots=3, num_running=1)
+    save = next_work(scheduler, free_slots=3, num_running=1)
     assert isinstance(save, Step) and save.request_id == 2
     scheduler.finish(save)
-    waited = next_turn(scheduler, free_slots=3, num_running=1)
+    waited = next_work(scheduler, free_slots=3, num_running=1)
     assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
 def test_dropping_a_snapshot_waits_for_earlier_samples():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
-    assert next_turn(scheduler, free_slots=0, num_running=0) is None
-    assert isinstance(next_turn(scheduler, free_slots=1, num_running=0), PrefillRequest)
-    drop = next_turn(scheduler, free_slots=0, num_running=1)
+    assert next_work(scheduler, free_slots=0, num_running=0) is None
+    assert isinstance(next_work(scheduler, free_slots=1, num_running=0), PrefillRequest)
+    drop = next_work(scheduler, free_slots=0, num_running=1)
     assert isinstance(drop, Step) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
@@ -303,29 +303,29 @@ def test_requeued_samples_keep_their_order():
     )
 
 
-def test_a_held_sample_keeps_its_place_until_a_sequence_ends():
+def test_a_deferred_sample_keeps_its_place_until_a_sequence_ends():
     scheduler = queue(sample("s"), sample())
-    request = next_turn(scheduler, free_slots=2, num_running=1)
+    request = next_work(scheduler, free_slots=2, num_running=1)
     assert isinstance(request, PrefillRequest)
     scheduler.defer([request])
     assert not scheduler.interrupts(free_slots=2)
-    assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
+    assert isinstance(next_work(scheduler, free_slots=2, num_running=1), Decode)
     scheduler.sequence_finished(99, 0)
     assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
-    assert next_turn(scheduler, free_slots=2, num_running=1) == request
+    assert next_work(scheduler, free_slots=2, num_running=1) == request
 
 
 def test_running_samples_decode_between_two_prefill_chunks():
     scheduler = queue(sample(), sample())
     for _ in range(3):
-        request = next_turn(scheduler, free_slots=2, num_running=1)
+        request = next_work(scheduler, free_slots=2, num_running=1)
         assert isinstance(request, PrefillRequest) and request.request_id == 1
         scheduler.prefill_continues(request)
-        assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
-    request = next_turn(scheduler, free_slots=2, num_running=0)
+        assert isinstance(next_work(scheduler, free_slots=2, num_running=1), Decode)
+    request = next_work(scheduler, free_slots=2, num_running=0)
     assert isinstance(request, PrefillRequest) and request.request_id == 1
     scheduler.prefill_continues(request)
-    last = next_turn(scheduler, free_slots=2, num_running=0)  # no sequence is running
+    last = next_work(scheduler, free_slots=2, num_running=0)  # no sequence is running
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
@@ -336,12 +336,12 @@ def test_chunks_precede_a_dispatch_while_most_slots_are_idle():
             scheduler.add(number + 1, sample())
         count = 0
         while isinstance(
-            turn := scheduler.next(free_slots=8 - num_running, num_running=num_running), Prefill
+            work := scheduler.next(free_slots=8 - num_running, num_running=num_running), Prefill
         ):
-            scheduler.prefill_continues(turn.requests[0])
-            scheduler.requeue(turn.requests[1:])
+            scheduler.prefill_continues(work.requests[0])
+            scheduler.requeue(work.requests[1:])
             count += 1
-        assert isinstance(turn, Decode)
+        assert isinstance(work, Decode)
         return count
 
     assert [chunks(running, waiting=8) for running in (1, 4, 6, 7)] == [
@@ -367,7 +367,7 @@ def test_a_dropped_request_does_not_start():
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
     scheduler.drop_request(2)
-    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), Step)
+    assert isinstance(next_work(scheduler, free_slots=4, num_running=0), Step)
     offered = scheduler.next(free_slots=4, num_running=0)
     assert isinstance(offered, Prefill) and [request.request_id for request in offered.requests] == [1, 3]
 
@@ -386,24 +386,23 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Run a scheduler as an engine with `slots` slots does. Samples end after the `dispatches` of their
-    request."""
+    """Runs a scheduler as an engine with `slots` slots does. `submit` sets the number of decode dispatches
+    after which each sample of a request ends."""
 
     slots: int
     max_partial_prefill_tokens: int = 0
-    chunk_tokens: int = 512  # prompt tokens that one turn computes
+    chunk_tokens: int = 512  # prompt tokens of one prefill batch
     prefills_per_dispatch: float = 0.0
     scheduler: Scheduler = field(init=False)
-    running: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # remaining dispatches by request id and index
+    # remaining dispatches by request id and index
+    running: dict[tuple[int, int], int] = field(default_factory=dict)
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)  # dispatches of a sample by request id
     tenants: dict[int, str] = field(default_factory=dict)
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
     ended: dict[int, int] = field(default_factory=dict)  # number of dispatches at the end, by request id
     dispatches: int = 0
-    turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
+    history: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -419,30 +418,30 @@ class Simulation:
 
     def run(self, dispatches: int) -> None:
         until = self.dispatches + dispatches
-        while self.dispatches < until and self.turn():
+        while self.dispatches < until and self.run_next():
             pass
 
-    def dispatches_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
+    def dispatches_until_end(self, request_id: int) -> int:
         start = self.dispatches
-        while request_id not in self.ended and self.dispatches < start + at_most and self.turn():
+        while request_id not in self.ended and self.dispatches < start + 1000 and self.run_next():
             pass
         return self.dispatches - start
 
-    def turn(self) -> bool:
-        turn = self.scheduler.next(free_slots=self.slots - len(self.running), num_running=len(self.running))
-        if turn is None:
+    def run_next(self) -> bool:
+        work = self.scheduler.next(free_slots=self.slots - len(self.running), num_running=len(self.running))
+        if work is None:
             return False
-        self.turns.append(turn)
-        match turn:
+        self.history.append(work)
+        match work:
             case Prefill():
-                self._prefill(turn.requests)
+                self._prefill(work.requests)
             case Pause():
-                for row in turn.sequences:
+                for row in work.sequences:
                     self.paused[row] = self.running.pop(row)
             case Decode():
                 self._decode()
             case Step():
-                self.scheduler.finish(turn)
+                self.scheduler.finish(work)
         assert len(self.running) <= self.slots
         return True
 
@@ -486,14 +485,14 @@ class Simulation:
 
     @property
     def pauses(self) -> int:
-        return sum(len(turn.sequences) for turn in self.turns if isinstance(turn, Pause))
+        return sum(len(work.sequences) for work in self.history if isinstance(work, Pause))
 
 
 def test_two_tenants_with_large_requests_share_the_slots_equally():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "a")
     simulation.run(10)
-    assert simulation.num_running_of("a") == 32, "all slots while no other request waits"
+    assert simulation.num_running_of("a") == 32, "a tenant gets all slots while no other request waits"
     simulation.submit(long_sample(4096), "b")
     simulation.run(5)
     assert abs(simulation.num_running_of("a") - simulation.num_running_of("b")) <= 2
@@ -611,8 +610,8 @@ def test_groups_of_one_tenant_run_whole_in_order_without_pauses():
 
 def test_one_large_request_alone_is_never_interrupted():
     scheduler = queue(long_sample(4096))
-    turn = scheduler.next(free_slots=32, num_running=0)
-    assert isinstance(turn, Prefill)
+    work = scheduler.next(free_slots=32, num_running=0)
+    assert isinstance(work, Prefill)
     scheduler.prefill_finished(1, prompt_tokens=1)
     for _ in range(50):
         assert isinstance(scheduler.next(free_slots=0, num_running=32), Decode)
@@ -629,7 +628,7 @@ def test_nothing_is_paused_during_a_decode_dispatch():
     assert isinstance(scheduler.next(free_slots=0, num_running=4), Decode)
     assert scheduler.interrupts(free_slots=0)
     assert scheduler.next(free_slots=0, num_running=4) == Pause(sequences=((1, 3),))
-    assert next_turn(scheduler, free_slots=1, num_running=3) == PrefillRequest(
+    assert next_work(scheduler, free_slots=1, num_running=3) == PrefillRequest(
         request_id=2, op=sample(), first=0, count=1, tenant="b"
     )
 
@@ -639,11 +638,11 @@ def test_long_prompts_delay_another_tenants_prompt_briefly():
     for _ in range(50):
         simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
     for _ in range(20):
-        simulation.turn()
-    start = len(simulation.turns)
+        simulation.run_next()
+    start = len(simulation.history)
     short = simulation.submit(long_sample(1, prompt_tokens=100), "neighbour", dispatches=1)
     simulation.dispatches_until_end(short)
-    prefills = [turn for turn in simulation.turns[start:] if isinstance(turn, Prefill)]
+    prefills = [work for work in simulation.history[start:] if isinstance(work, Prefill)]
     assert len(prefills) <= 2
 
 
@@ -653,8 +652,8 @@ def test_running_sequences_never_wait_long_for_a_dispatch(prompt_tokens: int):
     for _ in range(60):
         simulation.submit(long_sample(1, prompt_tokens=prompt_tokens), dispatches=7)
     delay, longest = 0, 0
-    while simulation.turn():
-        delay = delay + 1 if isinstance(simulation.turns[-1], Prefill) and len(simulation.running) else 0
+    while simulation.run_next():
+        delay = delay + 1 if isinstance(simulation.history[-1], Prefill) and len(simulation.running) else 0
         longest = max(longest, delay)
     assert longest <= 3 / MAX_IDLE_SHARE + 16
     assert len(simulation.ended) == 60
@@ -667,7 +666,7 @@ def test_prompts_computed_in_part_stay_within_their_limit():
         for number in range(6)
     ]
     giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", dispatches=1)
-    while len(simulation.ended) < 7 and simulation.turn():
+    while len(simulation.ended) < 7 and simulation.run_next():
         unfinished = [
             num_computed
             for request_id, num_computed in simulation.prompts.items()
@@ -687,7 +686,7 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
 
 
 def test_ten_thousand_waiting_requests_cost_little_more():
-    def operations(waiting: int) -> int:
+    def count_calls(waiting: int) -> int:
         """Return the number of Python function calls in 100 dispatches. Before each dispatch a request is
         withdrawn and another is submitted."""
         simulation = Simulation(slots=32)
@@ -696,11 +695,11 @@ def test_ten_thousand_waiting_requests_cost_little_more():
         simulation.run(1)
         calls = 0
 
-        def count(*_: object) -> None:
+        def count_call(*_: object) -> None:
             nonlocal calls
             calls += 1
 
-        sys.setprofile(count)
+        sys.setprofile(count_call)
         try:
             for number in range(100):
                 simulation.scheduler.drop_request(waiting - number)
@@ -710,7 +709,7 @@ def test_ten_thousand_waiting_requests_cost_little_more():
             sys.setprofile(None)
         return calls
 
-    assert operations(10_000) < 2 * operations(500)
+    assert count_calls(10_000) < 2 * count_calls(500)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -731,8 +730,8 @@ def test_every_request_of_a_random_workload_is_served(seed: int) -> None:
         if weights is not None:
             simulation.submit(DropSnapshot(weights=weights), tenant)
         for _ in range(draw.randrange(12)):
-            simulation.turn()
-    while simulation.turn():
+            simulation.run_next()
+    while simulation.run_next():
         pass
     assert set(request_ids) <= set(simulation.ended)
     assert simulation.scheduler.num_waiting_samples == simulation.scheduler.num_waiting_steps == 0

@@ -285,7 +285,7 @@ def test_a_published_checkpoint_is_marked_until_unpublished(
                 for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
             ]
         )
-        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # after a restart too
+        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # kept in the file
     assert public_flags == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -321,7 +321,7 @@ def test_the_tinker_command_line_manages_checkpoints(client: tinker.ServiceClien
 
 
 def test_weights_are_downloaded_in_pefts_layout(
-    client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path
+    client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     saved = training.save_weights_external("e1", ttl_seconds=3600).result()
@@ -419,7 +419,7 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request and then closes the connection without a reply."""
+    """A TCP proxy that delivers the first request to `route` and closes the connection without the reply."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])

@@ -1,6 +1,5 @@
-"""Compares Qwen3 with sliding windows in some layers to Hugging Face transformers
-(scripts/make_reference_fixtures.py).
-"""
+"""Qwen3 with sliding windows in some layers gives the results of Hugging Face transformers, which
+scripts/make_reference_fixtures.py has written."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def decoding() -> dict[str, np.ndarray]:
-    """A prompt and its greedy continuation by Hugging Face, with the logprobs of both."""
+    """Return a prompt and its greedy continuation by Hugging Face, with the logprobs of both."""
     return dict(np.load(FIXTURE / "decoding.npz"))
 
 
@@ -161,7 +160,7 @@ def test_a_gpu_decodes_sliding_windows_without_the_kernel(monkeypatch: pytest.Mo
     assert model_runner.decodes_in_place(replace(config, sliding_windows=()))
 
 
-def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None:
+def test_layer_types_and_max_window_layers_give_equal_configs(tmp_path: Path) -> None:
     write_config(tmp_path, "qwen3_sliding_window", layer_types=None)
     assert load_model_config(tmp_path) == load_model_config(FIXTURE)
     write_config(tmp_path, "qwen3_sliding_window", use_sliding_window=False)

@@ -131,7 +131,7 @@ class Tenant:
 
 
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):
-    """Eight models share three places on the device and three LoRA slots.
+    """Eight models are trained, but the device holds three models and has three LoRA slots.
 
     Models of all tenants move to the device and back, and share the decode batches. A model that returns to
     the device needs no new program.

@@ -210,7 +210,7 @@ def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) ->
     return tuple(data)
 
 
-def test_several_targets_equal_as_many_data_with_one_target() -> None:
+def test_several_targets_equal_several_datums_of_one_target() -> None:
     data = several_targets((30, 20, 25), (3, None, 5))
     singles = tuple(
         replace(datum, target_tokens=targets, weights=weights)
@@ -330,8 +330,8 @@ def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
 def test_packing_does_not_change_logprobs() -> None:
     data = tiny_qwen3.data((40, 50, 30, 128, 1, 77))
     adapter = tiny_qwen3.adapter()
-    packed = logprobs_of(adapter, data)
-    for datum, logprobs in zip(data, packed, strict=True):
+    together = logprobs_of(adapter, data)
+    for datum, logprobs in zip(data, together, strict=True):
         np.testing.assert_allclose(logprobs_of(adapter, (datum,))[0], logprobs, atol=1e-5)
 
 
@@ -351,8 +351,8 @@ def test_forward_and_forward_backward_return_equal_logprobs() -> None:
 def test_head_chunks_do_not_change_loss_or_gradient(monkeypatch) -> None:
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
+    # No other test compiles this shape, so the changed MAX_CHUNK_LOGITS is used.
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
-    # No other test compiles this shape.
     monkeypatch.setattr(train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)
     zeros = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
@@ -446,9 +446,9 @@ def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
         np.testing.assert_allclose(leaf[where], desired[where], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
-def test_untrained_parts_and_rank_padding_never_change(off: str) -> None:
-    spec = replace(SPEC, **{off: False})
+@pytest.mark.parametrize("untrained", ["train_attn", "train_mlp", "train_unembed"])
+def test_untrained_parts_and_rank_padding_never_change(untrained: str) -> None:
+    spec = replace(SPEC, **{untrained: False})
     initial_adapter = init_adapter(CONFIG, spec, MAX_RANK)
     mask = trainable_mask(CONFIG, spec, MAX_RANK)
     adapter, state = jax.device_put(initial_adapter), jax.device_put(init_adam(CONFIG, MAX_RANK))
@@ -491,7 +491,7 @@ def test_a_float32_adapter_over_bfloat16_keeps_tiny_updates() -> None:
         assert np.mean(leaf[where] != before[where]) > 0.99 if where.any() else True
 
 
-def test_optimizer_state_survives_a_round_trip() -> None:
+def test_optimizer_state_is_unchanged_after_save_and_load() -> None:
     mask, scalars = trainable_mask(CONFIG, SPEC, MAX_RANK), adam_scalars(AdamSettings(learning_rate=1e-2))
     grads, _, _ = gradient(tiny_qwen3.data((60,), weights=True))
     adapter, state, _ = adam_step(

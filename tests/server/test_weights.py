@@ -86,7 +86,7 @@ def test_a_gpu_reads_large_weights_in_blocks(has_mesh: bool, monkeypatch: pytest
     assert max(read_bytes) <= block_bytes < max(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
-def test_bfloat16_weights_survive_a_round_trip(tmp_path) -> None:
+def test_bfloat16_weights_are_unchanged_after_save_and_load(tmp_path) -> None:
     config = load_model_config(FIXTURES / "tied")
     params = load_params(FIXTURES / "tied", config, "bfloat16")
     save_model(params, config, tmp_path)
@@ -145,7 +145,7 @@ def test_the_error_for_a_failed_hub_download_is_one_line(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "spec", [SPEC, LoraSpec(rank=2, train_mlp=False), LoraSpec(rank=4, train_attn=False, train_unembed=False)]
 )
-def test_adapters_survive_a_round_trip_under_pefts_names(spec: LoraSpec) -> None:
+def test_adapters_are_unchanged_by_conversion_to_pefts_names(spec: LoraSpec) -> None:
     adapter = tiny_qwen3.adapter(spec)
     arrays = adapter_to_arrays(adapter, CONFIG, spec)
     assert ("base_model.model.model.layers.1.mlp.gate_proj.lora_A.weight" in arrays) == spec.train_mlp

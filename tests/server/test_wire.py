@@ -497,7 +497,7 @@ def test_large_seq_ids_of_unpickled_clients_are_accepted() -> None:
         ({"seq_id": "1"}, "must be an integer"),
     ],
 )
-def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object], message: str) -> None:
+def test_an_invalid_or_unsupported_sample_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_sample(sample_body(**changes), LIMITS)
 

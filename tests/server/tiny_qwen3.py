@@ -34,10 +34,10 @@ SPEC = LoraSpec(rank=3, seed=7)
 MAX_RANK = 4
 
 
-def attention_spec(head_dim: int, *, sliding_window: int | None = None) -> AttentionSpec:
+def attention_spec(head_dim: int) -> AttentionSpec:
     """Return the attention settings for heads of this width."""
     rope = RopeSpec(dim=head_dim, theta=1e4)
-    return AttentionSpec(scale=head_dim**-0.5, rope=rope, sliding_window=sliding_window)
+    return AttentionSpec(scale=head_dim**-0.5, rope=rope, sliding_window=None)
 
 
 @lru_cache
@@ -52,7 +52,7 @@ def params(dtype: str = "float32") -> Params:
     )
 
 
-def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
+def adapter(spec: LoraSpec = SPEC) -> Adapter:
     """Return an adapter like a trained one: B is random where `spec` trains and zero elsewhere.
 
     The arrays are new device arrays in each call.
@@ -63,15 +63,15 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
     for _, module in adapted_modules(CONFIG, adapter_arrays):
         trained = np.any(module.a)
         for b in module.b:
-            b[..., : spec.rank, :] = random.normal(0, b_scale, b[..., : spec.rank, :].shape) * trained
+            b[..., : spec.rank, :] = random.normal(0, 0.02, b[..., : spec.rank, :].shape) * trained
     return jax.device_put(adapter_arrays)
 
 
 def data(
-    lengths: tuple[int, ...], *, seed: int = 0, weights: bool = False, advantages: bool = False
+    lengths: tuple[int, ...], *, weights: bool = False, advantages: bool = False
 ) -> tuple[TrainDatum, ...]:
     """Return one datum with random tokens per length. `advantages` also adds logprobs of the sampler."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     drawn = []
     for length in lengths:
         tokens = random.integers(0, CONFIG.vocab_size, length + 1).astype(np.int32)
