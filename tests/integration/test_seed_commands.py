@@ -337,9 +337,7 @@ def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) 
     assert steps[1]["trials/graded"] == 2 and steps[1]["tokens/trained"] > 0
 
 
-def test_the_error_for_an_unserved_model_names_the_served_model(
-    reader: Reader, server: str, tasks: Path
-) -> None:
+def test_the_unserved_model_error_names_the_served_model(reader: Reader, server: str, tasks: Path) -> None:
     command = TRAIN.replace(MODEL, "deepseek-ai/DeepSeek-V3.1") + "  environment_type=sandbox"
     reader.expect_error(
         command,
@@ -351,9 +349,7 @@ def test_the_error_for_an_unserved_model_names_the_served_model(
     )
 
 
-def test_the_error_for_a_longer_context_names_the_server_option(
-    reader: Reader, server: str, tasks: Path
-) -> None:
+def test_the_context_length_error_names_the_server_option(reader: Reader, server: str, tasks: Path) -> None:
     reader.expect_error(
         "SKYRL_TX_URL=http://localhost:8000 ./run_skyrl_tx.sh context_limit=128000",
         f"context_limit=128000 exceeds the server's {CONTEXT}; lower it, or start the server with "

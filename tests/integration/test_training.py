@@ -118,9 +118,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_resumed_run_continues_and_saves_when_interrupted(
-    url: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_continues_and_saves_at_sigint(url: str, model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     done = subprocess.run(
         command(url, model_dir, log_path, "max_steps=2"),
