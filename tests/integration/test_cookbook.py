@@ -1,4 +1,4 @@
-"""The checks of `python -m scripts.cookbook`. The recipes themselves take minutes and need torch."""
+"""Tests of `python -m scripts.cookbook` that run no recipe, because recipes take minutes and need torch."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TIMEOUT_S = 400
 def python(*arguments: str, folder: Path = ROOT, uses_sdk: bool = False) -> str:
     """Run a Python command in a folder. Returns its output.
 
-    With `uses_sdk` the command is a program of the tinker SDK.
+    `uses_sdk` states whether the command uses the tinker SDK, see `is_finished`.
     """
     command = [sys.executable, *arguments]
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
@@ -113,14 +113,14 @@ async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) ->
         return result_of("runs/one")
 
     monkeypatch.chdir(EXAMPLES)
-    names: dict[str, object] = {}
+    namespace: dict[str, object] = {}
     cells = json.loads((EXAMPLES / "train.ipynb").read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     for source in sources:
-        running = eval(compile(source, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-        if running is not None:
-            await running
-        names |= {"serve": serve, "train": train, "read_result": result_of}
+        coroutine = eval(compile(source, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+        if coroutine is not None:
+            await coroutine
+        namespace |= {"serve": serve, "train": train, "read_result": result_of}
     assert len(sources) == 3 and configs[0].model_name == "local/model"
     assert Path.cwd() == ROOT
 
@@ -138,7 +138,9 @@ def result_of(folder: str | Path) -> RunResult:
 
 
 def test_the_harbor_task_is_sound(tmp_path: Path) -> None:
-    tasks_dir = shutil.copytree(EXAMPLES / "tasks", tmp_path / "tasks")  # `validate` writes a file into it
+    tasks_dir = shutil.copytree(
+        EXAMPLES / "tasks", tmp_path / "tasks"
+    )  # `validate` writes a file into the folder
     assert "1 sound" in python(
         "-m", "src.envs.validate", f"tasks_dir={tasks_dir}", "environment_type=sandbox"
     )

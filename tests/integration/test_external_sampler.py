@@ -84,11 +84,11 @@ def sample_sequences(client: tinker.SamplingClient, num_samples: int = 2) -> lis
 
 
 def max_logprob_difference(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
-    """Return the largest difference between a sample's logprobs and those of the current weights."""
+    """Return the largest difference between a sample's logprobs and those of the training model."""
     assert sequence.logprobs is not None
     output = training.forward([datum_of(PROMPT + list(sequence.tokens))], "cross_entropy").result()
-    ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]
-    return float(np.abs(ours - sequence.logprobs).max())
+    train_logprobs = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]
+    return float(np.abs(train_logprobs - sequence.logprobs).max())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Trains two steps on Fleet tasks with our server, a tiny model, an MCP server that exits once, and real
+"""Trains two steps on Fleet tasks with a real server, a tiny model, an MCP server that exits once, and real
 verifiers.
 
 Each tool name is one character, so that a model with random weights calls tools: a completion of one
@@ -28,7 +28,7 @@ from tests.integration.test_training import ROOT, start_server
 
 NO_SANDBOX = why_no_sandbox()
 pytestmark = pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
-DIE_AT = 30  # number of the tool call at which the MCP server exits
+EXIT_AT_CALL = 30  # number of the tool call at which the MCP server exits
 VERIFIERS = {
     "keys": "def verify(env): return sum(env.call_tool('export_stock').values()) / 2",
     "words": "def verify(env, final_answer): return ord(final_answer[0]) % 2",
@@ -117,9 +117,9 @@ def expected_reward(trajectory: Trajectory) -> float:
 
 
 @pytest.mark.seed_behaviour(140)
-def test_two_steps_are_trained_although_the_server_ends_once(url: str, model_dir: Path, tmp_path: Path):
+def test_training_continues_if_the_mcp_server_exits_once(url: str, model_dir: Path, tmp_path: Path):
     marker = tmp_path / "ended"
-    with mcp_server(options=(str(marker), str(DIE_AT))) as mcp_url:
+    with mcp_server(options=(str(marker), str(EXIT_AT_CALL))) as mcp_url:
         done = subprocess.run(
             command(url, mcp_url, model_dir, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=400
         )
@@ -172,7 +172,7 @@ def check_tokens(trajectory: Trajectory, chat) -> None:
         assert len(before.logprobs) == len(before.completion_ids) == 1
 
 
-def test_a_server_that_is_down_stops_the_run_with_one_line(url: str, model_dir: Path, tmp_path: Path):
+def test_an_unreachable_mcp_server_stops_the_run_with_one_line(url: str, model_dir: Path, tmp_path: Path):
     with mcp_server() as mcp_url:
         pass
     done = subprocess.run(

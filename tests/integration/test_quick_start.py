@@ -1,4 +1,4 @@
-"""Runs quick starts with their server, reduced to one step."""
+"""Runs two quick starts of `scripts.run_skyrl_tx`, each with its own server and one training step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELD_OUT = ["cancel-refused-test-1", "price-test-1", "return-test-1"]
 
 
 def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
-    small = [
+    size_options = [
         "max_steps=1",
         "batch_size=2",
         "group_size=4",
@@ -26,7 +26,7 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
         "scripts.run_skyrl_tx",
         "env=tau_bench",
         f"log_path={tmp_path / 'run'}",
-        *small,
+        *size_options,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -35,12 +35,12 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     assert "points); doing nothing: 33.3%" in done.stdout
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
-    # Sampler and trainer have the same weights.
+    # The sampler and the trainer have the same weights.
     assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
 
 
 def test_the_terminal_quick_start_fine_tunes_another_model(tmp_path: Path) -> None:
-    model = tmp_path / "own-model"
+    model = tmp_path / "other-model"
     shutil.copytree(ROOT / "datasets" / "quickstart" / "model", model)
     run = tmp_path / "run"
     command = [
@@ -67,7 +67,7 @@ def test_the_terminal_quick_start_fine_tunes_another_model(tmp_path: Path) -> No
     assert step["trials/graded"] == 8
 
 
-def test_a_mistake_stops_in_one_line_before_the_server_starts(tmp_path: Path) -> None:
+def test_an_unknown_option_is_refused_before_the_server_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.run_skyrl_tx", f"log_path={tmp_path / 'run'}", "learning_rat=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (

@@ -98,12 +98,12 @@ class Reader:
     def run(self, command: str, *, status: int = 0, activated: bool = True, uses_sdk: bool = False) -> str:
         """Run a command in the clone and return its output.
 
-        With `activated`, `source .venv/bin/activate` runs before the command. With `uses_sdk` the command is
-        a program of the tinker SDK.
+        With `activated`, `source .venv/bin/activate` runs before the command. `uses_sdk` states whether the
+        command uses the tinker SDK, see `is_finished`.
         """
         words = ["source .venv/bin/activate\n"] if activated else []
         done = subprocess.run(
-            ["bash", "-c", "".join([*words, self.ported(command)])],
+            ["bash", "-c", "".join([*words, self.with_server_port(command)])],
             cwd=self.clone,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -123,7 +123,7 @@ class Reader:
         assert line in last, answer
         assert all(text.startswith(PREAMBLE) for text in before), answer
 
-    def ported(self, text: str) -> str:
+    def with_server_port(self, text: str) -> str:
         return text.replace("localhost:8000", f"localhost:{self.port}")
 
 
@@ -145,7 +145,7 @@ def fresh_clone(folder: Path) -> Path:
 
 
 def link_environment(clone: Path) -> None:
-    """Make a .venv of links that scripts/setup.sh accepts as up to date."""
+    """Create a .venv that consists of links and that scripts/setup.sh accepts as up to date."""
     environment = clone / ".venv"
     environment.mkdir()
     for entry in (ROOT / ".venv").iterdir():
@@ -175,10 +175,10 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     (folder / "bin" / "python").symlink_to(Path(sys.base_prefix, "bin", "python3"))
     for name in (MODEL, "Qwen/Qwen3-30B-A3B"):
         cache_model(folder / "hub", name)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    private = ("TINKER_", "SKYRL_", "WANDB_", "HF_", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(private)}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    removed_prefixes = ("TINKER_", "SKYRL_", "WANDB_", "HF_", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(removed_prefixes)}
     environment |= {
         "HOME": str(folder),
         "HF_HUB_CACHE": str(folder / "hub"),
@@ -223,7 +223,7 @@ def tasks(reader: Reader) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
-    """Run Test 2 without Docker, with short trials and three trials of each held-out task."""
+    """Run Test 2 of the documents in sandboxes, with short trials and three trials of each held-out task."""
     command = (TRAIN + SINGLE_TASK).replace("environment_type=docker", "environment_type=sandbox").rstrip()
     printed = reader.run(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
     assert "tasks: 1 to train on, 1 held out; 1 steps" in printed and "done: 1 step in" in printed, printed
@@ -231,29 +231,29 @@ def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
     return folder
 
 
-# 003, quick start
+# Document 003: quick start
 
 
 def test_the_server_serves_the_model_by_its_name(reader: Reader, server: str) -> None:
     assert f"model {MODEL}  context {CONTEXT}  max_lora_rank 32" in server
-    reply = httpx.get(reader.ported("http://localhost:8000/api/v1/healthz"))
+    reply = httpx.get(reader.with_server_port("http://localhost:8000/api/v1/healthz"))
     assert (reply.status_code, reply.text) == (200, '{"status":"ok"}')
 
 
-def test_the_check_needs_no_activated_environment(reader: Reader, server: str) -> None:
+def test_the_check_script_needs_no_activated_environment(reader: Reader, server: str) -> None:
     command = "SKYRL_TX_URL=http://localhost:8000 python scripts/test_skyrl_tx.py"
     assert "6 of 6 checks hold" in reader.run(command, activated=False)
 
 
-def test_the_trainer_names_its_environment(reader: Reader) -> None:
+def test_the_error_names_the_command_that_activates_the_venv(reader: Reader) -> None:
     answer = reader.run("python -m src.train backend=skyrl-tx", status=1, activated=False)
     assert answer.count("\n") == 1 and "source .venv/bin/activate" in answer
 
 
 def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, tasks: Path) -> None:
-    """Ctrl-C stops the run when it has printed the numbers of its tasks."""
+    """SIGINT stops the run after it has printed the numbers of its tasks."""
     template = (reader.clone / ".env.skyrl-tx.example").read_text()
-    (reader.clone / ".env.skyrl-tx").write_text(reader.ported(template))
+    (reader.clone / ".env.skyrl-tx").write_text(reader.with_server_port(template))
     run = subprocess.Popen(
         ["./run_skyrl_tx.sh"],
         cwd=reader.clone,
@@ -274,8 +274,8 @@ def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, 
     text = "".join(printed)
     assert run.returncode == 130, text
     assert f"using the server at http://localhost:{reader.port}: {MODEL}, {CONTEXT} tokens" in text
-    fitted = f"context_limit={CONTEXT} instead of 128000"
-    assert f"fitted to the server's context of {CONTEXT} tokens: {fitted}" in text
+    change = f"context_limit={CONTEXT} instead of 128000"
+    assert f"fitted to the server's context of {CONTEXT} tokens: {change}" in text
     assert "wandb is off" in text and "tasks: 1 to train on, 1 held out; 2 steps" in text
     [config] = (json.loads(path.read_text()) for path in (reader.clone / "runs").glob("*/config.json"))
     recipe: dict[str, str] = {}
@@ -289,10 +289,10 @@ def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, 
     }
 
 
-# 003, phase 2 and the scenarios
+# Document 003: phase 2 and the scenarios
 
 
-def test_the_recipe_as_written_names_the_servers_options(reader: Reader, server: str, tasks: Path) -> None:
+def test_the_error_for_the_recipe_names_the_servers_options(reader: Reader, server: str, tasks: Path) -> None:
     reader.expect_error(
         TRAIN + RECIPE,
         f"context_limit=128000 exceeds the server's {CONTEXT} for {MODEL}; reduce it, or start the server "
@@ -300,7 +300,7 @@ def test_the_recipe_as_written_names_the_servers_options(reader: Reader, server:
     )
 
 
-def test_the_cloud_needs_a_key(reader: Reader, tasks: Path) -> None:
+def test_the_tinker_backend_needs_an_api_key(reader: Reader, tasks: Path) -> None:
     reader.expect_error("./run.sh", "backend=tinker needs an API key: set TINKER_API_KEY", activated=False)
 
 
@@ -312,7 +312,7 @@ def test_the_flags_of_scenario_2_are_accepted(reader: Reader, server: str) -> No
     assert "--gradient-checkpointing has no effect: " in notice and "Address already in use" in error
 
 
-def test_scenario_3_names_the_tensor_parallel_option(reader: Reader) -> None:
+def test_the_error_of_scenario_3_names_tensor_parallel(reader: Reader) -> None:
     """The model has too few heads for eight devices, like Qwen3-30B-A3B."""
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "
     flags += "--train-micro-batch-size 2 --gradient-checkpointing"
@@ -320,11 +320,11 @@ def test_scenario_3_names_the_tensor_parallel_option(reader: Reader) -> None:
     assert "tensor_parallel=8" in answer.splitlines()[-1], answer
 
 
-# 003, tests and troubleshooting
+# Document 003: tests and troubleshooting
 
 
 def test_the_program_of_test_1_runs(reader: Reader, server: str) -> None:
-    (reader.clone / "test_skyrl_tx_api.py").write_text(reader.ported(TEST_SKYRL_TX_API))
+    (reader.clone / "test_skyrl_tx_api.py").write_text(reader.with_server_port(TEST_SKYRL_TX_API))
     printed = reader.run("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py", uses_sdk=True)
     assert "Created training client" in printed and "Tokenizer works: [" in printed
     assert printed.endswith("Sampling client created\n")
@@ -337,7 +337,7 @@ def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) 
     assert steps[1]["trials/graded"] == 2 and steps[1]["tokens/trained"] > 0
 
 
-def test_another_model_is_named_with_the_served_one(reader: Reader, server: str, tasks: Path) -> None:
+def test_the_unserved_model_error_names_the_served_model(reader: Reader, server: str, tasks: Path) -> None:
     command = TRAIN.replace(MODEL, "deepseek-ai/DeepSeek-V3.1") + "  environment_type=sandbox"
     reader.expect_error(
         command,
@@ -349,7 +349,7 @@ def test_another_model_is_named_with_the_served_one(reader: Reader, server: str,
     )
 
 
-def test_a_longer_context_names_the_option_of_the_server(reader: Reader, server: str, tasks: Path) -> None:
+def test_the_context_length_error_names_the_server_option(reader: Reader, server: str, tasks: Path) -> None:
     reader.expect_error(
         "SKYRL_TX_URL=http://localhost:8000 ./run_skyrl_tx.sh context_limit=128000",
         f"context_limit=128000 exceeds the server's {CONTEXT}; lower it, or start the server with "
@@ -380,7 +380,7 @@ def test_terminal_bench_2_downloads_or_gives_a_one_line_error(
         moved.rename(tasks)
 
 
-# 004, analysis of a run
+# Document 004: analysis of a run
 
 
 def test_one_command_lists_failing_tasks_and_patterns(reader: Reader, run_folder: Path) -> None:

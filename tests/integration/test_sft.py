@@ -1,4 +1,4 @@
-"""Runs `python -m src.sft` against a real server. RL runs use its weights as a start and as a teacher."""
+"""Runs `python -m src.sft` against a real server. Its weights are the start and the teacher of RL runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def options(url: str, folder: Path) -> list[str]:
     ]
 
 
-def test_rl_starts_from_and_is_taught_by_a_warm_start(server_url: str, tmp_path: Path) -> None:
+def test_rl_accepts_an_sft_checkpoint_as_start_and_as_teacher(server_url: str, tmp_path: Path) -> None:
     chats = ["data=examples/chats.jsonl", "batch_size=4", "seed=1"]
     output = test_examples.python(
         "-m", "src.sft", *options(server_url, tmp_path / "first"), *chats, "n_epochs=3", "learning_rate=3e-3"
@@ -41,10 +41,9 @@ def test_rl_starts_from_and_is_taught_by_a_warm_start(server_url: str, tmp_path:
     rl.append(f"teacher={checkpoint.sampler_path}")
     for folder, start in (("student", []), ("teacher", loaded)):
         test_examples.python("-m", "src.train", *options(server_url, tmp_path / folder), *rl, *start)
-    student, teacher = (
+    student_kl, teacher_kl = (
         records(tmp_path / folder / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
         for folder in ("student", "teacher")
     )
-    assert student > 0.01 and teacher == pytest.approx(
-        0, abs=1e-4
-    )  # the policy starts with the weights of the teacher
+    # In the folder "teacher", the policy starts with the weights of the teacher.
+    assert student_kl > 0.01 and teacher_kl == pytest.approx(0, abs=1e-4)

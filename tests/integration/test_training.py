@@ -80,7 +80,7 @@ def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 def command(url: str, model_dir: Path, log_path: Path, *options: str) -> list[str]:
-    chosen = [
+    base_options = [
         *(
             "backend=skyrl-tx",
             f"skyrl_tx_url={url}",
@@ -111,14 +111,14 @@ def command(url: str, model_dir: Path, log_path: Path, *options: str) -> list[st
             "save_every=0",
         ),
     ]
-    return [sys.executable, "-m", "src.train", *chosen, *options]
+    return [sys.executable, "-m", "src.train", *base_options, *options]
 
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_and_saves_at_sigint(url: str, model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     done = subprocess.run(
         command(url, model_dir, log_path, "max_steps=2"),
@@ -134,16 +134,16 @@ def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Pat
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert metrics[1]["trials/graded"] == 4 and metrics[1]["env/all/turns"] == 2
     assert metrics[2]["optim/num_substeps"] == 2 and metrics[2]["optim/grad_norm"] > 0
-    # Sampler and trainer have the same weights.
+    # The sampler and the trainer have the same weights.
     assert metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
-    again = command(
+    resume_command = command(
         url, model_dir, log_path, "max_steps=19", "loss_fn=cispo", "behavior_if_log_dir_exists=resume"
     )
     text = ""
-    with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
+    with subprocess.Popen(resume_command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
         assert resumed.stdout is not None
         for line in resumed.stdout:
             text += line
@@ -151,14 +151,14 @@ def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Pat
                 resumed.send_signal(signal.SIGINT)
     assert resumed.returncode == 130, text
     assert "resuming after step 2" in text
-    # The number is 3, or larger if the signal arrived late.
+    # The run may finish further steps before it handles the signal.
     (last,) = map(int, re.findall(r"checkpoint after step (\d+): tinker://", text))
     assert last >= 3
     assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, last]
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
-def test_a_run_is_unchanged_by_a_restart_of_its_server(model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_completes_after_a_restart_of_its_server(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
     options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "num_substeps=1")
@@ -172,10 +172,10 @@ def test_a_run_is_unchanged_by_a_restart_of_its_server(model_dir: Path, tmp_path
             if line.startswith("step 2:") and server.poll() is None and "server lost" not in text:
                 server.kill()
                 server.communicate()
-                server, again = start_server(
+                server, new_url = start_server(
                     model_dir, tmp_path / "checkpoints", port=int(url.rpartition(":")[2])
                 )
-                assert again == url
+                assert new_url == url
     server.terminate()
     server.communicate(timeout=30)
     assert trainer.returncode == 0, text
@@ -200,21 +200,24 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         command = [sys.executable, "-m", "src.evaluate", *options]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
-    ours = evaluate(
+    tinker_run = evaluate(
         *shared,
         "backend=skyrl-tx",
         f"skyrl_tx_url={url}",
         f"tokenizer={model_dir}",
-        f"log_path={tmp_path / 'ours'}",
+        f"log_path={tmp_path / 'tinker'}",
     )
-    theirs = evaluate(
-        *shared, f"base_url={url}/v1", f"log_path={tmp_path / 'theirs'}", f"compare_with={tmp_path / 'ours'}"
+    openai_run = evaluate(
+        *shared,
+        f"base_url={url}/v1",
+        f"log_path={tmp_path / 'openai'}",
+        f"compare_with={tmp_path / 'tinker'}",
     )
-    for done in (ours, theirs):
+    for done in (tinker_run, openai_run):
         assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
         assert "pass@1: " in done.stdout and "trials: 4 graded" in done.stdout
-    assert "paired over 2 tasks" in theirs.stdout
-    for name in ("ours", "theirs"):
+    assert "paired over 2 tasks" in openai_run.stdout
+    for name in ("tinker", "openai"):
         results = json.loads((tmp_path / name / "results.json").read_text())
         assert [task["graded"] for task in results["tasks"]] == [2, 2]
         assert results["metrics"]["test/env/all/turns"] == 2
@@ -242,7 +245,7 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         ),
     ],
 )
-def test_a_mistake_stops_with_one_line_before_any_work(
+def test_invalid_options_stop_with_one_line_before_any_work(
     url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     log_path = tmp_path / "run"

@@ -110,8 +110,8 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def options_of_two_processes(common: dict[str, object], root: Path) -> list[dict[str, object]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
     cluster: dict[str, object] = {
         "coordinator_address": address,
         "num_processes": 2,
@@ -122,7 +122,7 @@ def options_of_two_processes(common: dict[str, object], root: Path) -> list[dict
     key.write_text(secrets.token_urlsafe(32))
     cluster["cluster_key_file"] = key
     return [
-        {**common, **cluster, "process_id": number, "checkpoints_dir": root / f"of {number}"}
+        {**common, **cluster, "process_id": number, "checkpoints_dir": root / f"process-{number}"}
         for number in range(2)
     ]
 
@@ -142,7 +142,7 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray:
 def run_client(url: str) -> dict[str, np.ndarray]:
     """Take two steps, save, sample from two snapshots, and load. Returns the received numbers.
 
-    The server moves the first model to host memory in between, because max_models is 1.
+    Because max_models is 1, the server moves one model to host memory when it trains the other one.
     """
     results: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
@@ -170,16 +170,16 @@ def run_client(url: str) -> dict[str, np.ndarray]:
                     .sequences
                 )
                 for index, sequence in enumerate(sampled):  # each process has one sequence
-                    whole = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
-                    scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
+                    sequence_input = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
+                    scored = sampler.compute_logprobs(sequence_input).result(TIMEOUT_S)[len(PROMPT) :]
                     np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
                     if seed is not None or temperature == 0:
                         results[f"tokens {number} {temperature} {index}"] = np.array(sequence.tokens)
                         results[f"sampled logprobs {number} {temperature} {index}"] = np.array(
                             sequence.logprobs
                         )
-        again = service.create_training_client_from_state_with_optimizer(state).result(TIMEOUT_S)
-        for name, client in (("loaded", again), ("kept", training)):
+        loaded = service.create_training_client_from_state_with_optimizer(state).result(TIMEOUT_S)
+        for name, client in (("loaded", loaded), ("kept", training)):
             results[f"logprobs {name}"] = logprobs_of(
                 client.forward_backward([datum(20, 1)], "cross_entropy").result(TIMEOUT_S)
             )
@@ -201,16 +201,16 @@ def test_two_processes_train_sample_save_and_load_as_one(
         processes({**common, "checkpoints_dir": tmp_path}, devices=1) as (alone,),
         ThreadPoolExecutor() as threads,
     ):
-        expected, shared = threads.map(run_client, (alone.url, pair[0].url))
+        expected, actual = threads.map(run_client, (alone.url, pair[0].url))
     for name, value in expected.items():
         kind = name.split()[0]
         if kind == "tokens":
-            assert shared[name].tolist() == value.tolist(), name
+            assert actual[name].tolist() == value.tolist(), name
         else:
             np.testing.assert_allclose(
-                shared[name], value, atol=1e-4, rtol=1e-4 if kind in ("loss", "gradient") else 0, err_msg=name
+                actual[name], value, atol=1e-4, rtol=1e-4 if kind in ("loss", "gradient") else 0, err_msg=name
             )
-    assert {"loss 1", "gradient norm kept", "tokens 1 1.0 1", "logprobs loaded"} <= set(shared)
+    assert {"loss 1", "gradient norm kept", "tokens 1 1.0 1", "logprobs loaded"} <= set(actual)
     assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only rank 0 writes
 
 

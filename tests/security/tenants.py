@@ -38,7 +38,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIterator[Site]:
-    """Serve two tenants, each with this quota, or with the default one if `quota` is None."""
+    """Start a server with two tenants, each with `quota`, or with the default quota if `quota` is None."""
     key_file = root / "keys"
     alice_key, bob_key = (add(key_file, name) for name in ("alice", "bob"))
     settings = HttpSettings(

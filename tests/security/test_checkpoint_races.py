@@ -143,7 +143,7 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     assert await archived_version(http) == 777
 
 
-def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_concurrent_saves_of_a_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     """A save removes replaced files, but no file to which the record of a concurrent save will refer."""
     store, errors = CheckpointStore(tmp_path, "m"), []
 
@@ -164,7 +164,7 @@ def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> No
     assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
 
 
-async def test_the_expiry_of_a_save_does_not_delete_a_later_one(
+async def test_the_expiry_of_a_save_does_not_delete_a_later_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     """The engine has written the new checkpoint, but the event loop has not recorded it yet."""
@@ -226,7 +226,7 @@ async def test_an_unknown_folder_in_a_checkpoint_is_replaced_by_a_save(
 
 
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
-    """The program kills a process at every seventh call that changes the disk; without 7, at every call."""
+    """The program kills a process at every seventh call that changes the disk (argument 7, default 1)."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

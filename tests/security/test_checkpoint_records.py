@@ -89,7 +89,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_record_is_reported_and_hides_no_other(
+def test_a_damaged_record_is_reported_and_hides_no_other_record(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     store = CheckpointStore(tmp_path / "root", "m")
@@ -188,7 +188,7 @@ def test_a_run_index_with_huge_metadata_shrinks_and_keeps_runs(tmp_path: Path) -
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
 
 
-def test_compaction_removes_outdated_lines_and_changes_no_fact(tmp_path: Path) -> None:
+def test_compaction_removes_only_outdated_lines(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
     run_index, expires_at = RunIndex(file), datetime.now(UTC) + timedelta(days=1)

@@ -1,5 +1,5 @@
-"""Processes of one server authenticate each other with the cluster key. Messages cannot be forged or
-replayed.
+"""The processes of a server authenticate each other with the cluster key, and reject forged or replayed
+messages.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class Relay:
 
     channel_0: Channel  # of process 0
     channel_1: Channel  # of process 1
-    to_1: socket.socket
-    to_0: socket.socket
+    to_1: socket.socket  # sends to process 1
+    to_0: socket.socket  # sends to process 0
     messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # complete messages of process 0
 
     def deliver(self, *messages: bytes) -> None:
@@ -295,12 +295,12 @@ def test_a_forged_reply_ends_process_0_with_one_error() -> None:
 
 
 def test_a_reflected_proof_of_process_0_is_refused() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as threads:
-        accepting = threads.submit(accept, ours, KEY, timeout_s=60)
+    process_0, impostor = socket.socketpair()
+    with process_0, impostor, ThreadPoolExecutor(1) as threads:
+        accepting = threads.submit(accept, process_0, KEY, timeout_s=60)
         greeting = NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES)
-        theirs.sendall(MAGIC + greeting)
-        answer = read_exactly(theirs, NONCE_BYTES + CODE_BYTES)
-        theirs.sendall(answer[NONCE_BYTES:])  # the proof of process 0
+        impostor.sendall(MAGIC + greeting)
+        answer = read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
+        impostor.sendall(answer[NONCE_BYTES:])  # the proof of process 0
         with pytest.raises(WrongKeyError, match="does not know the cluster key"):
             accepting.result(60)

@@ -60,8 +60,8 @@ volumes:
 
 
 @pytest.fixture(autouse=True)
-def own_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the objects of each test an owner, so that no trainer of another test removes them."""
+def separate_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the objects of each test a separate owner, so that no trainer of another test removes them."""
     owner = f"test-{secrets.token_hex(4)}"
     monkeypatch.setattr(docker, "owner", lambda: owner)
 
@@ -275,7 +275,7 @@ def test_a_cleanup_removes_the_objects_of_a_killed_trainer(
 @contextmanager
 def objects_of_another_project() -> Iterator[Callable[[], set[str]]]:
     """Create a container, a network and a volume of another project. Yield a function that returns the names
-    of the removed ones.
+    of the objects that no longer exist.
     """
     project = f"foreign-{secrets.token_hex(4)}"
     labels = {PROJECT_LABEL: project}
@@ -295,14 +295,14 @@ def objects_of_another_project() -> Iterator[Callable[[], set[str]]]:
 
 
 def dead_labels(run: str) -> dict[str, str]:
-    """Return the labels of a run whose process has ended."""
+    """Return labels of the run `run`, whose process has ended."""
     ended = subprocess.Popen(["true"])
     name = process_name(ended.pid)
     ended.wait()
     return {RUN_LABEL: run, OWNER_LABEL: docker.owner(), PROCESS_LABEL: name}
 
 
-def test_clean_ups_at_the_same_time_remove_everything() -> None:
+def test_concurrent_clean_ups_remove_all_objects() -> None:
     projects = [f"same-time-{secrets.token_hex(4)}" for _ in range(6)]
     with engine(timeout_s=60) as client:
         for project in projects:

@@ -15,7 +15,7 @@ from skyrl_tx_server.config.command_line import with_secrets
 
 
 class FakePopen:
-    """Replaces subprocess.Popen and records commands and environments."""
+    """Replaces subprocess.Popen. Records the commands and environments, and starts nothing."""
 
     calls: list[tuple[list[str], dict[str, str]]]
     returncode = 0

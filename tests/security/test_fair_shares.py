@@ -39,7 +39,7 @@ for bit."""
 SLOTS, STEPS_PER_DISPATCH, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_DISPATCHES = 6
 """The longest wait for a small sample: the running dispatch, the dispatches before a pause, one dispatch for
-the sample and one as a margin."""
+the sample, and one dispatch as a margin."""
 
 
 def request(
@@ -95,7 +95,7 @@ class SmallRequests:
         return num_dispatches
 
 
-def engine_of(folder: Path, **settings: object) -> Engine:
+def start_engine(folder: Path, **settings: object) -> Engine:
     options = {
         "max_num_seqs": SLOTS,
         "decode_steps_per_dispatch": STEPS_PER_DISPATCH,
@@ -109,7 +109,7 @@ def engine_of(folder: Path, **settings: object) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = engine_of(tmp_path_factory.mktemp("fair"))
+    engine = start_engine(tmp_path_factory.mktemp("fair"))
     yield engine
     engine.stop()
 
@@ -135,10 +135,10 @@ def assert_same(actual: SampleResult, expected: SampleResult, *, atol: float = 0
 
 
 @pytest.mark.parametrize("tenant", ["neighbour", "hostile"])
-def test_a_small_sample_waits_briefly_and_changes_no_other(
+def test_a_small_sample_waits_briefly_and_changes_no_result(
     engine: Engine, large_alone: SampleResult, small_alone: SampleResult, tenant: str
 ) -> None:
-    """The small request belongs to another tenant or to the same one."""
+    """The tenant of the small requests is the tenant of the large request or another one."""
     before = engine.stats()
     small_requests = SmallRequests(engine, tenant, 8)
     large = engine.submit(LARGE, small_requests, tenant="hostile")
@@ -178,11 +178,11 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:
-    """The small cache holds two complete large samples. Results equal those with a large cache."""
+    """The small cache holds two complete sequences. Results equal those with a large cache."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(op)) for op in requests]
     small_alone = result(engine.submit(SMALL))
-    small_engine = engine_of(tmp_path, cache_tokens=768, max_context_length=512)
+    small_engine = start_engine(tmp_path, cache_tokens=768, max_context_length=512)
     try:
         small_requests = SmallRequests(small_engine, "neighbour", 6, after_reports=10)
         futures = [
@@ -205,8 +205,8 @@ def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path,
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]
 
 
-def test_tenants_with_more_snapshots_than_slots_are_all_served(tmp_path: Path) -> None:
-    small_engine = engine_of(tmp_path, max_loras=2)
+def test_tenants_with_more_snapshots_than_lora_slots_are_served(tmp_path: Path) -> None:
+    small_engine = start_engine(tmp_path, max_loras=2)
     try:
         for number in range(5):
             small_engine.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))

@@ -37,7 +37,7 @@ REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
-# Unpacking 20,000 files on the event loop would block it several times as long as other work
+# Above the lag that other work causes. Unpacking 20,000 files on the event loop would cause a larger lag.
 MAX_LAG_S = 5.0
 
 
@@ -274,7 +274,7 @@ async def test_trials_over_the_quota_of_a_run_keep_their_results(
     assert sum("jobs_quota_gb" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_the_limits_of_a_folder_do_not_follow_links(tmp_path: Path) -> None:
+def test_applying_limits_to_a_folder_follows_no_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("x")
@@ -322,7 +322,7 @@ def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    import_harbor()  # disables the log of Harbor, so it precedes other imports
+    import_harbor()  # disables Harbor's log, and must precede other imports of Harbor
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

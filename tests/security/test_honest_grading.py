@@ -125,7 +125,7 @@ def shim(program: str, script: str = "echo right", directory: str = "/usr/local/
 
 USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; '
 USER_SITE += 'echo "import os; os._exit(0)" > $site/'
-# Makes the exec server read its scripts from another directory.
+# Makes the exec server (pid 1) read its scripts from another directory
 REDIRECT_PID_1 = r"""python3 - <<'END'
 import os, re
 for number in range(2000):
@@ -356,7 +356,7 @@ VOIDS = {
 
 @in_sandbox
 @pytest.mark.parametrize("name", VOIDS)
-async def test_a_voided_trial_is_graded_0_with_its_reason(
+async def test_a_trial_that_its_agent_breaks_is_graded_0_with_a_reason(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
@@ -570,7 +570,7 @@ def test_the_verifier_sees_the_honest_changes_in_a_container(
 
 @in_docker
 @pytest.mark.parametrize("name", DOCKER_VOIDS)
-def test_a_voided_trial_in_a_container_is_graded_0(
+def test_a_container_trial_that_its_agent_breaks_is_graded_0(
     container_outcomes: dict[str, Trajectory | TrialFailure], name: str
 ) -> None:
     outcome = container_outcomes[name]
@@ -595,7 +595,7 @@ async def test_too_large_files_in_a_container_are_graded_0(
 
 
 @in_sandbox
-async def test_a_failure_to_unpack_files_is_no_reward(
+async def test_a_failure_to_unpack_files_gives_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unpacking can also fail without an agent, so the trial is an infrastructure failure."""

@@ -166,7 +166,7 @@ async def test_without_a_key_unknown_host_names_are_refused(
     fake_engine(context).stop()
 
 
-def test_a_host_header_ignores_port_brackets_case_and_dot() -> None:
+def test_host_name_ignores_port_brackets_case_and_final_dot() -> None:
     assert [host_name(text) for text in ("A.Example.:1", "[::1]:8", "[::1]", "1.2.3.4")] == [
         "a.example",
         "::1",

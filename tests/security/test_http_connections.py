@@ -35,7 +35,7 @@ async def serving(
     context = fake_context(root)
     config = uvicorn.Config(
         build_app(StartupState(state=context)),
-        log_config=None,  # see LoopbackServer
+        log_config=None,  # for the reason, see tests.fakes.server.LoopbackServer
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=1,

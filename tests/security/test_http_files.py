@@ -162,7 +162,7 @@ async def test_a_full_disk_fails_only_the_model_that_is_created(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    before = (await make_model(http))["model_id"]
+    first_id = (await make_model(http))["model_id"]
 
     def raise_disk_full(run: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -171,9 +171,9 @@ async def test_a_full_disk_fails_only_the_model_that_is_created(
         patch.setattr(context.run_index, "record_run", raise_disk_full)
         reply = await make_model(http, 1)
     assert "No space left on device" in reply["error"] and "Traceback" not in caplog.text
-    (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != before]
+    (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != first_id]
     assert (await http.post("get_info", json={"model_id": refused})).status_code == 404
-    assert (await http.post("get_info", json={"model_id": before})).status_code == 200
-    after = (await make_model(http))["model_id"]
+    assert (await http.post("get_info", json={"model_id": first_id})).status_code == 200
+    last_id = (await make_model(http))["model_id"]
     assert fake_engine(context).of_type(UnloadModel) == [UnloadModel(model_id=refused)]
-    assert (await http.get(f"training_runs/{after}")).status_code == 200
+    assert (await http.get(f"training_runs/{last_id}")).status_code == 200

@@ -155,7 +155,7 @@ async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
 
 
 @needs_cgroup
-def test_the_next_run_removes_the_cgroups_of_an_ended_one(
+def test_the_next_run_removes_the_cgroups_of_an_ended_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With the shared root, another trainer that starts now could remove the directory.
@@ -208,8 +208,8 @@ def cgroup_v2(directory: Path, *, enabled: str, processes: str = "") -> Path:
 
 
 def test_cgroup_v2_is_preferred_to_v1(tmp_path: Path) -> None:
-    """A cgroup with processes cannot have children with controllers, so the cgroups of sandboxes are its
-    siblings.
+    """The trainer's cgroup has processes, and therefore cannot have children with controllers. The cgroups of
+    sandboxes are siblings of the trainer's cgroup.
     """
     mount_point = cgroup_v2(tmp_path / "unified", enabled="")
     (mount_point / "cgroup.type").unlink()  # as in the root of the hierarchy

@@ -20,7 +20,7 @@ HOLE = re.compile(r"HOLE \[([\w-]+)\] (.*)")
 
 
 def command_line(script: str) -> str:
-    """Return a command line that runs any script without showing its text on the screen."""
+    """Return a command line that runs a script without showing its text on the screen."""
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
     return (
         "base64 -d <<E | gunzip > /tmp/attack; bash /tmp/attack\n"
@@ -30,8 +30,8 @@ def command_line(script: str) -> str:
 
 
 class Agent:
-    """The policy of one trial. `holes` contains the violations that the script reported, as pairs of attack
-    name and message.
+    """The policy of one trial. `holes` contains the violations that the script has reported, as pairs of an
+    attack's name and a message.
     """
 
     def __init__(self, chat: Chat, script: str, *, end: str, last_command: str, patience_s: float) -> None:

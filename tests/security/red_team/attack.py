@@ -10,10 +10,10 @@ from enum import StrEnum
 class Category(StrEnum):
     ESCAPE = "escape"  # act on the host or read from it
     FORGE = "forge"  # get a reward of 1 without a solution
-    VOID = "void"  # end as a failure, which training drops, instead of with the reward 0
+    VOID = "void"  # make the trial fail, so that training drops it instead of using the reward 0
     STALL = "stall"  # keep the trainer or the disk busy
     HOARD = "hoard"  # use more than the task's limits
-    PERSIST = "persist"  # leave something on the host
+    PERSIST = "persist"  # leave processes, files or kernel objects on the host
     REACH_OUT = "reach out"  # connect to an address that the task does not permit
 
 
@@ -28,7 +28,7 @@ class RunAs(StrEnum):
 
 
 class Kind(StrEnum):
-    """The task on which an attack runs. The value is the name of the task's folder."""
+    """The task on which an attack runs. The name of the task's folder ends with the value."""
 
     PLAIN = "plain"  # the verifier compares two files with bash and cat
     PYTHON = "python"  # the verifier is a Python program
@@ -99,7 +99,7 @@ class Attack:
     shares: frozenset[EnvironmentKind] = frozenset()
 
 
-def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
+def combined_script(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
     """Return a script that runs the attacks one after the other and then prints `end`."""
     lines = [
         "export HERE=$(mktemp -d /tmp/attack.XXXXXX)",

@@ -1,5 +1,5 @@
-"""Run the attacks of one environment and user in a separate process. All descendants of this process therefore
-belong to attacks.
+"""Run the attacks of one environment and user in a separate process, so that all descendants of this process
+belong to the trials of the attacks.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from tests.fakes.event_loop import unloaded_clock
 from tests.fakes.tokenizer import byte_chat
 from tests.security.red_team import host, image
 from tests.security.red_team.agent import Agent
-from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, typed
+from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, combined_script
 from tests.security.red_team.tasks import write_tasks
 
-# More containers than sandboxes run at a time, because the engine needs seconds to start and stop one.
+# The number for containers is higher, because Docker needs seconds to start and stop a container.
 TRIALS_AT_ONCE = {
     EnvironmentKind.SANDBOX: 3,
     EnvironmentKind.DOCKER: 6,
@@ -97,9 +97,9 @@ class AttackRunner:
     connections: list[str]  # the first line that each connection sent to the server
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        # Trials that may have caused a violation together with others. Each of them is repeated alone.
+        # Trials that are repeated alone, because several trials or attacks may have caused a violation.
         suspects: list[SharedTrial] = []
-        for batch in batched(shared(attacks, self.where), TRIALS_AT_ONCE[self.where]):
+        for batch in batched(group_into_trials(attacks, self.where), TRIALS_AT_ONCE[self.where]):
             batch_violations = await self._play_batch(batch)
             for shared_trial in batch:
                 if (batch_violations and len(batch) > 1) or (
@@ -203,7 +203,7 @@ class AttackRunner:
         end = f"ended-{shared_trial.word}"
         agent = Agent(
             byte_chat(),
-            typed(shared_trial.attacks, variables, end=end),
+            combined_script(shared_trial.attacks, variables, end=end),
             end=end,
             last_command=f"cd /; echo {ANSWER} > /app/answer.txt" if solves else "",
             patience_s=sum(attack.patience_s for attack in shared_trial.attacks) or 5,
@@ -248,9 +248,9 @@ class AttackRunner:
         shared_trial.violations += host.faults_of_folder(directory / shared_trial.word)
 
 
-def shared(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:
-    """Return the trials of the attacks, longest first, so that the trials of a batch take about the same
-    time.
+def group_into_trials(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:
+    """Group the attacks into trials. Return the longest trials first, so that the trials of a batch take about
+    the same time.
     """
     groups: dict[object, list[Attack]] = {}
     for number, attack in enumerate(attacks):

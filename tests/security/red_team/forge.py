@@ -175,7 +175,6 @@ printf 'BASH_ENV=/root/.bash_env\\nENV=/root/.bash_env\\nPATH=/app/bin:/usr/bin:
 cp /etc/environment ~/.pam_environment
 true
 """,
-        shares=frozenset(EnvironmentKind),
     ),
     forge(
         "background-writer",
@@ -286,7 +285,6 @@ tmux run-shell -b 'while :; do echo 1 > {REWARDS}.txt; done'
 tmux new-session -d -s other 'while :; do echo 1 > {REWARDS}.txt; done'
 true
 """,
-        shares=frozenset(EnvironmentKind),
     ),
     forge(
         "rewritten-pid-1",  # makes the exec server run another script for every later command

@@ -1,5 +1,5 @@
 """Attacks that use more resources than the limits of the task allow. The reward must be 0, and other trials
-must not be affected. A script that allocates memory or processes stops at no more than 125 % of the limit.
+must not be affected. Except for `files-in-memory`, a script stops allocating at 125 % of a limit or earlier.
 """
 
 from __future__ import annotations

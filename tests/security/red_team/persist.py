@@ -1,4 +1,6 @@
-"""Attacks that leave something on the host. The agent also solves the task, and its reward must stay 1."""
+"""Attacks that leave processes, files or kernel objects on the host. The agent also solves the task, and its
+reward must stay 1.
+"""
 
 from __future__ import annotations
 

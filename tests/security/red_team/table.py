@@ -1,4 +1,4 @@
-"""All attacks."""
+"""The table of all attacks, and functions that select attacks from it."""
 
 from __future__ import annotations
 
