@@ -84,14 +84,22 @@ def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 
 @partial(jax.jit, static_argnames=("config", "pages", "dtype"))
 def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
+    """Return a cache of zeros. On a CPU, the call returns before the memory is filled."""
     lead, head_dim = (config.num_layers, pages, config.num_kv_heads), config.head_dim
-    return keep_cache(
+    cache = keep_cache(
         config,
         KVCache(
             keys=jnp.zeros((*lead, head_dim, PAGE_SIZE), dtype),
             values=jnp.zeros((*lead, PAGE_SIZE, head_dim), dtype),
         ),
     )
+    if config.mesh is not None or jax.default_backend() != "cpu":
+        return cache
+    # XLA runs a program without arithmetic in the calling thread. The first write to new memory takes up to
+    # seconds per GiB. This loop never runs, but because of it XLA fills the memory in another thread, while
+    # the server starts and compiles the first program.
+    zero = jax.lax.optimization_barrier(jnp.int32(0))
+    return jax.lax.fori_loop(0, zero, lambda _, cache: jax.tree.map(lambda leaf: 2 * leaf, cache), cache)
 
 
 def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
