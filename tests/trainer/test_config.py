@@ -193,7 +193,7 @@ def test_groups_of_one_need_raw_singleton_advantages():
     assert parse([*BASE, "group_size=1", "singleton_advantage=raw"]).group_size == 1
 
 
-def test_loss_settings_are_those_of_the_loss():
+def test_loss_fn_config_sets_the_settings_of_the_loss():
     options = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
     assert options.loss_settings == {"clip_low_threshold": 0.7}
 

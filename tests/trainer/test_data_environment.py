@@ -54,7 +54,7 @@ def question(**values: object):
     return question_of(Record(values=values, number=1, where="a.jsonl:1"), Columns())
 
 
-async def test_a_file_like_gsm8k_is_one_option_and_a_reward(tmp_path: Path):
+async def test_a_file_like_gsm8k_needs_only_data_and_reward(tmp_path: Path):
     source = opened(f"data={written(tmp_path / 'sums.jsonl', *GSM8K)}", "reward=number", "eval_split=0.3")
     assert (len(source.train), len(source.eval)) == (7, 3)
     task = source.train[0]

@@ -84,7 +84,7 @@ def test_tasks_with_too_few_graded_trials_are_left_out():
     assert pass_rates([Tally(solved=0, graded=0)], group_size=4) == {}
 
 
-def test_sizes_are_1_to_4_the_powers_of_two_and_the_group_itself():
+def test_k_is_1_to_4_each_power_of_two_and_the_group_size():
     assert list(pass_rates([Tally(solved=2, graded=10)], group_size=10))[::2] == [
         f"pass_at_{k}" for k in (1, 2, 3, 4, 8, 10)
     ]
@@ -107,7 +107,7 @@ def test_a_rounded_sign_flip_test_is_an_upper_bound(primes):
     assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
 
 
-def test_the_interval_of_a_difference_is_students():
+def test_the_interval_of_a_difference_is_a_students_t_interval():
     before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
     difference = compare_paired(before, after).difference
     assert (difference.low, difference.high) == (

@@ -42,7 +42,7 @@ EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint
 
 
 class Bench:
-    """Evaluations on fakes. `solves(checkpoint, task, member)` returns whether the policy solves a trial."""
+    """Runs evaluations on fakes. `solves(checkpoint, task, member)` grades a trial; trials in `lost` fail."""
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"

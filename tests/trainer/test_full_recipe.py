@@ -57,7 +57,7 @@ def server(models: dict[str, int], *, health: int = 200, key: str | None = None)
 def trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[dict[str, str], object, tuple[str, ...]]]:
-    """Return the list of started trainings: their options, server process and arguments of the server."""
+    """Replace the starts of server and trainer. Return the list of their options, process and arguments."""
     calls: list[tuple[dict[str, str], object, tuple[str, ...]]] = []
     started: list[tuple[str, ...]] = []
 
@@ -173,7 +173,7 @@ def test_the_model_and_options_may_have_names_of_skyrl(trained, monkeypatch, cap
 
 
 @pytest.mark.seed_behaviour(114)
-def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) -> None:
+def test_without_model_name_the_served_model_is_trained(trained, monkeypatch, capfd) -> None:
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["tasks_dir=tasks"]) == 0

@@ -24,7 +24,7 @@ HELD_OUT = [task("held-01"), task("held-02")]
 
 
 class Bench(FakeRun):
-    """A run on fakes. `go` runs it, and the other members return its results."""
+    """A run on a bandit backend and fake trials. Keyword arguments are passed to `FakeTasks`."""
 
     def __init__(self, path, **play):
         super().__init__(path / "run", self._parts)
