@@ -43,8 +43,8 @@ def opened(*options: str) -> TaskSource:
     return open_task_source(config, byte_chat())
 
 
-async def play(source: TaskSource, *answers: str, index: int = 0) -> Trajectory:
-    trial = source.trial(source.train[index], directory=Path("unused"), seed=1, temperature=1.0)
+async def play(source: TaskSource, *answers: str) -> Trajectory:
+    trial = source.trial(source.train[0], directory=Path("unused"), seed=1, temperature=1.0)
     result = await trial.run(FakePolicy(byte_chat(), answers))
     assert isinstance(result, Trajectory), result
     return result

@@ -202,11 +202,9 @@ async def for_ever():
     await asyncio.Event().wait()
 
 
-def server_error(status=503):
+def server_error():
     request = httpx.Request("POST", "http://h:1/api/v1/asample")
-    return tinker.InternalServerError(
-        "overloaded", response=httpx.Response(status, request=request), body=None
-    )
+    return tinker.InternalServerError("overloaded", response=httpx.Response(503, request=request), body=None)
 
 
 # Faults of trials. Each case has the fault, the options, the final state, and whether the result equals that

@@ -147,7 +147,7 @@ def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatc
     assert trained == []
 
 
-def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, monkeypatch, capfd) -> None:
+def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, capfd) -> None:
     assert main(["model_name=./model", "tasks_dir=tasks", "max_tokens=4096"]) == 2
     assert "max_tokens=4096 leaves no room for a prompt" in capfd.readouterr().err
     assert trained == []
@@ -173,7 +173,7 @@ def test_the_model_and_options_may_have_names_of_skyrl(trained, monkeypatch, cap
 
 
 @pytest.mark.seed_behaviour(114)
-def test_without_model_name_the_served_model_is_trained(trained, monkeypatch, capfd) -> None:
+def test_without_model_name_the_served_model_is_trained(trained, monkeypatch) -> None:
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["tasks_dir=tasks"]) == 0

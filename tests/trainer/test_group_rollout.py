@@ -21,15 +21,13 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(
-    tmp_path, play_trial, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0.0, seed=0, **changes
-):
+async def play(tmp_path, play_trial, *, tasks=(A, B), parallel=8, deadline=None, wait=0.0, seed=0, **changes):
     source = FakeTasks(train=tasks, play=play_trial)
     reported = []
     settings = RolloutOptions(
         n_parallel_envs=parallel,
         trial_timeout_s=deadline,
-        trial_attempts=attempts,
+        trial_attempts=2,
         retry_wait_s=wait,
         seed=seed,
     )

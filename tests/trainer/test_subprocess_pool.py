@@ -25,10 +25,10 @@ STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
 
 
 @asynccontextmanager
-async def pool_of(num_workers: int = 1, *, timeout_s: float = 20.0, arguments: tuple[str, ...] = ()):
+async def pool_of(num_workers: int = 1, *, arguments: tuple[str, ...] = ()):
     command = [sys.executable, str(STANDIN), *arguments]
     async with worker_pool(
-        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=timeout_s)
+        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=20.0)
     ) as pool:
         yield pool
 
