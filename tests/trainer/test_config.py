@@ -198,7 +198,7 @@ def test_loss_fn_config_sets_the_settings_of_the_loss():
     assert options.loss_settings == {"clip_low_threshold": 0.7}
 
 
-def test_a_run_name_has_the_options_that_differ():
+def test_a_run_name_has_tasks_model_main_options_and_date():
     assert run_name(parse(BASE), date="D") == "tasks-Qwen-Qwen3-4B-rank32-lr0.0005-g8-b1-D"
     assert run_name(parse([*BASE, "wandb_name=mine"]), date="D") == "mine"
 

@@ -51,7 +51,7 @@ def test_intervals_of_other_rates_cover_93_to_97_percent(pool, kind):
     assert 0.93 <= coverage(POOLS[pool], (100, 4), kind, repeats=1500, seed=1) <= 0.97
 
 
-def test_trials_of_one_task_are_not_independent():
+def test_intervals_treat_trials_of_one_task_as_dependent():
     alike = mean_rate([1.0] * 5 + [0.0] * 5, num_trials=80)
     spread = mean_rate([0.5] * 10, num_trials=80)
     assert alike.high - alike.low > 0.5

@@ -333,7 +333,7 @@ CALLS += [("save", 2, fault) for fault in (answers_503, never_answers, restarts)
 @pytest.mark.parametrize(
     ("name", "number", "fault"), CALLS, ids=lambda value: getattr(value, "__name__", None)
 )
-async def test_one_fault_of_a_call_changes_nothing(tmp_path, mode, name, number, fault):
+async def test_a_single_fault_of_a_call_does_not_change_the_result(tmp_path, mode, name, number, fault):
     if mode != "synchronous":
         number = 2  # Which groups form a step depends on time, and a step of equal rewards has no gradient.
     bench = Bench(tmp_path, mode, before_call=at_call(name, number, fault))

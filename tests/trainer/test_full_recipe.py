@@ -252,13 +252,13 @@ def test_wandb_is_on_with_a_key_a_mode_or_a_login(tmp_path: Path) -> None:
     assert wandb_is_set_up({"NETRC": str(netrc)})
 
 
-def test_a_gguf_file_brings_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gguf_file_provides_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recipe_options, "converted_directory", lambda name: tmp_path)
     model = named_model("smollm2-135m")
     assert (model.served_name, model.tokenizer) == ("local/smollm2-135m", str(tmp_path))
     assert named_model("models/tiny.gguf").served_name == "local/tiny"
 
 
-def test_an_error_of_the_server_has_the_trainers_names() -> None:
+def test_a_server_error_has_the_trainers_option_names() -> None:
     line = "skyrl-tx server: max_context_length=9 is outside 1..8"
     assert in_trainer_names(line) == "skyrl-tx server: context_limit=9 is outside 1..8"

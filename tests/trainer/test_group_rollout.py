@@ -121,8 +121,8 @@ async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, 
         return failure("a", kind) if trial.task is A else await succeed(trial, policy)
 
     groups, made, reported = await play(tmp_path, fail_a, group_size=1)
-    of_a = [trial.seed for trial in made if trial.task is A]
-    assert len(of_a) == tries and len(set(of_a)) == 1
+    seeds_of_a = [trial.seed for trial in made if trial.task is A]
+    assert len(seeds_of_a) == tries and len(set(seeds_of_a)) == 1
     assert {finished.group.task.id: finished.num_retries for finished in reported} == {"a": tries - 1, "b": 0}
     assert [failed.kind for failed in groups[0].failures] == [kind]
 
@@ -144,7 +144,7 @@ async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
     assert times[1] - times[0] >= 0.019
 
 
-async def test_a_server_that_is_lost_is_a_failure_of_infrastructure(tmp_path):
+async def test_a_backend_error_is_an_infrastructure_failure(tmp_path):
     async def lose(trial, policy):
         raise BackendError("gone")
 

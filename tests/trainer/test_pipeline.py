@@ -165,7 +165,7 @@ async def test_on_policy_training_plays_no_group_ahead():
         assert await taking == "c"
 
 
-async def test_quarantined_tasks_are_passed_over_and_the_schedule_ends():
+async def test_quarantined_tasks_are_skipped_and_the_schedule_ends():
     stage = Stage("abc", left_out="ab")
     async with stage.pipeline:
         taking = await started(stage)
