@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-metric.m
 
 @pytest.fixture
 def example() -> dict:
-    """Run the code of the page, with its assertions. Returns the names that it defines."""
+    """Run the code of the page, with its assertions. Returns the variables that it defines."""
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, names)

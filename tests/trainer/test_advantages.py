@@ -1,4 +1,4 @@
-"""Compares with values of SkyRL's functions. G, R, X and RP are the names of the reference cases."""
+"""Tests advantages and token weights on the reference cases G, R, X and RP of docs/skyrl-semantics.md."""
 
 import random
 import statistics
@@ -46,7 +46,7 @@ def test_g5_a_singleton_is_zero_unless_raw_is_set(reward, raw, raw_without_std):
     assert advantages([reward], "dr_grpo") == [raw_without_std]
 
 
-def test_r1_rloo_compares_with_the_mean_of_the_others():
+def test_r1_rloo_subtracts_the_mean_of_the_other_rewards():
     assert advantages([1, 0, 0, 0], "rloo") == pytest.approx(
         [1, -0.3333333, -0.3333333, -0.3333333], abs=5e-8
     )
@@ -91,7 +91,7 @@ def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
 
 
 @pytest.mark.parametrize(
-    ("reduction", "whole", "second_masked"),
+    ("reduction", "weights", "weight_if_second_masked"),
     [
         ("token_mean", [0.125, 0.125], 0.5),
         ("sequence_mean", [0.25, 0.0833333], 0.25),
@@ -99,10 +99,10 @@ def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
         ("prompt_mean", [0.125, 0.125], 0.5),
     ],
 )
-def test_weights_of_two_and_six_tokens(reduction, whole, second_masked):
+def test_token_weights_of_two_sequences_for_each_reduction(reduction, weights, weight_if_second_masked):
     options = {"reduction": reduction, "max_sequence_length": 10, "prompts_S": ["a", "a"]}
-    assert token_weights([2, 6], **options) == pytest.approx(whole, abs=5e-8)
-    assert token_weights([2, 0], **options)[0] == pytest.approx(second_masked)
+    assert token_weights([2, 6], **options) == pytest.approx(weights, abs=5e-8)
+    assert token_weights([2, 0], **options)[0] == pytest.approx(weight_if_second_masked)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_weights_of_two_and_six_tokens(reduction, whole, second_masked):
         ("prompt_mean", [[1, 2], [3], [4], [8]], "aabb", 9, 4.0),
     ],
 )
-def test_weighted_sums_are_the_means_of_skyrl(reduction, values, prompts, max_length, loss):
+def test_the_weighted_sum_equals_skyrls_reduced_loss(reduction, values, prompts, max_length, loss):
     weights = token_weights(
         list(map(len, values)), reduction=reduction, max_sequence_length=max_length, prompts_S=list(prompts)
     )

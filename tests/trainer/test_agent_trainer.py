@@ -129,7 +129,7 @@ def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
         (["RUN/none"], "give the folder of a"),
     ],
 )
-def test_a_mistake_of_evaluate_gives_a_one_line_error(
+def test_a_wrong_evaluate_argument_gives_a_one_line_error(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     run_of(tmp_path / "run")

@@ -30,7 +30,8 @@ CALL = '<tool_call>{"name": "get_order", "arguments": {"order": "no such id"}}</
 
 
 class Clerk:
-    """A policy that requests an order that does not exist and then answers with text until the user ends.
+    """A policy that requests an order that does not exist and then answers with text until the user
+    ends the conversation.
 
     Every fifth completion is text, even if no call has been made.
     """
@@ -103,7 +104,7 @@ async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path)
 
 
 @pytest.mark.seed_behaviour(150)
-async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> None:
+async def test_failing_tasks_are_listed_with_patterns_and_calls(tmp_path: Path) -> None:
     await evaluate_clerk(tmp_path / "evaluation", "tasks=*-test-*")
     text = analyze(f"runs={tmp_path / 'evaluation'}", write_to=tmp_path / "e.md")
     dumped = [

@@ -8,16 +8,16 @@ from src.records.atomic_io import append_record, replace_text, truncate_torn_lin
 from tests.fakes.run_files import records
 
 
-def test_a_partly_written_line_is_removed_with_an_error(tmp_path, monkeypatch):
+def test_a_failed_append_removes_its_partial_line(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append_record(path, {"n": 1})
     before = path.read_text()
     real = os.write
 
-    def half(descriptor, data):
+    def write_half(descriptor, data):
         return real(descriptor, data[: len(data) // 2])
 
-    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(os, "write", write_half)
     with pytest.raises(
         StorageError,
         match=r"cannot write .*a.jsonl: No space left on device; "
@@ -48,7 +48,7 @@ def test_the_end_of_the_last_complete_line_is_found(tmp_path, monkeypatch):
             assert path.read_text() == whole
 
 
-def test_a_large_file_is_repaired_without_reading_it(tmp_path):
+def test_a_large_file_is_repaired_without_reading_all_of_it(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(2**40)  # a sparse file that does not fit into memory
@@ -64,10 +64,10 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     replace_text(path, "two")
     assert path.read_text() == "two"
 
-    def full(descriptor):
+    def full_disk(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(StorageError, match="No space left"):
         replace_text(path, "three")
     assert path.read_text() == "two" and [child.name for child in path.parent.iterdir()] == ["a.json"]

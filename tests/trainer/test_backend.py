@@ -89,7 +89,7 @@ async def test_a_model_that_is_not_served_is_rejected(url):
 
 
 @pytest.mark.seed_behaviour(123)
-async def test_a_context_beyond_the_servers_is_rejected(url):
+async def test_a_context_limit_above_the_servers_is_rejected(url):
     with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+ for .*yarn=true"):
         async with connect(settings(url, context_limit=999_999)):
             pass
@@ -129,10 +129,10 @@ async def test_lora_alpha_sets_the_alpha_of_the_adapter(url):
         assert backend.lora_alpha == 64
         paths = await backend.save("000001")
         resumed = AdapterOptions(lora_alpha=16.0, load_checkpoint_path=paths.state_path)
-        assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the checkpoint's
+        assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the alpha of the checkpoint
 
 
-async def test_without_a_reported_alpha_the_backend_uses_tinkers(url, monkeypatch):
+async def test_the_backend_uses_tinkers_alpha_if_none_is_reported(url, monkeypatch):
     async def without_alpha(*arguments, **options):
         return httpx.Response(200, json={"lora_rank": 8})
 

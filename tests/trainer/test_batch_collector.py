@@ -1,4 +1,4 @@
-"""Tests the batch of each step and the records of finished groups, on-policy and ahead of training."""
+"""Tests the batch of each step and the records of finished groups, with and without max_staleness."""
 
 import asyncio
 import gc
@@ -87,13 +87,13 @@ class Bench:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
     def played(self, *, folder: str = "") -> str:
-        """Return the tasks that were tried, in alphabetical order."""
+        """Return the sorted ids of the tasks that have a trial in a folder whose name contains `folder`."""
         return "".join(
             sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name})
         )
 
 
-async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
+async def test_a_quarantined_task_stays_excluded_after_a_restart(tmp_path):
     bench = Bench(tmp_path, failing="a")
     first = await bench.collect(1, "ab")
     assert [group.task.id for group in first.played] == ["a", "b"]
@@ -155,7 +155,7 @@ async def test_the_curriculum_continues_after_a_restart(tmp_path):
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
-async def test_chosen_refills_are_as_many_new_tasks_as_are_missing(tmp_path):
+async def test_thompson_refills_prefer_tasks_not_yet_played(tmp_path):
     for step in range(1, 9):
         bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
         step_batch = await bench.collect(step, "ab")
@@ -187,7 +187,7 @@ async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     )
 
 
-async def test_a_lost_server_ends_the_wait_for_groups_ahead(tmp_path):
+async def test_a_lost_server_ends_the_wait_for_groups(tmp_path):
     bench = Bench(tmp_path, held="ab", max_staleness=1)
     async with bench.groups.running([batch(1, "ab")], UnusedPolicy(0)):
         collecting = asyncio.ensure_future(bench.collect(1, "ab"))
@@ -234,7 +234,7 @@ async def test_loaded_rollouts_are_freed_after_their_step(tmp_path):
         assert not any(isinstance(item, FinishedRollout) for item in gc.get_objects())
 
 
-async def test_groups_played_ahead_are_counted(tmp_path):
+async def test_groups_of_quarantined_tasks_are_counted_per_step(tmp_path):
     bench, names = (
         Bench(tmp_path, failing="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
         ("ab", "cd", "ab"),

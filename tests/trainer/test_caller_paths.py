@@ -1,4 +1,4 @@
-"""Relative paths of ./run_skyrl_tx.sh belong to the folder from which it is called."""
+"""Tests that ./run_skyrl_tx.sh resolves relative paths in the folder from which it is called."""
 
 from __future__ import annotations
 

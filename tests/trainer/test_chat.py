@@ -33,7 +33,7 @@ def test_render_ends_with_the_generation_prompt_and_thinking_off():
 
 
 @pytest.mark.seed_behaviour(64)
-def test_thinking_is_on_in_every_generation_prompt_of_an_evaluation(tmp_path):
+def test_enable_thinking_applies_to_every_generation_prompt(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     chat = load_chat(str(tmp_path), enable_thinking=True)
     prompt = chat.render(USER)

@@ -1,4 +1,4 @@
-"""`agent-trainer chat`: a scripted user against a fake policy, the options of a run, and mistakes."""
+"""Tests `agent-trainer chat` with a scripted user and a fake policy, the options of a run, and errors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OPTIONS = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "conte
 
 
 def reader(lines: list[str | Exception]) -> Callable[[], str]:
-    """Return the lines in order, and then the end of input."""
-    left = iter([*lines, EOFError()])
+    """Return a function that returns or raises the lines in order, and then raises EOFError."""
+    remaining = iter([*lines, EOFError()])
 
     def read() -> str:
-        line = next(left)
+        line = next(remaining)
         if isinstance(line, Exception):
             raise line
         return line
@@ -43,7 +43,7 @@ def reader(lines: list[str | Exception]) -> Callable[[], str]:
 def chat_with(
     replies: list[str | Exception], lines: list[str | Exception], *options: str
 ) -> tuple[list[str], list[str]]:
-    """Return what is written for the lines, and the prompts that the policy was asked."""
+    """Return what the program writes for the lines, and the prompts that the policy receives."""
     chat, written = toy_chat(), []
     policy = FakePolicy(chat, replies)
     conversation = Conversation(policy, chat, parse_as(ChatConfig, [*OPTIONS, *options]))
@@ -62,13 +62,13 @@ def test_each_answer_continues_the_conversation() -> None:
     assert prompts == ["\x01u\nhi\x02\n\x01a\n", "\x01u\nhi\x02\n\x01a\nhello\x02\n\x01u\nyou?\x02\n\x01a\n"]
 
 
-def test_reset_forgets_and_exit_ends() -> None:
+def test_reset_clears_the_conversation_and_exit_ends_the_chat() -> None:
     written, prompts = chat_with(["a"], ["hi", "/reset", "again", "/exit", "never"], "system=S")
     assert written == ["a", "the conversation is forgotten", "a"]
     assert prompts == ["\x01s\nS\x02\n\x01u\nhi\x02\n\x01a\n", "\x01s\nS\x02\n\x01u\nagain\x02\n\x01a\n"]
 
 
-def test_bad_lines_are_refused_in_one_line() -> None:
+def test_an_invalid_input_line_gives_a_one_line_error() -> None:
     undecodable = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     written, prompts = chat_with(["a"], ["/rest", undecodable, "x" * 80, "/home/x?"])
     assert written == [
@@ -81,7 +81,7 @@ def test_bad_lines_are_refused_in_one_line() -> None:
     assert len(prompts) == 1
 
 
-def test_a_cut_answer_is_marked_and_controls_are_removed() -> None:
+def test_a_cut_answer_is_marked_and_control_codes_are_removed() -> None:
     assert chat_with(["long answer", "\x1b[2Jb"], ["hi", "hi"])[0] == [
         "long ans [cut at the token limit]",
         "[2Jb",
@@ -164,7 +164,7 @@ def test_the_program_answers_and_ends_with_its_input(
         (["sistem=x"], "did you mean system?"),
     ],
 )
-def test_a_mistake_of_chat_is_one_line(
+def test_a_wrong_chat_option_gives_a_one_line_error(
     capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert program.main([*OPTIONS, *options]) == 2

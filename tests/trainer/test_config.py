@@ -193,12 +193,12 @@ def test_groups_of_one_need_raw_singleton_advantages():
     assert parse([*BASE, "group_size=1", "singleton_advantage=raw"]).group_size == 1
 
 
-def test_loss_settings_are_those_of_the_loss():
+def test_loss_fn_config_sets_the_settings_of_the_loss():
     options = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
     assert options.loss_settings == {"clip_low_threshold": 0.7}
 
 
-def test_a_run_name_has_the_options_that_differ():
+def test_a_run_name_has_tasks_model_main_options_and_date():
     assert run_name(parse(BASE), date="D") == "tasks-Qwen-Qwen3-4B-rank32-lr0.0005-g8-b1-D"
     assert run_name(parse([*BASE, "wandb_name=mine"]), date="D") == "mine"
 

@@ -129,7 +129,7 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
     ]
 
 
-def test_a_step_without_an_update_leaves_its_columns_out():
+def test_a_step_without_an_update_omits_its_columns():
     _, head, _ = shown(
         lambda display: display.step_finished(1, num_steps=1, metrics={"env/all/reward/total": 0.0})
     )

@@ -52,8 +52,8 @@ def test_choice_prefers_rates_near_one_half_and_explores():
 def test_choice_depends_on_state_seed_and_step_only():
     state = Curriculum().after([group("a", 1, 0), group("b", 0, 0)])
 
-    def chosen(state=state, tasks=TASKS, **place):
-        return [task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "attempt": 0} | place))]
+    def chosen(state=state, tasks=TASKS, **changes):
+        return [task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "attempt": 0} | changes))]
 
     assert chosen() == chosen(from_records([to_record(state, since=0)])) == chosen(tasks=TASKS[::-1])
     assert len({tuple(chosen(step=step)) for step in range(10)}) > 1
@@ -61,14 +61,16 @@ def test_choice_depends_on_state_seed_and_step_only():
     assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
 
 
-def test_a_small_exploration_floor_is_drawn_at_random():
-    half = chz.replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
-    known = Curriculum().after(
+def test_a_floor_below_one_task_explores_at_random():
+    half_task = chz.replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
+    state = Curriculum().after(
         [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
     )
     for name in "bcdefgh" * 20:
-        known = known.after([group(name, 1, 0)])
-    explored = sum(known.choose(TASKS, 4, half, step=step, attempt=0)[0].id == "a" for step in range(200))
+        state = state.after([group(name, 1, 0)])
+    explored = sum(
+        state.choose(TASKS, 4, half_task, step=step, attempt=0)[0].id == "a" for step in range(200)
+    )
     assert 70 < explored < 130
     assert len(
         {Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}

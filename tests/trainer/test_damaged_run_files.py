@@ -1,4 +1,4 @@
-"""With damaged run files, a resume works or ends with a one-line error that names the file."""
+"""Tests that a resume with damaged run files works or ends with a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resume_error(interrupted_run: Path, tmp_path: Path, name: str, change: Any) -> str:
-    """Resume a copy of the run with a changed file. Return the error message, or "" if it works."""
+    """Resume a copy of the run with a changed file. Return the error message, or "" if the resume works."""
     copy = tmp_path / "run"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(interrupted_run, copy)
@@ -124,7 +124,7 @@ def resume_error(interrupted_run: Path, tmp_path: Path, name: str, change: Any) 
 
 @st.composite
 def changed_values(draw: st.DrawFn) -> Any:
-    """Return a change of one value of one line, at any depth."""
+    """Return a function that replaces or removes one value of one line, at any depth."""
     line_number, path, replacement = (
         draw(st.integers(0, 40)),
         draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
@@ -160,7 +160,7 @@ def changed_values(draw: st.DrawFn) -> Any:
 
 
 def bytes_changed(fraction: float, replacement: bytes) -> Any:
-    """Return a change of the bytes at the given fraction of the file's length."""
+    """Return a function that replaces bytes of a file, from the given fraction of its length on."""
 
     def change(content: bytes) -> bytes:
         start = int(fraction * len(content))
@@ -180,7 +180,7 @@ QUICK = settings(
 
 @QUICK
 @given(name=st.sampled_from(RUN_FILES), change=changed_values())
-def test_a_changed_value_is_harmless_or_a_one_line_error(
+def test_a_changed_value_works_or_gives_a_one_line_error(
     interrupted_run: Path, tmp_path: Path, name: str, change: Any
 ) -> None:
     resume_error(interrupted_run, tmp_path, name, change)
@@ -190,7 +190,7 @@ def test_a_changed_value_is_harmless_or_a_one_line_error(
 @given(
     name=st.sampled_from(RUN_FILES), fraction=st.floats(0, 1), replacement=st.binary(min_size=1, max_size=20)
 )
-def test_changed_bytes_are_harmless_or_a_one_line_error(
+def test_changed_bytes_work_or_give_a_one_line_error(
     interrupted_run: Path, tmp_path: Path, name: str, fraction: float, replacement: bytes
 ) -> None:
     resume_error(interrupted_run, tmp_path, name, bytes_changed(fraction, replacement))

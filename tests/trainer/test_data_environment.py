@@ -43,8 +43,8 @@ def opened(*options: str) -> TaskSource:
     return open_task_source(config, byte_chat())
 
 
-async def play(source: TaskSource, *answers: str, index: int = 0) -> Trajectory:
-    trial = source.trial(source.train[index], directory=Path("unused"), seed=1, temperature=1.0)
+async def play(source: TaskSource, *answers: str) -> Trajectory:
+    trial = source.trial(source.train[0], directory=Path("unused"), seed=1, temperature=1.0)
     result = await trial.run(FakePolicy(byte_chat(), answers))
     assert isinstance(result, Trajectory), result
     return result
@@ -54,7 +54,7 @@ def question(**values: object):
     return question_of(Record(values=values, number=1, where="a.jsonl:1"), Columns())
 
 
-async def test_a_file_like_gsm8k_is_one_option_and_a_reward(tmp_path: Path):
+async def test_a_file_like_gsm8k_needs_only_data_and_reward(tmp_path: Path):
     source = opened(f"data={written(tmp_path / 'sums.jsonl', *GSM8K)}", "reward=number", "eval_split=0.3")
     assert (len(source.train), len(source.eval)) == (7, 3)
     task = source.train[0]

@@ -11,7 +11,7 @@ from src.learning.datums import (
 from tests.fakes.trials import turn
 
 
-def test_turns_that_extend_one_another_become_one_sequence():
+def test_turns_that_extend_each_other_become_one_sequence():
     first = turn([1, 2], [10, 11], logprob=-0.25)
     second = turn([1, 2, 10, 11, 3], [12], logprob=-0.5)
     [sequence] = sequences_of([first, second], advantage=2.0)
@@ -89,13 +89,13 @@ def test_an_empty_completion_adds_no_token():
 
 
 def test_sequences_without_advantage_are_not_sent():
-    still = sequences_of([turn([1], [10])], advantage=0.0)
-    moving = sequences_of([turn([1], [11])], advantage=1.0)
-    [datum] = to_datums([*still, *moving])
+    zero_advantage = sequences_of([turn([1], [10])], advantage=0.0)
+    nonzero_advantage = sequences_of([turn([1], [11])], advantage=1.0)
+    [datum] = to_datums([*zero_advantage, *nonzero_advantage])
     assert datum.loss_fn_inputs["target_tokens"].to_numpy().tolist() == [11]
 
 
-def test_scaling_touches_only_advantages():
+def test_scaling_changes_only_advantages():
     [sequence] = sequences_of([turn([1], [10, 11])], advantage=2.0)
     half = scale_advantages(sequence, 0.5)
     assert half.advantages.tolist() == [0, 1, 1]

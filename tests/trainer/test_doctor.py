@@ -1,4 +1,4 @@
-"""`agent-trainer doctor`: each problem is found with its value and command, and a healthy run has none."""
+"""Tests that `agent-trainer doctor` reports each problem with its measured value and a command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def problems(path: Path) -> dict[str, Finding]:
     return {finding.name: finding for finding in run_findings(CheckedRun(str(path))) if finding.is_problem}
 
 
-def test_a_healthy_run_has_ok_lines_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_of(tmp_path / "run"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all(line.startswith("ok ") for line in lines)
@@ -99,7 +99,7 @@ def test_a_healthy_run_has_ok_lines_alone(tmp_path: Path, capsys: pytest.Capture
         ),
     ],
 )
-def test_each_problem_is_found_alone(
+def test_each_problem_is_reported_without_other_problems(
     tmp_path: Path, changes: dict, name: ProblemName, measured: str, command: str
 ) -> None:
     path = run_of(tmp_path / "run", **changes)
@@ -207,7 +207,7 @@ def test_the_machine_is_checked_without_a_run(
         (["RUN", "other"], "'other' is not key=value"),
     ],
 )
-def test_a_mistake_of_doctor_is_one_line(
+def test_a_wrong_doctor_argument_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     path = run_of(tmp_path / "run")

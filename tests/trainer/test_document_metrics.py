@@ -1,4 +1,4 @@
-"""A run with offline wandb records each metric name of the seed documents once, in wandb and in its files."""
+"""Tests that a run records each metric name of the seed documents once, in offline wandb and in its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainer.test_episodes import EpisodesRun, Say, tasks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 THIS = "tests.trainer.test_document_metrics"
-OFFLINE = ("HOME", "PATH", "TMPDIR", "VIRTUAL_ENV")
+KEPT_VARIABLES = ("HOME", "PATH", "TMPDIR", "VIRTUAL_ENV")
 ADDED_BY_WANDB = {"_runtime", "_step", "_timestamp"}
 
 EVERY_STEP = {
@@ -88,7 +88,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps in a separate process, because wandb starts threads and processes."""
     folder = tmp_path_factory.mktemp("offline")
-    environment = {name: os.environ[name] for name in OFFLINE if name in os.environ}
+    environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     environment |= {"WANDB_MODE": "offline", "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-m", THIS, str(folder)],

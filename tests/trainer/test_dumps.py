@@ -27,8 +27,8 @@ def lines(path):
 
 @pytest.mark.seed_behaviour(29, 32, 60)
 def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
-    talk = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
-    groups = [group("copy-01", messages=talk), group("move-01")]
+    messages = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
+    groups = [group("copy-01", messages=messages), group("move-01")]
     dump_evaluation(tmp_path, 20, groups, {"test/pass_at_1": 1.0}, decode, env_class="harbor")
     folder = tmp_path / "dumped_evals" / "global_step_20_evals"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -60,13 +60,13 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
         "9 1",
         "2 9 3 4 9",
     )
-    assert record["conversation"] == talk and record["turns"] == 2 and record["score"] == [1.0]
+    assert record["conversation"] == messages and record["turns"] == 2 and record["score"] == [1.0]
     assert "größer" in (folder / "copy.jsonl").read_text()
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
 
 @pytest.mark.seed_behaviour(30, 31, 60)
-def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
+def test_examples_of_steps_1_11_and_21_lack_special_tokens(tmp_path):
     groups = [group(f"copy-{number:02d}") for number in range(12)]
     for step in range(1, 22):
         dump_examples(tmp_path, step, groups, decode)

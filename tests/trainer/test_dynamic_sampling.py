@@ -83,7 +83,7 @@ def test_replace_substitutes_good_groups_for_bad_ones():
     }
 
 
-def test_replace_draws_freely_when_good_groups_are_fewer():
+def test_replace_repeats_good_groups_if_there_are_too_few():
     kept = replace_bad_groups([*good("a"), *bad("x", "y")], random.Random(0))
     assert names(kept) == ["a", "a", "a"]
 
@@ -103,7 +103,7 @@ def test_too_many_batches_stop_the_run_with_a_reason():
         unlimited = add_batch(unlimited, bad("b"), settings("filter", limit=0), step=7, num_groups=1)
 
 
-def test_off_keeps_everything():
+def test_dynamic_sampling_off_keeps_all_groups():
     groups = [*good("a"), *bad("b")]
     assert add_batch(EMPTY, groups, settings("off"), step=1, num_groups=2).kept == groups
 
@@ -136,7 +136,7 @@ async def test_refills_receive_the_state_after_each_batch():
     assert names(state.kept) == ["a", "d"]
 
 
-async def test_groups_are_good_by_rewards_after_the_reward_rules():
+async def test_reward_rules_are_applied_before_dynamic_sampling():
     played = [group("a", 1), replace(group("b", 0), failures=[failure()])]
 
     async def play(tasks, attempt):

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md run unchanged, and the page lists every environment."""
+"""Tests that docs/environments.md lists every environment and that its examples run unchanged."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
 
 
 @pytest.mark.seed_behaviour(80)
-async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
+async def test_eval_top_p_applies_only_to_evaluations(tmp_path, monkeypatch):
     top_ps, sample = [], BanditSampler.sample
 
     def recorded(self, prompt, num_samples, sampling_params):

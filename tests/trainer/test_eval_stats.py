@@ -51,7 +51,7 @@ def test_intervals_of_other_rates_cover_93_to_97_percent(pool, kind):
     assert 0.93 <= coverage(POOLS[pool], (100, 4), kind, repeats=1500, seed=1) <= 0.97
 
 
-def test_trials_of_one_task_are_not_independent():
+def test_intervals_treat_trials_of_one_task_as_dependent():
     alike = mean_rate([1.0] * 5 + [0.0] * 5, num_trials=80)
     spread = mean_rate([0.5] * 10, num_trials=80)
     assert alike.high - alike.low > 0.5
@@ -84,7 +84,7 @@ def test_tasks_with_too_few_graded_trials_are_left_out():
     assert pass_rates([Tally(solved=0, graded=0)], group_size=4) == {}
 
 
-def test_sizes_are_1_to_4_the_powers_of_two_and_the_group_itself():
+def test_k_is_1_to_4_each_power_of_two_and_the_group_size():
     assert list(pass_rates([Tally(solved=2, graded=10)], group_size=10))[::2] == [
         f"pass_at_{k}" for k in (1, 2, 3, 4, 8, 10)
     ]
@@ -107,7 +107,7 @@ def test_a_rounded_sign_flip_test_is_an_upper_bound(primes):
     assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
 
 
-def test_the_interval_of_a_difference_is_students():
+def test_the_interval_of_a_difference_is_a_students_t_interval():
     before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
     difference = compare_paired(before, after).difference
     assert (difference.low, difference.high) == (

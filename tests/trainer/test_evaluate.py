@@ -42,7 +42,7 @@ EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint
 
 
 class Bench:
-    """Evaluations on fakes. `solves(checkpoint, task, member)` returns whether the policy solves a trial."""
+    """Runs evaluations on fakes. `solves(checkpoint, task, member)` grades a trial; trials in `lost` fail."""
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"
@@ -198,7 +198,7 @@ async def test_an_unknown_noop_reward_is_left_out(tmp_path):
     )
 
 
-async def test_ungraded_trials_are_named_and_in_no_rate(tmp_path):
+async def test_ungraded_trials_are_counted_and_excluded_from_rates(tmp_path):
     bench = Bench(tmp_path, lambda *_: True, lost={("say-00", 3), ("say-01", 0)})
     await bench.go("n_samples=4", "trial_attempts=1")
     results = bench.results()

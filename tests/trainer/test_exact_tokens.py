@@ -1,4 +1,4 @@
-"""Each trained token of a conversation is a token that was sampled at this position with this logprob."""
+"""Tests that each trained token was sampled at its position, with the recorded logprob."""
 
 from __future__ import annotations
 

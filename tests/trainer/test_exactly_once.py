@@ -1,4 +1,4 @@
-"""A run that is killed at any point and resumed equals the uninterrupted run."""
+"""Tests that a run that is killed at any point and resumed equals the uninterrupted run."""
 
 import subprocess
 import sys

@@ -34,11 +34,11 @@ def split(names_P_G: list[list[str]], num_substeps: int) -> Any:
     return split_substeps(cast(Any, names_P_G), num_substeps)
 
 
-def two_and_six(*, second=StopReason.STOP):
-    """Return examples with the advantage 1 on two tokens and -1 on six."""
+def two_and_six(*, second_stop=StopReason.STOP):
+    """Return a group with 2 and 6 sampled tokens and the rewards 2 and 0, so the advantages are 1 and -1."""
     members = [
         trajectory(reward=2, turns=[turn([1], [10, 11])]),
-        trajectory(reward=0, turns=[turn([1], [12, 13, 14]), turn([2], [15, 16, 17])], stop=second),
+        trajectory(reward=0, turns=[turn([1], [12, 13, 14]), turn([2], [15, 16, 17])], stop=second_stop),
     ]
     return TrajectoryGroup(task=task("a"), trajectories=members)
 
@@ -58,7 +58,7 @@ def token_advantages(example):
         ("prompt_mean", 0.125, -0.125, -0.5),
     ],
 )
-def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
+def test_the_loss_reduction_scales_the_advantages(reduction, first, second, total):
     examples = apply_loss_reduction(
         examples_of(two_and_six(), settings(), FILTERS), settings(loss_reduction=reduction)
     )
@@ -73,7 +73,7 @@ def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
 )
 def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
     examples = apply_loss_reduction(
-        examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS),
+        examples_of(two_and_six(second_stop=StopReason.LENGTH), settings(), FILTERS),
         settings(loss_reduction=reduction),
     )
     assert [example.advantage for example in examples] == [1, -1]
@@ -128,7 +128,7 @@ def test_s7_every_turn_has_the_advantage_of_its_trajectory():
     assert whole.num_tokens == 3 and len(whole.sequences) == 1
 
 
-def test_reinforce_plus_plus_compares_over_the_batch():
+def test_reinforce_plus_plus_normalises_over_the_batch():
     groups = [
         TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2, 3, 4])])]),
         TrajectoryGroup(task=task("b"), trajectories=[trajectory("b", 0, [turn([1], [2, 3, 4])])]),
@@ -171,7 +171,7 @@ async def test_the_kl_penalty_keeps_the_sum_of_advantages():
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
 
 
-async def test_a_teacher_adds_its_difference_to_each_token():
+async def test_a_teacher_adds_a_logprob_difference_to_each_advantage():
     members = [
         trajectory(reward=1, turns=[turn([1], [10, 11], logprob=-0.5)]),
         trajectory(reward=0, turns=[turn([1], [12], logprob=-2.0)]),
@@ -189,7 +189,7 @@ async def test_a_teacher_adds_its_difference_to_each_token():
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
 @pytest.mark.seed_behaviour(72)
-async def test_kl_estimators_of_half_a_nat(estimator, value):
+async def test_kl_estimates_of_a_logprob_difference_of_half_a_nat(estimator, value):
     assert float(kl_estimates(np.array(-1 - -1.5), estimator=estimator)) == pytest.approx(value, abs=5e-8)
     members = [
         trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]),

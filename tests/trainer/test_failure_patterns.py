@@ -99,7 +99,9 @@ def test_a_solved_trial_has_no_pattern():
         (["Please."], {"user_tool_errors": 1.0}, "could not use its own tools"),
     ],
 )
-def test_a_customer_fault_is_no_false_completion(messages: list[str], metrics: dict[str, Any], fault: str):
+def test_a_user_simulator_fault_is_no_false_completion(
+    messages: list[str], metrics: dict[str, Any], fault: str
+):
     trajectory = failed(*(("user", text) for text in messages), **metrics)
     assert user_simulator_faults(trajectory) == [fault]
     assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
@@ -115,7 +117,7 @@ def conversation(questions: list[str], answers: list[str]) -> Trajectory:
     )
 
 
-def test_a_customer_that_repeats_a_long_answer_is_stuck():
+def test_a_user_simulator_that_repeats_itself_is_a_fault():
     wish = "I would like to have my order number 17 sent to another address."
     assert user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == [
         "repeated itself"

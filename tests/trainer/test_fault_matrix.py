@@ -202,11 +202,9 @@ async def for_ever():
     await asyncio.Event().wait()
 
 
-def server_error(status=503):
+def server_error():
     request = httpx.Request("POST", "http://h:1/api/v1/asample")
-    return tinker.InternalServerError(
-        "overloaded", response=httpx.Response(status, request=request), body=None
-    )
+    return tinker.InternalServerError("overloaded", response=httpx.Response(503, request=request), body=None)
 
 
 # Faults of trials. Each case has the fault, the options, the final state, and whether the result equals that
@@ -335,7 +333,7 @@ CALLS += [("save", 2, fault) for fault in (answers_503, never_answers, restarts)
 @pytest.mark.parametrize(
     ("name", "number", "fault"), CALLS, ids=lambda value: getattr(value, "__name__", None)
 )
-async def test_one_fault_of_a_call_changes_nothing(tmp_path, mode, name, number, fault):
+async def test_a_single_fault_of_a_call_does_not_change_the_result(tmp_path, mode, name, number, fault):
     if mode != "synchronous":
         number = 2  # Which groups form a step depends on time, and a step of equal rewards has no gradient.
     bench = Bench(tmp_path, mode, before_call=at_call(name, number, fault))
@@ -364,7 +362,7 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
 
 
 @pytest.mark.parametrize(
-    "full",
+    "full_file",
     [
         "metrics.jsonl",
         "checkpoints.jsonl",
@@ -374,21 +372,21 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
         ".step_000002.jsonl.new",
     ],
 )
-async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full):
+async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full_file):
     real_write, real_fsync = os.write, os.fsync
     # The number of the first write that fails, from 1.
-    num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
+    num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full_file, 1)
 
     def is_full(descriptor):
         nonlocal num_left
-        num_left -= os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
-        return num_left <= 0 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
+        num_left -= os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full_file}")
+        return num_left <= 0 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full_file}")
 
     def write(descriptor, data):
         return real_write(descriptor, data[:5]) if is_full(descriptor) else real_write(descriptor, data)
 
     def fsync(descriptor):
-        if full.startswith(".") and is_full(descriptor):
+        if full_file.startswith(".") and is_full(descriptor):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real_fsync(descriptor)
 

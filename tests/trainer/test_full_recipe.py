@@ -57,7 +57,7 @@ def server(models: dict[str, int], *, health: int = 200, key: str | None = None)
 def trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[dict[str, str], object, tuple[str, ...]]]:
-    """Return the list of started trainings: their options, server process and arguments of the server."""
+    """Replace the starts of server and trainer. Return the list of their options, process and arguments."""
     calls: list[tuple[dict[str, str], object, tuple[str, ...]]] = []
     started: list[tuple[str, ...]] = []
 
@@ -147,7 +147,7 @@ def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatc
     assert trained == []
 
 
-def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, monkeypatch, capfd) -> None:
+def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, capfd) -> None:
     assert main(["model_name=./model", "tasks_dir=tasks", "max_tokens=4096"]) == 2
     assert "max_tokens=4096 leaves no room for a prompt" in capfd.readouterr().err
     assert trained == []
@@ -173,7 +173,7 @@ def test_the_model_and_options_may_have_names_of_skyrl(trained, monkeypatch, cap
 
 
 @pytest.mark.seed_behaviour(114)
-def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) -> None:
+def test_without_model_name_the_served_model_is_trained(trained, monkeypatch) -> None:
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["tasks_dir=tasks"]) == 0
@@ -252,13 +252,13 @@ def test_wandb_is_on_with_a_key_a_mode_or_a_login(tmp_path: Path) -> None:
     assert wandb_is_set_up({"NETRC": str(netrc)})
 
 
-def test_a_gguf_file_brings_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gguf_file_provides_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recipe_options, "converted_directory", lambda name: tmp_path)
     model = named_model("smollm2-135m")
     assert (model.served_name, model.tokenizer) == ("local/smollm2-135m", str(tmp_path))
     assert named_model("models/tiny.gguf").served_name == "local/tiny"
 
 
-def test_an_error_of_the_server_has_the_trainers_names() -> None:
+def test_a_server_error_has_the_trainers_option_names() -> None:
     line = "skyrl-tx server: max_context_length=9 is outside 1..8"
     assert in_trainer_names(line) == "skyrl-tx server: context_limit=9 is outside 1..8"

@@ -21,15 +21,13 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(
-    tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0.0, seed=0, **changes
-):
-    source = FakeTasks(train=tasks, play=play)
+async def play(tmp_path, play_trial, *, tasks=(A, B), parallel=8, deadline=None, wait=0.0, seed=0, **changes):
+    source = FakeTasks(train=tasks, play=play_trial)
     reported = []
     settings = RolloutOptions(
         n_parallel_envs=parallel,
         trial_timeout_s=deadline,
-        trial_attempts=attempts,
+        trial_attempts=2,
         retry_wait_s=wait,
         seed=seed,
     )
@@ -44,7 +42,7 @@ async def succeed(trial, policy):
 
 
 @pytest.mark.seed_behaviour(79)
-async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path):
+async def test_groups_keep_the_order_of_the_tasks_and_every_member(tmp_path):
     async def slow_a(trial, policy):
         await asyncio.sleep(0.02 if trial.task is A else 0)
         return await succeed(trial, policy)
@@ -123,13 +121,13 @@ async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, 
         return failure("a", kind) if trial.task is A else await succeed(trial, policy)
 
     groups, made, reported = await play(tmp_path, fail_a, group_size=1)
-    of_a = [trial.seed for trial in made if trial.task is A]
-    assert len(of_a) == tries and len(set(of_a)) == 1
+    seeds_of_a = [trial.seed for trial in made if trial.task is A]
+    assert len(seeds_of_a) == tries and len(set(seeds_of_a)) == 1
     assert {finished.group.task.id: finished.num_retries for finished in reported} == {"a": tries - 1, "b": 0}
     assert [failed.kind for failed in groups[0].failures] == [kind]
 
 
-def test_the_wait_before_a_retry_doubles_and_is_spread():
+def test_the_wait_before_a_retry_doubles_and_has_jitter():
     assert [back_off(2.0, attempts, seed=0) for attempts in (1, 2, 3, 9)] == [2, 4, 8, 60]
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
 
@@ -146,7 +144,7 @@ async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
     assert times[1] - times[0] >= 0.019
 
 
-async def test_a_server_that_is_lost_is_a_failure_of_infrastructure(tmp_path):
+async def test_a_backend_error_is_an_infrastructure_failure(tmp_path):
     async def lose(trial, policy):
         raise BackendError("gone")
 
@@ -200,7 +198,7 @@ async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
     assert groups[1].rewards == [1]
 
 
-async def test_without_a_graded_trial_the_commonest_cause_is_named(tmp_path):
+async def test_without_a_graded_trial_the_most_frequent_cause_is_named(tmp_path):
     async def fail(trial, policy):
         return (
             failure("a", FailureKind.AGENT, "odd")

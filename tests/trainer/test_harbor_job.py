@@ -1,4 +1,4 @@
-"""Harbor's viewer can read a folder of trials as a job."""
+"""Tests that Harbor's viewer can read a folder of trials as a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whole Harbor trials in real sandboxes with a scripted policy, for every way in which one can end."""
+"""Runs whole Harbor trials in real sandboxes with a scripted policy, for every way in which a trial ends."""
 
 from __future__ import annotations
 

@@ -66,17 +66,17 @@ def test_a_sequence_below_the_lower_bound_is_masked():
     assert token_factors(SAMPLED, OLD, masked).is_masked  # 1 / 1.822 < 0.6
 
 
-def test_the_token_mask_keeps_its_bounds():
+def test_the_token_mask_keeps_ratios_at_its_bounds():
     result = token_factors(OLD, SAMPLED, settings(tis_token_mask_low=0.5, tis_token_mask_high=2.0))
     assert result.factors.tolist() == [0, 1, 1]
-    same = token_factors(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
-    assert same.factors.tolist() == [1]  # A ratio at the bound is kept.
+    at_bound = token_factors(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
+    assert at_bound.factors.tolist() == [1]  # A ratio at the bound is kept.
 
 
 @pytest.mark.parametrize(
     ("kind", "low", "high"), [("geometric", 0.99, 1.01), ("product", 0.5, 2.0), ("outlier", 1e-4, 100.0)]
 )
-def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
+def test_sequence_bounds_default_to_those_of_skyrl(kind, low, high):
     def is_masked(ratio, **bounds):
         return token_factors(
             np.log([ratio]), np.zeros(1), settings(tis_sequence_mask=kind, **bounds)
@@ -141,9 +141,9 @@ def test_tis_changes_sampled_tokens_only():
 
 def test_a_trajectory_in_two_sequences_has_one_product_of_ratios():
     broken = example(turn([1], [10], logprob=-1.0), turn([5], [50], logprob=-1.0))
-    still = example(turn([1], [10]), advantage=0.0)
-    olds = [np.array([0.0, -0.5], dtype=np.float32), np.array([0.0, -0.7], dtype=np.float32)]
-    [[_, changed]], _ = apply_tis([[still, broken]], olds, settings(tis="sequence"))
+    unchanged = example(turn([1], [10]), advantage=0.0)
+    old_logprobs = [np.array([0.0, -0.5], dtype=np.float32), np.array([0.0, -0.7], dtype=np.float32)]
+    [[_, changed]], _ = apply_tis([[unchanged, broken]], old_logprobs, settings(tis="sequence"))
     assert [sequence.advantages[1] for sequence in changed.sequences] == pytest.approx([np.exp(0.8)] * 2)
 
 

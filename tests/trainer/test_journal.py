@@ -11,7 +11,7 @@ KEY = RolloutKey(purpose="step", step=1, task="a", member=0)
 
 
 @pytest.mark.seed_behaviour(35)
-def test_a_new_journal_restores_the_state_of_the_last_one(tmp_path):
+def test_a_new_journal_restores_the_state_of_its_predecessor(tmp_path):
     first = Journal(tmp_path)
     first.started(resumed_from=0)
     assert first.rollout_started(KEY, policy_version=0, seed=7) == 1
@@ -96,7 +96,7 @@ def test_a_line_torn_by_a_crash_does_not_damage_the_next(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
-def test_only_trained_events_are_synced_to_disk(tmp_path, monkeypatch):
+def test_only_rollout_events_are_not_synced_to_disk(tmp_path, monkeypatch):
     journal, synced, fsync = Journal(tmp_path), [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(fsync(descriptor)))
     journal.rollout_started(KEY, policy_version=0, seed=7)

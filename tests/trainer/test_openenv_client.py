@@ -97,7 +97,7 @@ async def test_observations_become_messages():
     assert contents == ["2 left", "a", "1 left", "b", "0 left"]
 
 
-async def test_rewards_of_the_server_are_those_of_the_trajectory():
+async def test_a_trajectory_has_the_rewards_of_the_server():
     trajectory = await played(Client())
     assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards) == (1, [0, 1])
@@ -195,7 +195,7 @@ def test_a_real_server_is_played(tmp_path):
             create_fastapi_app(Parrot, Say, Heard, max_concurrent_envs=8),
             host="127.0.0.1",
             port=0,
-            log_config=None,  # see LoopbackServer
+            log_config=None,  # the default would close the log handlers of other libraries
             log_level="error",
         )
     )

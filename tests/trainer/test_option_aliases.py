@@ -14,7 +14,7 @@ def test_a_former_name_sets_the_present_option(name):
     assert getattr(parse([*BASE, f"{name}=7"]), OPTION_ALIASES[name]) == 7
 
 
-def test_a_former_value_is_the_present_one():
+def test_a_former_value_sets_the_present_value():
     assert parse([*BASE, "task_sampling=signal"]).task_sampling == "thompson"
 
 

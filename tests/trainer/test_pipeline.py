@@ -51,7 +51,7 @@ def test_the_order_depends_only_on_ids_seed_and_epoch():
 
 
 class Stage:
-    """A pipeline whose groups run until the test ends them."""
+    """A pipeline whose groups run until `end`. `under_way` has the names of the running groups."""
 
     def __init__(self, names, *, left_out=(), **changes):
         options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
@@ -151,7 +151,7 @@ def test_staleness_or_streaming_uses_the_pipeline(max_staleness, stream_groups, 
     assert settings.uses_pipeline == uses_pipeline
 
 
-async def test_on_policy_nothing_is_played_ahead():
+async def test_on_policy_training_plays_no_group_ahead():
     stage = Stage("abcd", max_staleness=0, stream_groups=True)
     async with stage.pipeline:
         taking = await started(stage)
@@ -165,7 +165,7 @@ async def test_on_policy_nothing_is_played_ahead():
         assert await taking == "c"
 
 
-async def test_quarantined_tasks_are_passed_over_and_the_schedule_ends():
+async def test_quarantined_tasks_are_skipped_and_the_schedule_ends():
     stage = Stage("abc", left_out="ab")
     async with stage.pipeline:
         taking = await started(stage)

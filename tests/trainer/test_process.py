@@ -1,4 +1,4 @@
-"""`exit_process` ends a program with its exit status, whatever the daemon threads do."""
+"""Tests that `exit_process` ends a program with its exit status while daemon threads run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick starts of `./run_skyrl_tx.sh`."""
+"""Tests the quick starts of `./run_skyrl_tx.sh`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_quick_start_is_a_valid_run(name: str) -> None:
         ({"quickstart": "arithmetic"}, "arithmetic"),
     ],
 )
-def test_a_quick_start_has_a_name_or_an_environment(given: dict[str, str], name: str) -> None:
+def test_a_quick_start_is_chosen_by_name_or_environment(given: dict[str, str], name: str) -> None:
     assert chosen_quick_start(given) is QUICKSTARTS[name]
 
 

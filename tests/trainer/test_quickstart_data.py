@@ -169,13 +169,13 @@ def test_the_builder_reproduces_the_committed_tokenizer() -> None:
 @pytest.fixture(scope="module")
 def conversations() -> list[list[dict[str, object]]]:
     rng = random.Random("round trip")
-    made = []
+    conversations = []
     for number in range(300):
         family, pool = rng.choice(tuple(FAMILIES)), rng.choice(tuple(Pool))
         instance = make_instance(family, seed=f"round-trip-{number}", pool=pool)
         messages = demonstrate(instance, rng).messages
-        made.append([{"role": message.role, "content": message.content} for message in messages])
-    return made
+        conversations.append([{"role": message.role, "content": message.content} for message in messages])
+    return conversations
 
 
 def test_encoded_conversations_decode_exactly(

@@ -1,4 +1,4 @@
-"""Each recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
+"""Tests that each recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_recipe_loads_and_validates(name: str):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.seed_behaviour(18, 72, 81, 85, 93, 105, 111)
-def test_the_numbers_are_the_presets(name: str):
+def test_a_recipe_has_the_numbers_of_its_preset(name: str):
     model, project, numbers = PRESETS[name]
     config = recipe(f"training/run_{name}.sh", *JUDGE)
     assert config.model_name == model and config.wandb_project is not None

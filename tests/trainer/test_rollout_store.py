@@ -57,10 +57,10 @@ def test_every_token_and_logprob_is_restored_exactly():
         assert list(restored.metrics) == ["b", "a"] and restored.stop_reason is StopReason.MAX_TURNS
     lost = failure("a", FailureKind.VERIFIER)
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
-    voided = Trajectory(
+    graded_zero = Trajectory(
         task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD
     )
-    assert decoded(json.loads(json.dumps(encoded(voided)))) == voided
+    assert decoded(json.loads(json.dumps(encoded(graded_zero)))) == graded_zero
 
 
 def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):

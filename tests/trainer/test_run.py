@@ -24,7 +24,7 @@ HELD_OUT = [task("held-01"), task("held-02")]
 
 
 class Bench(FakeRun):
-    """A run on fakes. `go` runs it, and the other members return its results."""
+    """A run on a bandit backend and fake trials. Keyword arguments are passed to `FakeTasks`."""
 
     def __init__(self, path, **play):
         super().__init__(path / "run", self._parts)
@@ -448,10 +448,10 @@ async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
     bench.source.play = say_a_token
     with pytest.raises(ConfigError, match="behavior_if_log_dir_exists=resume"):
         await bench.go()
-    made = len(bench.source.made)
+    num_made = len(bench.source.made)
     await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
     # The rest of the evaluation, the step and the last evaluation.
-    assert len(bench.source.made) - made == 8 - 3 + 8 + 8
+    assert len(bench.source.made) - num_made == 8 - 3 + 8 + 8
     await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
 

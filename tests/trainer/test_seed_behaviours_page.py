@@ -1,4 +1,4 @@
-"""docs/seed-behaviours.md and the tests that carry the marker `seed_behaviour` name each other."""
+"""Tests that docs/seed-behaviours.md and the tests with the marker `seed_behaviour` name each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/skyrl-semantics.md names an existing test for every reference case."""
+"""Tests that docs/skyrl-semantics.md names an existing test for every reference case."""
 
 import re
 from pathlib import Path

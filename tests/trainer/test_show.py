@@ -78,7 +78,7 @@ def test_steps_and_tasks_select_trials(run: Path, selection, names):
     assert [row[1] for row in rows(printed(run, selection))[1:]] == names
 
 
-def test_each_trial_has_its_advantage_and_the_reason_of_its_outcome(run: Path):
+def test_each_trial_has_its_advantage_and_outcome(run: Path):
     solved, faulty, lost = printed(run, "step_000001").splitlines()[1:]
     assert solved.split()[2:] == ["1", "0.5", "1", "2", "stop"]
     assert faulty.rstrip().endswith("env_error: KeyError: 'board' (my_env.py:7 in step)")

@@ -14,7 +14,7 @@ from src.evaluate.config import EvaluateConfig
 BASE = ["tasks_dir=t", "model_name=m"]
 TAU = ["env=tau_bench", "model_name=m"]
 TAU_OPTIONS = {"test_data", "train_data", "use_native_tool_calling"}
-KNOWN = chz.chz_fields(TrainerConfig)
+OPTION_FIELDS = chz.chz_fields(TrainerConfig)
 VALUES = {  # values of options that do not accept the number 2
     "advantage_estimator": "rloo",
     "loss_reduction": "sequence_mean",
@@ -29,7 +29,7 @@ VALUES = {  # values of options that do not accept the number 2
 @pytest.mark.seed_behaviour(144)
 def test_a_name_of_skyrl_sets_our_option(name: str) -> None:
     ours, _, pattern = TAKEN[name].partition("|")[0].partition("=")
-    field = KNOWN[ours]
+    field = OPTION_FIELDS[ours]
     value = VALUES.get(ours, "true" if field.final_type is bool else "2")
     spelled = name.replace("<name>", "airline")
     argument = f"{ours}={pattern.replace('{}', value).replace('<name>', 'airline')}"
@@ -176,12 +176,12 @@ def test_every_reason_belongs_to_a_refused_name() -> None:
 )
 @pytest.mark.seed_behaviour(16)
 def test_held_out_data_is_never_taken_for_training_data(name: str) -> None:
-    assert nearest(name, list(KNOWN)) not in ("train_data", "tasks_dir")
+    assert nearest(name, list(OPTION_FIELDS)) not in ("train_data", "tasks_dir")
     with pytest.raises(ConfigError, match="unknown option") as error:
         parse([*BASE, f"{name}=v.parquet"])
     assert "train_data" not in str(error.value) and "tasks_dir" not in str(error.value)
 
 
 def test_names_of_our_options_pass_unchanged() -> None:
-    argv = [f"{name}=2" for name in KNOWN]
-    assert taken_arguments(argv, KNOWN, REFUSED) == (argv, [])
+    argv = [f"{name}=2" for name in OPTION_FIELDS]
+    assert taken_arguments(argv, OPTION_FIELDS, REFUSED) == (argv, [])

@@ -25,16 +25,16 @@ STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
 
 
 @asynccontextmanager
-async def pool_of(num_workers: int = 1, *, timeout_s: float = 20.0, arguments: tuple[str, ...] = ()):
+async def pool_of(num_workers: int = 1, *, arguments: tuple[str, ...] = ()):
     command = [sys.executable, str(STANDIN), *arguments]
     async with worker_pool(
-        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=timeout_s)
+        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=20.0)
     ) as pool:
         yield pool
 
 
 class Counter:
-    """An episode of the replacement worker."""
+    """An episode of the replacement worker that adds numbers to a total."""
 
     def __init__(self, pool: WorkerPool, name: str) -> None:
         self.name = name
@@ -70,11 +70,11 @@ async def test_a_session_uses_the_least_loaded_worker_until_it_closes():
 @pytest.mark.parametrize("how", ["alarm", "die", "nonsense"])
 async def test_an_episode_is_replayed_on_another_worker(how: str, tmp_path: Path):
     async with pool_of() as pool:
-        one, bystander = Counter(pool, "one"), Counter(pool, "bystander")
-        assert (await one.add(5), await bystander.add(7)) == (5, 7)
+        one, other = Counter(pool, "one"), Counter(pool, "other")
+        assert (await one.add(5), await other.add(7)) == (5, 7)
         first = pool.pids
         assert (await one.ask("once", how=how, flag=str(tmp_path / "flag")))["total"] == 5
-        assert (await one.add(1), await bystander.add(1)) == (6, 8)
+        assert (await one.add(1), await other.add(1)) == (6, 8)
         assert pool.pids != first
 
 
@@ -102,21 +102,21 @@ async def test_the_parent_kills_a_hung_worker(monkeypatch: pytest.MonkeyPatch):
 )
 async def test_a_request_that_loses_a_second_worker_fails_alone(how: str, error: type, message: str):
     async with pool_of() as pool:
-        guilty, bystander = Counter(pool, "guilty"), Counter(pool, "bystander")
-        await asyncio.gather(guilty.add(1), bystander.add(3))
+        failing, other = Counter(pool, "failing"), Counter(pool, "other")
+        await asyncio.gather(failing.add(1), other.add(3))
         with pytest.raises(error, match=message):
-            await guilty.ask(how)
-        assert await bystander.add(4) == 7
+            await failing.ask(how)
+        assert await other.add(4) == 7
 
 
 async def test_episodes_are_restored_after_each_lost_worker():
     async with pool_of() as pool:
-        bystander = Counter(pool, "bystander")
-        assert await bystander.add(1) == 1
+        other = Counter(pool, "other")
+        assert await other.add(1) == 1
         for number in range(3):
             with pytest.raises(WorkerLost):
-                await Counter(pool, f"guilty-{number}").ask("die")
-        assert await bystander.add(1) == 2
+                await Counter(pool, f"failing-{number}").ask("die")
+        assert await other.add(1) == 2
 
 
 async def test_no_episode_is_lost_when_workers_are_killed_from_outside():

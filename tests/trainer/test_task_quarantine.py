@@ -47,7 +47,7 @@ def test_the_failure_rate_needs_four_groups_and_drops_old_ones():
     )
 
 
-def test_the_diagnosis_names_the_commonest_cause_with_an_example():
+def test_the_diagnosis_names_the_causes_with_an_example():
     groups = [
         group("a", failed=3),
         group("b", failed=2, kind=FailureKind.VERIFIER),

@@ -112,7 +112,7 @@ async def test_real_tasks_may_be_defined_by_rows():
             )
 
 
-async def test_real_retail_keeps_its_deadline():
+async def test_a_real_retail_call_ends_at_its_deadline():
     endless = tool_call_text("calculate", expression="9**9**9")
     [last] = await episode("retail", "0", [endless], user=Script("Hello."), step_timeout_s=2.0)
     assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)

@@ -17,12 +17,10 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 
-def lengths(
-    *, max_tokens: int = 100, context_limit: int = 2000, max_input_length: int | None = None
-) -> LengthLimits:
+def lengths(*, context_limit: int = 2000, max_input_length: int | None = None) -> LengthLimits:
     return LengthLimits(
         max_input_length=context_limit - 1 if max_input_length is None else max_input_length,
-        max_generate_length=max_tokens,
+        max_generate_length=100,
         max_sequence_length=context_limit,
         context_limit=context_limit,
     )

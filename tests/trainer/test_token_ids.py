@@ -28,7 +28,7 @@ def test_token_ids_can_be_read_like_a_list():
         tokens[10]
 
 
-def test_extending_twice_copies_and_changes_neither():
+def test_two_extensions_of_token_ids_do_not_affect_each_other():
     first = TokenIds([1, 2])
     second, sibling = first.extended([3]), first.extended([4])
     third = second.extended([5])

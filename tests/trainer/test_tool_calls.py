@@ -92,7 +92,7 @@ def test_a_bare_name_is_a_call_without_arguments():
             'Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}',
             Strategy.EMBEDDED,
         ),
-        # This format precedes the code one. Its input contains more than JSON.
+        # This format precedes the code one. Its input has more than JSON, so nothing is called.
         (
             'Action: cancel\nAction Input: {}\nget_order(id="#1")',
             Strategy.REACT,

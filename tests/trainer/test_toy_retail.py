@@ -81,10 +81,11 @@ async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
     return observations
 
 
-def service(actions=(), communicate=(), lines=("Hello.",), **options) -> ServiceEnv:
+def service(actions=(), communicate=(), **options) -> ServiceEnv:
     row = {"actions": list(actions), "communicate": list(communicate)}
     return ServiceEnv(
-        ToyRetailEpisode(row, database=DATABASE, policy="p", user=ScriptedUserSimulator(lines)), **options
+        ToyRetailEpisode(row, database=DATABASE, policy="p", user=ScriptedUserSimulator(("Hello.",))),
+        **options,
     )
 
 

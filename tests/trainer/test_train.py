@@ -214,7 +214,7 @@ def test_environment_variables_of_the_seeds_enable_the_judge(environment, added,
 
 
 @pytest.mark.seed_behaviour(44)
-def test_alpha_is_the_environments_then_the_options_then_1(monkeypatch):
+def test_taxonomy_alpha_prefers_the_environment_to_the_option(monkeypatch):
     monkeypatch.delenv("TAXONOMY_ALPHA", raising=False)
     assert parse(with_judge_from_environment(VALID)).taxonomy_alpha == 1.0
     assert parse(with_judge_from_environment([*VALID, "taxonomy_alpha=3"])).taxonomy_alpha == 3.0

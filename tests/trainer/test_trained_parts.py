@@ -1,4 +1,4 @@
-"""train_attn, train_mlp and train_unembed reach the server, and a checkpoint with other values is refused."""
+"""Tests that train_attn, train_mlp and train_unembed reach the server and must equal a checkpoint's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_parts_that_an_endpoint_omits_are_not_compared() -> None:
         await check_trained_parts(client, "tinker://a", AdapterOptions())
 
 
-def test_an_adapter_of_no_part_is_refused() -> None:
+def test_an_adapter_without_a_trained_part_is_refused() -> None:
     nothing = [f"{part}=false" for part in PARTS]
     with pytest.raises(ConfigError, match="all false, so nothing is trained; set one to true"):
         parse([*TRAIN, *nothing])

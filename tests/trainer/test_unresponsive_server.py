@@ -1,4 +1,4 @@
-"""Some routes of a server hang, fail or send slowly. Every wait for them ends at its deadline or at a signal.
+"""Tests that every wait for a hanging, failing or slow server ends at its deadline or at a signal.
 
 The tests use real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time,
 because each of them only waits.

@@ -1,4 +1,4 @@
-"""Runs `python -m src.envs.validate` on whole tasks, and checks its options."""
+"""Tests `python -m src.envs.validate` on task folders, and its options."""
 
 from __future__ import annotations
 

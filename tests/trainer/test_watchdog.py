@@ -33,7 +33,7 @@ async def for_ever(cancelled_waits):
 
 
 @in_virtual_time
-async def test_answers_pass_through():
+async def test_the_watchdog_returns_the_answer():
     async with watching(alive, SETTINGS) as watchdog:
         assert await watchdog.answer(asyncio.sleep(0, 7), "training") == 7
     assert len(asyncio.all_tasks()) == 1
