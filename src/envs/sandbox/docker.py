@@ -12,14 +12,13 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import docker
-from docker.context import ContextAPI
 from docker.errors import APIError, DockerException, NotFound
 
 RUN_LABEL = "agent-trainer.run"
@@ -43,18 +42,12 @@ class CleanupReport:
     skipped: list[str] = field(default_factory=list)  # of runs on other hosts, which may not have ended
 
 
-@contextmanager
-def engine(*, timeout_s: int) -> Generator[docker.DockerClient]:
-    """Connect to the engine that the docker command would use. Raises DockerException if there is none."""
-    if os.environ.get("DOCKER_HOST"):
-        client = docker.from_env(timeout=timeout_s)
-    else:
-        context = ContextAPI.get_current_context()
-        client = docker.DockerClient(base_url=context.Host, tls=context.TLSConfig or False, timeout=timeout_s)
-    try:
-        yield client
-    finally:
-        client.close()
+def engine(*, timeout_s: int) -> AbstractContextManager[docker.DockerClient]:
+    """Connect to the engine that the docker command would use, which may be that of a Docker context.
+
+    Raises DockerException if there is none.
+    """
+    return closing(docker.from_env(timeout=timeout_s))
 
 
 def why_no_engine() -> str | None:
