@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from src.core.errors import ConfigError
-from src.core.trajectory import Task
-from src.envs.episodes import EnvSpec
 from src.envs.message_env import ResetResult
-from src.envs.service.service_env import ActionResult, Grade, ServiceEnv
+from src.envs.service.service_env import ActionResult, Grade
 from src.envs.service.tool_calls import ToolCall
 from src.envs.service.user_simulator import (
     STOP,
@@ -287,9 +285,7 @@ def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
     return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
 
 
-def played_by(
-    model: UserModel, instructions: str = INSTRUCTIONS
-) -> Callable[[Mapping[str, Any], int], UserSimulator]:
+def played_by(model: UserModel, instructions: str) -> Callable[[Mapping[str, Any], int], UserSimulator]:
     """Return a factory of user simulators that use a model. The instruction of the task replaces `{}` in
     `instructions`."""
     return lambda row, seed: ModelUserSimulator(model, instructions.format(row["instruction"]), seed=seed)
@@ -299,27 +295,9 @@ def played_by(
 class Shop:
     """The contents of a domain folder."""
 
-    folder: Path
     database: Database
     policy: str
     rows: Sequence[Mapping[str, Any]]
-
-    def domain(self, make_user: Callable[[Mapping[str, Any], int], UserSimulator] = scripted) -> EnvSpec:
-        return EnvSpec(
-            tasks=self._tasks("train"),
-            held_out=self._tasks("test"),
-            make=lambda task, seed: self._env(task, make_user(task.row, seed)),
-        )
-
-    def _env(self, task: Task, user: UserSimulator) -> ServiceEnv:
-        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, user=user))
-
-    def _tasks(self, split: str) -> list[Task]:
-        path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
-        return [
-            Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row)
-            for row in chosen
-        ]
 
 
 def read_shop(folder: Path) -> Shop:
@@ -338,4 +316,4 @@ def read_shop(folder: Path) -> Shop:
             after_gold(database, row)
         except ToolError as error:
             raise ConfigError(f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}") from error
-    return Shop(folder=folder, database=database, policy=policy, rows=rows)
+    return Shop(database=database, policy=policy, rows=rows)
