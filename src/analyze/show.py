@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from src.cli.console import message_text, terminal
-from src.core.errors import ConfigError, TrainerError
+from src.cli.program import run_program
+from src.core.errors import ConfigError
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.played_groups import SOLVED
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
@@ -73,19 +74,16 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the selected rollouts and return the exit status. An error is printed as one line."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(__doc__)
-        return 0
-    try:
-        if not 1 <= len(argv) <= 2:
-            raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
-        console = terminal()
-        for content in shown(*argv):
-            console.print(content)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    """Print the selected rollouts and return the exit status."""
+    return run_program(argv, _run, lambda words: str(__doc__))
+
+
+def _run(argv: Sequence[str]) -> int:
+    if not 1 <= len(argv) <= 2:
+        raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
+    console = terminal()
+    for content in shown(*argv):
+        console.print(content)
     return 0
 
 
