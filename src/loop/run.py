@@ -75,7 +75,7 @@ async def run(
         source_stack.enter_context(lock_run_dir(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         connection = await connector.open(folder)
-        connection_stack.push_async_exit(connection)
+        connection_stack.push_async_exit(connection.stack)
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)
