@@ -113,10 +113,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
             self.answers is None or kind == "scripted",
             f"answers is for policy=scripted, not policy={kind}; remove one of them",
         )
-        require(
-            kind != "model" or bool(self.model_name),
-            "missing: model_name; policy=model needs it",
-        )
+        require(kind != "model" or bool(self.model_name), "missing: model_name; policy=model needs it")
         for name in ("checkpoint", "base_url"):
             require(
                 kind == "model" or getattr(self, name) is None,

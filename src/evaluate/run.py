@@ -90,10 +90,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with (
-        connect(config) as endpoint,
-        watching(endpoint.check, config) as watchdog,
-    ):
+    async with connect(config) as endpoint, watching(endpoint.check, config) as watchdog:
         policy = WatchedPolicy(
             await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
         )

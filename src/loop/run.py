@@ -14,13 +14,7 @@ from pathlib import Path
 import chz
 
 from src.config import TrainerConfig, run_name, tasks_name
-from src.core.errors import (
-    BackendError,
-    ConfigError,
-    NothingTrainedError,
-    StorageError,
-    TooManyFailuresError,
-)
+from src.core.errors import BackendError, ConfigError, NothingTrainedError, StorageError, TooManyFailuresError
 from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import (
-    load_environment,
-    with_local_model,
-    with_server_from_environment,
-)
+from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
 from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
@@ -44,10 +40,7 @@ def _run(argv: Sequence[str]) -> int:
         display = Display(terminal())
         return asyncio.run(
             run_until_signal(
-                run(config, display),
-                display.say,
-                announcement=STOPPING,
-                stop_timeout_s=config.stop_timeout_s,
+                run(config, display), display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_s
             )
         )
 
