@@ -231,9 +231,7 @@ def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) ->
     assert "0 lost, 0 unreadable" in run.stdout and "final state equal to the bit" in run.stdout
 
 
-def test_every_sdk_call_follows_the_contract(
-    server: tuple[subprocess.Popen[str], str],
-) -> None:
+def test_every_sdk_call_follows_the_contract(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     calls = subprocess.run(
         [sys.executable, "scripts/sdk_calls.py", url],

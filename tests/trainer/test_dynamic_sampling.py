@@ -64,11 +64,7 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
         metrics["dynamic_sampling/batches"],
         metrics["dynamic_sampling/bad_groups"],
         metrics["dynamic_sampling/surplus_groups"],
-    ) == (
-        2,
-        1,
-        1,
-    )
+    ) == (2, 1, 1)
 
 
 def test_replace_substitutes_good_groups_for_bad_ones():
@@ -77,10 +73,7 @@ def test_replace_substitutes_good_groups_for_bad_ones():
     )
     assert state.is_complete and state.num_copies == 2
     # No group is used twice.
-    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
-        "a",
-        "b",
-    }
+    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {"a", "b"}
 
 
 def test_replace_draws_freely_when_good_groups_are_fewer():
@@ -150,8 +143,5 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
     )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
     # The failure of b has the reward 0, so both rewards of b are 0.
-    assert (names(state.kept), state.num_bad) == (
-        ["a"],
-        1,
-    )
+    assert (names(state.kept), state.num_bad) == (["a"], 1)
     assert state.played == played

@@ -207,12 +207,7 @@ def test_every_tool_has_a_schema_and_only_writers_write():
         ([saying("cancel_order", order="kala"), "It costs 1043."], 0, 1, 0),
         (["It costs 1042."], 0, 0, 1),
         # The agent also performs an action that is not a gold action.
-        (
-            [saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"],
-            0,
-            0,
-            1,
-        ),
+        ([saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"], 0, 0, 1),
         ([f"1042 {STOP}"], 0, 0, 1),  # The agent may also end the conversation.
     ],
 )
