@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -183,7 +183,7 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
     if result.zero_reason is not None:
         yield Text(f"{result.zero_reason}: {result.zero_detail}", "red")
     if result.metrics:
-        yield Text(_pairs(result.metrics), "dim")
+        yield Text(", ".join(f"{name} {value:g}" for name, value in result.metrics.items()), "dim")
     for message in result.conversation:
         yield message_text(str(message.get("role")), str(message.get("content")))
     for number, turn in enumerate(result.turns, 1):
@@ -212,10 +212,6 @@ def _table(*headings: str) -> Table:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _pairs(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
 
 
 def _first_line(text: str) -> str:

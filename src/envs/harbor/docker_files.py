@@ -176,7 +176,7 @@ def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
         try:
             container.put_archive("/", archive)
         except APIError as error:
-            if error.is_server_error() and _is_full(error):
+            if error.is_server_error() and "no space left" in str(error.explanation).lower():
                 raise
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be unpacked: {error.explanation}"
@@ -197,10 +197,6 @@ def _first_member(packed: IO[bytes]) -> IO[bytes]:
     packed.write(bytes(2 * tarfile.BLOCKSIZE))
     packed.seek(0)
     return packed
-
-
-def _is_full(error: APIError) -> bool:
-    return "no space left" in str(error.explanation).lower()
 
 
 def _batches(paths: Sequence[str], size: int = 500) -> Iterator[list[str]]:
