@@ -116,58 +116,25 @@ def _changed(entry: dict[str, Any], **values: object) -> Mapping[str, object]:
     return values
 
 
-TOOLS = {
-    tool.name: tool
-    for tool in (
-        Tool(
-            name="get_order",
-            description="Status, product and address of an order.",
-            parameters=["order"],
-            run=get_order,
-        ),
-        Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
-        Tool(
-            name="get_customer",
-            description="Points of a customer.",
-            parameters=["customer"],
-            run=get_customer,
-        ),
-        Tool(
-            name="cancel_order",
-            description="Cancel an order.",
-            parameters=["order"],
-            run=cancel_order,
-            writes=True,
-        ),
-        Tool(
-            name="return_order",
-            description="Take an order back.",
-            parameters=["order"],
-            run=return_order,
-            writes=True,
-        ),
-        Tool(
-            name="change_address",
-            description="Send an order to another address.",
-            parameters=["order", "address"],
-            run=change_address,
-            writes=True,
-        ),
-        Tool(
-            name="change_product",
-            description="Put another product in an order.",
-            parameters=["order", "product"],
-            run=change_product,
-            writes=True,
-        ),
-        Tool(
-            name="transfer_to_human",
-            description="Hand over what no other tool can do.",
-            parameters=["summary"],
-            run=transfer_to_human,
-        ),
-    )
-}
+# One entry takes one or two lines; the formatter would take six.
+# fmt: off
+TOOLS = {tool.name: tool for tool in (
+    Tool(name="get_order", description="Status, product and address of an order.",
+        parameters=["order"], run=get_order),
+    Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
+    Tool(name="get_customer", description="Points of a customer.", parameters=["customer"], run=get_customer),
+    Tool(name="cancel_order", description="Cancel an order.",
+        parameters=["order"], run=cancel_order, writes=True),
+    Tool(name="return_order", description="Take an order back.",
+        parameters=["order"], run=return_order, writes=True),
+    Tool(name="change_address", description="Send an order to another address.",
+        parameters=["order", "address"], run=change_address, writes=True),
+    Tool(name="change_product", description="Put another product in an order.",
+        parameters=["order", "product"], run=change_product, writes=True),
+    Tool(name="transfer_to_human", description="Hand over what no other tool can do.",
+        parameters=["summary"], run=transfer_to_human),
+)}
+# fmt: on
 
 
 def call(
