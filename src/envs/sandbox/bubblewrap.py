@@ -183,8 +183,7 @@ class Bubblewrap:
         """End all processes of the sandbox and remove its host files. Safe to call twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        # A sandbox that did not start has no watcher.
-        ended = self._watcher or asyncio.create_task(self._process.communicate())
+        ended = self._watcher or asyncio.create_task(self._drain())
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.shield(ended)
@@ -238,6 +237,10 @@ class Bubblewrap:
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
+
+    async def _drain(self) -> None:
+        """Wait until the processes of a sandbox that did not start have ended."""
+        await self._process.communicate()
 
     async def _watch(self) -> None:
         """Dispatch the answers of pid 1 until the sandbox ends. Then fail the requests without an answer."""
