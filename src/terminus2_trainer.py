@@ -154,10 +154,7 @@ class Terminus2RLTrainer:
             final = self.steps_done == len(batches)
             await run_to_its_end(
                 self._saver.save_after_failure(
-                    self.steps_done,
-                    epoch=self._epoch,
-                    final=final,
-                    is_update_pending=self._is_update_pending,
+                    self.steps_done, epoch=self._epoch, final=final, is_update_pending=self._is_update_pending
                 )
             )
             raise

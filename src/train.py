@@ -6,13 +6,12 @@ Exit status of the command: 0, 1 (failed), 2 (invalid options), 130 (interrupted
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.cli.command_line import help_text, help_words, parse, print_help
+from src.cli.command_line import help_text, parse
 from src.cli.config_file import with_config_files
 from src.cli.environment_variables import (
     load_environment,
@@ -20,8 +19,8 @@ from src.cli.environment_variables import (
     with_local_model,
     with_server_from_environment,
 )
+from src.cli.program import run_program
 from src.config import TrainerConfig
-from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
 
@@ -60,33 +59,26 @@ def read_result(folder: str | Path) -> RunResult:
 
 def main(argv: Sequence[str]) -> int:
     """Run the trainer and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
-    if (words := help_words(argv)) is not None:
-        print_help(help_text(words))
-        return 0
-    try:
-        with exit_on_signal():
-            argv = with_config_files(argv)
-            load_environment(argv)
-            argv = with_local_model(with_server_from_environment(argv))
-            config = parse(with_judge_from_environment(argv))
-            from src.cli.console import Display, terminal
+    return run_program(argv, _run, help_text)
 
-            display = Display(terminal())
-            return asyncio.run(
-                run_until_signal(
-                    train(config, events=display),
-                    display.say,
-                    announcement=STOPPING,
-                    stop_timeout_s=config.stop_timeout_s,
-                )
+
+def _run(argv: Sequence[str]) -> int:
+    with exit_on_signal():
+        argv = with_config_files(argv)
+        load_environment(argv)
+        argv = with_local_model(with_server_from_environment(argv))
+        config = parse(with_judge_from_environment(argv))
+        from src.cli.console import Display, terminal
+
+        display = Display(terminal())
+        return asyncio.run(
+            run_until_signal(
+                train(config, events=display),
+                display.say,
+                announcement=STOPPING,
+                stop_timeout_s=config.stop_timeout_s,
             )
-    except KeyboardInterrupt:  # the signal came before its handler was installed
-        return INTERRUPTED
-    except TrainerError as error:
-        if os.environ.get("TRAINER_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        )
 
 
 if __name__ == "__main__":

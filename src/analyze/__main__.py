@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from src.analyze.conversations import conversations
 from src.analyze.markdown import put_section
 from src.analyze.report import run_section
 from src.analyze.run_files import AnalyzedRun, read_run
-from src.cli.command_line import help_for, parse_as, print_help
-from src.core.errors import ConfigError, TrainerError
+from src.cli.command_line import help_for, parse_as
+from src.cli.program import run_program
+from src.core.errors import ConfigError
 
 TITLE = [
     "python -m src.analyze runs=RUN,OTHER_RUN",
@@ -25,17 +25,12 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the analysis and return the exit status. An error is printed as one line."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(AnalyzeConfig, title=TITLE))
-        return 0
-    try:
-        analyze(parse_as(AnalyzeConfig, argv))
-    except TrainerError as error:
-        if os.environ.get("TRAINER_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    """Write the analysis and return the exit status."""
+    return run_program(argv, _run, lambda words: help_for(AnalyzeConfig, title=TITLE))
+
+
+def _run(argv: Sequence[str]) -> int:
+    analyze(parse_as(AnalyzeConfig, argv))
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from src.cli.console import message_text, terminal
-from src.core.errors import ConfigError, TrainerError
+from src.cli.program import run_program
+from src.core.errors import ConfigError
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.played_groups import SOLVED
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
@@ -73,19 +74,16 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the selected rollouts and return the exit status. An error is printed as one line."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(__doc__)
-        return 0
-    try:
-        if not 1 <= len(argv) <= 2:
-            raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
-        console = terminal()
-        for content in shown(*argv):
-            console.print(content)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    """Print the selected rollouts and return the exit status."""
+    return run_program(argv, _run, lambda words: str(__doc__))
+
+
+def _run(argv: Sequence[str]) -> int:
+    if not 1 <= len(argv) <= 2:
+        raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
+    console = terminal()
+    for content in shown(*argv):
+        console.print(content)
     return 0
 
 
@@ -185,7 +183,7 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
     if result.zero_reason is not None:
         yield Text(f"{result.zero_reason}: {result.zero_detail}", "red")
     if result.metrics:
-        yield Text(_pairs(result.metrics), "dim")
+        yield Text(", ".join(f"{name} {value:g}" for name, value in result.metrics.items()), "dim")
     for message in result.conversation:
         yield message_text(str(message.get("role")), str(message.get("content")))
     for number, turn in enumerate(result.turns, 1):
@@ -214,10 +212,6 @@ def _table(*headings: str) -> Table:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _pairs(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
 
 
 def _first_line(text: str) -> str:

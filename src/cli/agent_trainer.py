@@ -19,10 +19,7 @@ MODULES = {
     "train": ("src.train", "Train an agent"),
     "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
-    "evaluate": (
-        "src.evaluate",
-        "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run",
-    ),
+    "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run"),
     "chat": ("src.evaluate.chat", "Chat with a checkpoint, or with chat RUN the policy of a run"),
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),

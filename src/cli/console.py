@@ -92,7 +92,7 @@ class Display:
                 self.say(f"  first {kind}, {result}: {group.task.id}: {first_line}; tracebacks: logs.log")
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
-        table = _table()
+        table = Table(box=None, padding=(0, 1))
         cells = [(name, pattern.format(metrics[key])) for name, key, pattern in SHOWN if key in metrics]
         for name, _ in cells:
             table.add_column(name, justify="right", no_wrap=True)
@@ -102,7 +102,7 @@ class Display:
 
     def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
         """Print a row per held-out task with the first evaluation and this one, then the success rate."""
-        table = _table()
+        table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
         if first is not None:
             table.add_column(f"step {first.step}", justify="right")
@@ -158,10 +158,6 @@ def message_text(role: str, content: str) -> Text:
     if len(content) > MAX_CHARACTERS:
         content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1))
 
 
 def _is_all_or_nothing(rewards: Sequence[float]) -> bool:

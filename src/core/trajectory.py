@@ -120,25 +120,3 @@ class TrajectoryGroup:
     @property
     def rewards(self) -> list[float]:
         return [trajectory.reward for trajectory in self.trajectories]
-
-
-@dataclass(kw_only=True, slots=True)
-class TrialTime:
-    """The times of a trial that tell whether the agent's side or the sampler used most of it."""
-
-    started: float  # all times are in seconds of the same clock
-    first_completion: float | None = None
-    sampling_s: float = 0.0  # after the first completion, including calls without a result
-
-    def agent_used_most(self, now: float) -> bool:
-        """Return whether the agent's side used more than half of the time since the start.
-
-        >>> TrialTime(started=0, first_completion=2, sampling_s=3).agent_used_most(12)
-        True
-        >>> TrialTime(started=0).agent_used_most(12)
-        False
-        """
-        return (
-            self.first_completion is not None
-            and now - self.first_completion - self.sampling_s > (now - self.started) / 2
-        )

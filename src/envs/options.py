@@ -24,11 +24,7 @@ HARBOR_ONLY = (
 )
 DATA = "data"  # the environment that data= selects
 # Environments that read no files of rows, and the options to use instead.
-INSTEAD_OF_TRAIN_DATA = {
-    "harbor": "tasks_dir",
-    "openenv": "environment_kwargs=tasks=NUMBER",
-    DATA: "data",
-}
+INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
 INSTEAD_OF_TEST_DATA = {
     "harbor": "eval_tasks in training, or tasks in an evaluation",
     "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",

@@ -21,12 +21,8 @@ def hold_out(
     Raises ConfigError if a pattern matches no task or if no training task is left.
     """
     if patterns:
-        for pattern in patterns:
-            if not any(fnmatchcase(task.id, pattern) for task in tasks):
-                raise ConfigError(f"eval_tasks: {pattern!r} is neither a folder nor the name of a task")
-        held_out_ids = {
-            task.id for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)
-        }
+        matching = _matching(tasks, patterns, "eval_tasks: {!r} is neither a folder nor the name of a task")
+        held_out_ids = {task.id for task in matching}
     else:
         count = round(fraction * len(tasks))
         if fraction > 0 and count == 0 and len(tasks) > 1:
@@ -43,14 +39,7 @@ def hold_out(
 
 def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
-    for pattern in patterns or ():
-        if not any(fnmatchcase(task.id, pattern) for task in tasks):
-            raise ConfigError(f"tasks: {pattern!r} matches no task")
-    return [
-        task
-        for task in tasks
-        if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)
-    ]
+    return list(tasks) if patterns is None else _matching(tasks, patterns, "tasks: {!r} matches no task")
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:
@@ -62,3 +51,11 @@ def require_unique_ids(tasks: Sequence[Task]) -> None:
                 f"two tasks have the id {task.id}: {seen[task.id].path} and {task.path}; rename one of them"
             )
         seen[task.id] = task
+
+
+def _matching(tasks: Sequence[Task], patterns: Sequence[str], error: str) -> list[Task]:
+    """Return the tasks whose ids match a pattern. A pattern without a match replaces `{!r}` in `error`."""
+    for pattern in patterns:
+        if not any(fnmatchcase(task.id, pattern) for task in tasks):
+            raise ConfigError(error.format(pattern))
+    return [task for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)]

@@ -30,11 +30,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
-from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
+from src.cli.program import run_program
+from src.core.errors import BackendError, ConfigError
 from src.core.options import at_least, require
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
 from src.core.token_ids import TokenIds
@@ -112,10 +113,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
             self.answers is None or kind == "scripted",
             f"answers is for policy=scripted, not policy={kind}; remove one of them",
         )
-        require(
-            kind != "model" or bool(self.model_name),
-            "missing: model_name; policy=model needs it",
-        )
+        require(kind != "model" or bool(self.model_name), "missing: model_name; policy=model needs it")
         for name in ("checkpoint", "base_url"):
             require(
                 kind == "model" or getattr(self, name) is None,
@@ -327,23 +325,18 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
 
 def main(argv: Sequence[str]) -> int:
     """Play the trials and return the exit status."""
-    if (words := help_words(argv)) is not None:
-        print_help(help_for(TryConfig, title=TITLE, words=words))
-        return 0
+    return run_program(argv, _run, lambda words: help_for(TryConfig, title=TITLE, words=words))
+
+
+def _run(argv: Sequence[str]) -> int:
     statuses: list[int] = []
     console = terminal()
-    try:
-        with exit_on_signal():
-            argv = with_config_files(argv)
-            load_environment(argv)
-            config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
-            status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
-            return status or statuses[0]
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    with exit_on_signal():
+        argv = with_config_files(argv)
+        load_environment(argv)
+        config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
+        status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
+        return status or statuses[0]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import chz
 
-from src.cli.command_line import help_for, parse_as, print_help
-from src.core.errors import INTERRUPTED, TrainerError
+from src.cli.command_line import help_for, parse_as
+from src.cli.program import run_program
 from src.core.options import pairs
 from src.envs.harbor.environment import (
     import_harbor,
@@ -88,16 +88,13 @@ def run(config: ValidateConfig) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."]))
-        return 0
-    try:
-        return run(parse_as(ValidateConfig, argv))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except TrainerError as error:
-        print(f"validate: {error}", file=sys.stderr)
-        return error.exit_status
+    title = ["python -m src.envs.validate key=value ..."]
+    return run_program(
+        argv,
+        lambda arguments: run(parse_as(ValidateConfig, arguments)),
+        lambda words: help_for(ValidateConfig, title=title),
+        label="validate",
+    )
 
 
 if __name__ == "__main__":

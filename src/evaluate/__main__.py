@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
-from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import (
-    load_environment,
-    with_local_model,
-    with_server_from_environment,
-)
-from src.core.errors import INTERRUPTED, TrainerError
+from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import CompareConfig, EvaluateConfig
@@ -33,37 +28,27 @@ def evaluation_help(words: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an evaluation and return the exit status.
+    """Run an evaluation and return the exit status."""
+    return run_program(argv, _run, evaluation_help)
 
-    An error is printed as one line, or as a traceback with TRAINER_DEBUG=1.
-    """
-    if (words := help_words(argv)) is not None:
-        print_help(evaluation_help(words))
-        return 0
-    try:
-        with exit_on_signal():
-            argv = with_config_files(argv)
-            load_environment(argv)
-            if any(argument.startswith("results=") for argument in argv):
-                config = parse_as(CompareConfig, argv)
-            else:
-                config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
-            # These imports take seconds. They are deferred so that --help and option errors appear at once.
-            from src.cli.console import Display, terminal
-            from src.evaluate.run import compare_finished, run
 
-            set_log_levels()
-            display = Display(terminal())
-            is_comparison = isinstance(config, CompareConfig)
-            work = compare_finished(config, display) if is_comparison else run(config, display)
-            return asyncio.run(run_until_signal(work, display.say))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except TrainerError as error:
-        if os.environ.get("TRAINER_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+def _run(argv: Sequence[str]) -> int:
+    with exit_on_signal():
+        argv = with_config_files(argv)
+        load_environment(argv)
+        if any(argument.startswith("results=") for argument in argv):
+            config = parse_as(CompareConfig, argv)
+        else:
+            config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
+        # These imports take seconds. They are deferred so that --help and option errors appear at once.
+        from src.cli.console import Display, terminal
+        from src.evaluate.run import compare_finished, run
+
+        set_log_levels()
+        display = Display(terminal())
+        is_comparison = isinstance(config, CompareConfig)
+        work = compare_finished(config, display) if is_comparison else run(config, display)
+        return asyncio.run(run_until_signal(work, display.say))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
     held_out_of: str | None = chz.field(
-        default=None,
-        doc="Run folder whose held-out tasks are evaluated; agent-trainer evaluate RUN sets it",
+        default=None, doc="Run folder whose held-out tasks are evaluated; agent-trainer evaluate RUN sets it"
     )
     base_url: str | None = chz.field(
         default=None,

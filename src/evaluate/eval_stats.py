@@ -112,10 +112,7 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     centre = (mean + ratio / 2) / (1 + ratio)
     half_width = quantile / (1 + ratio) * math.sqrt(spread / size + ratio / (4 * size))
     return Estimate(
-        value=mean,
-        low=max(0.0, centre - half_width),
-        high=min(1.0, centre + half_width),
-        num_tasks=num_tasks,
+        value=mean, low=max(0.0, centre - half_width), high=min(1.0, centre + half_width), num_tasks=num_tasks
     )
 
 

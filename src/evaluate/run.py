@@ -90,10 +90,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with (
-        connect(config) as endpoint,
-        watching(endpoint.check, config) as watchdog,
-    ):
+    async with connect(config) as endpoint, watching(endpoint.check, config) as watchdog:
         policy = WatchedPolicy(
             await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
         )
@@ -237,14 +234,8 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
     for option in (  # these may differ in a resumed evaluation; earlier releases wrote `results`
-        "results",
-        "log_path",
-        "logs_dir",
-        "compare_with",
-        "n_parallel_envs",
-        "train_data",
-        "checkpoint",
-        "skyrl_tx_url",
+        *("results", "log_path", "logs_dir", "compare_with"),
+        *("n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"),
     ):
         identity.pop(option, None)
         if saved is not None:

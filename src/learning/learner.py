@@ -123,7 +123,8 @@ class Learner:
         parts = [trained_tokens(datums, output) for datums, output in outputs]
         require_finite([part.trained_logprobs for part in parts], step=step)
         metrics |= reported_metrics([output for _, output in outputs], answers)
-        return metrics | sampler_trainer_kl(parts) | clipping(parts, options)
+        kl = sampler_trainer_kl(parts, num_before_step=max(1, len(added)))
+        return metrics | kl | clipping(parts, options)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(list(datums), self._loss_fn, self._options.loss_settings or None)
@@ -187,15 +188,16 @@ def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwar
     return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
 
 
-def sampler_trainer_kl(parts: Sequence[TrainedTokens]) -> dict[str, float]:
+def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:
     """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
 
-    With on-policy samples, the differences of the first part come from numerics alone; those of later
-    substeps include the updates in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
+    With on-policy samples, the differences of the first `num_before_step` parts, those before the first
+    optimizer step, come from numerics alone; those of later parts include the updates in between.
+    `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
     """
-    first = parts[0].sampled_logprobs - parts[0].trained_logprobs
+    differences = [part.sampled_logprobs - part.trained_logprobs for part in parts]
+    first, difference = np.concatenate(differences[:num_before_step]), np.concatenate(differences)
     sampled = np.concatenate([part.sampled_logprobs for part in parts])
-    difference = sampled - np.concatenate([part.trained_logprobs for part in parts])
     return {
         "optim/kl_sample_train_v1": float(difference.mean()),
         "optim/kl_sample_train_v2": float(0.5 * np.square(difference).mean()),

@@ -8,9 +8,10 @@ docs/metrics.md is generated from the result.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -177,6 +178,15 @@ def _statistics[Source](
     return tuple(statistic(name) for name in statistics)
 
 
+def _of_domain(*names: str) -> tuple[Metric[PlayedGroups], ...]:
+    """Return metrics of all groups under the names that they have for a domain of the held-out tasks."""
+    metrics = {metric.name: metric for metric in (*REWARD_METRICS, *LENGTH_METRICS)}
+    return tuple(
+        replace(metrics[name], name=re.sub("^(env/all|reward)/", "test/env/<domain>/", name))
+        for name in names
+    )
+
+
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
@@ -320,24 +330,9 @@ DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("test/env/<domain>/reward/<signal>", VARIES, MEAN,
         "As `reward/<domain>/<signal>`, for the held-out tasks of the domain.",
         lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),
-    Metric("test/env/<domain>/success_write", SHARE, MEAN,
-        "Success at tasks whose solution takes a writing action.",
-        lambda played: _success_where(played, writes=True)),
-    Metric("test/env/<domain>/success_nowrite", SHARE, MEAN,
-        "Success at tasks whose solution takes no writing action.",
-        lambda played: _success_where(played, writes=False)),
+    *_of_domain("env/all/success_write", "env/all/success_nowrite"),
     Metric("test/env/<domain>/trials", COUNT, SUM, "Graded trials.", lambda played: len(played.rewards)),
-    Metric("test/env/<domain>/reward/total", REWARD, MEAN, "Reward per graded trial.",
-        lambda played: _mean(played.rewards)),
-    Metric("test/env/<domain>/reward/min", REWARD, MIN, "Smallest reward of a trial.",
-        lambda played: min(played.rewards)),
-    Metric("test/env/<domain>/reward/max", REWARD, MAX, "Largest reward of a trial.",
-        lambda played: max(played.rewards)),
-    Metric("test/env/<domain>/success", SHARE, MEAN, "Graded trials with a reward of at least 1.",
-        lambda played: success_rate(played.rewards)),
-    Metric("test/env/<domain>/positive_rate", SHARE, MEAN, "Graded trials with a reward above 0.",
-        lambda played: _mean([reward > 0 for reward in played.rewards])),
-    Metric("test/env/<domain>/turns", COUNT, MEAN, "Turns per trial.",
-        lambda played: len(played.turns) / len(played.trajectories)),
+    *_of_domain("env/all/reward/total", "env/all/reward/min", "env/all/reward/max", "env/all/success",
+        "reward/positive_rate", "env/all/turns"),
 )
 # fmt: on

@@ -152,10 +152,7 @@ class StepWiseOptions(Options):
 class AdvantageOptions(StepWiseOptions, LengthOptions):
     """Advantages and loss reduction"""
 
-    advantage_estimator: Estimator = chz.field(
-        default="grpo",
-        doc=describe_estimators(),
-    )
+    advantage_estimator: Estimator = chz.field(default="grpo", doc=describe_estimators())
     normalize_advantages_by_std: bool = chz.field(
         default=True,
         doc="Divide centred rewards by their group's standard deviation; false turns grpo into dr_grpo",

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import chz
 
@@ -76,20 +75,12 @@ def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents)
     return scale
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Connection[Source]:
-    """The open dependencies of a run. The context manager closes them, except for the source."""
+    """The open dependencies of a run, and the stack that closes them, except for the source."""
 
-    def __init__(self, dependencies: Dependencies[Source], stack: AsyncExitStack) -> None:
-        self.dependencies = dependencies
-        self._stack = stack
-
-    async def __aenter__(self) -> Dependencies[Source]:
-        return self.dependencies
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, trace)
+    dependencies: Dependencies[Source]
+    stack: AsyncExitStack
 
 
 class Connector[Config: LoopOptions, Source]:
@@ -109,7 +100,7 @@ class Connector[Config: LoopOptions, Source]:
         async with AsyncExitStack() as stack:
             context = self._connect(config, self._events, source)
             dependencies = await stack.enter_async_context(context)
-            return Connection(dependencies, stack.pop_all())
+            return Connection(dependencies=dependencies, stack=stack.pop_all())
 
     async def reopen(self, folder: RunFolder, source: Source) -> Connection[Source]:
         """Wait until the server answers again and open a connection.
@@ -145,8 +136,8 @@ class Connector[Config: LoopOptions, Source]:
         progress = -1
         while True:
             try:
-                async with connection as dependencies:
-                    await train(dependencies, folder)
+                async with connection.stack:
+                    await train(connection.dependencies, folder)
                 return
             except BackendError as error:
                 if self._config.reconnect_timeout_s == 0:

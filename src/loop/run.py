@@ -14,13 +14,7 @@ from pathlib import Path
 import chz
 
 from src.config import TrainerConfig, run_name, tasks_name
-from src.core.errors import (
-    BackendError,
-    ConfigError,
-    NothingTrainedError,
-    StorageError,
-    TooManyFailuresError,
-)
+from src.core.errors import BackendError, ConfigError, NothingTrainedError, StorageError, TooManyFailuresError
 from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
@@ -75,7 +69,7 @@ async def run(
         source_stack.enter_context(lock_run_dir(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         connection = await connector.open(folder)
-        connection_stack.push_async_exit(connection)
+        connection_stack.push_async_exit(connection.stack)
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)

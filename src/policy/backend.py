@@ -91,9 +91,7 @@ class TinkerBackend:
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
         with sdk_boundary(f"opening {name or 'the base model'}"):
-            if name is not None and name.startswith("tinker://"):
-                return await _open_policy(self._service, model_path=name)
-            return await _open_policy(self._service, base_model=name or self._options.model_name)
+            return await _open_policy(self._service, name or self._options.model_name)
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):
@@ -237,11 +235,10 @@ async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> No
         ) from unreachable
 
 
-async def _open_policy(
-    service: tinker.ServiceClient, *, base_model: str | None = None, model_path: str | None = None
-) -> TinkerPolicy:
-    """Open a policy on a base model or on a sampler checkpoint."""
-    open_client = lambda: service.create_sampling_client(base_model=base_model, model_path=model_path)  # noqa: E731
+async def _open_policy(service: tinker.ServiceClient, name: str) -> TinkerPolicy:
+    """Open a policy on the sampler checkpoint (tinker://...) or the base model `name`."""
+    model_path, base_model = (name, None) if name.startswith("tinker://") else (None, name)
+    open_client = lambda: service.create_sampling_client(model_path, base_model)  # noqa: E731
     return TinkerPolicy(await (await in_thread(open_client)), 0)
 
 
@@ -295,10 +292,9 @@ class TinkerEndpoint:
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
         """Open a sampler checkpoint, or the base model if `sampler_path` is None."""
-        with sdk_boundary(f"opening {sampler_path or self._options.model_name}"):
-            if sampler_path is not None:
-                return await _open_policy(self._service, model_path=sampler_path)
-            return await _open_policy(self._service, base_model=self._options.model_name)
+        name = sampler_path or self._options.model_name
+        with sdk_boundary(f"opening {name}"):
+            return await _open_policy(self._service, name)
 
     async def check(self) -> None:
         """Raise BackendError if the endpoint does not answer within seconds or answers with server errors."""

@@ -108,8 +108,7 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, ContextOptions)
             )
             return
         require(
-            self.skyrl_tx_url is None,
-            "skyrl_tx_url needs backend=skyrl-tx; add it, or remove skyrl_tx_url",
+            self.skyrl_tx_url is None, "skyrl_tx_url needs backend=skyrl-tx; add it, or remove skyrl_tx_url"
         )
 
 

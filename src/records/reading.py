@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -116,7 +117,7 @@ JournalLine = Annotated[
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
     """Check each line against `schema` and yield its converted value. A missing file has no lines."""
-    with _ReadErrors(path):
+    with _read_errors(path):
         if not path.exists():
             return
         file = path.open("rb")
@@ -129,14 +130,14 @@ def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any],
 
 def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
     """Read a file that contains one JSON value, check it against `schema` and return its converted value."""
-    with _ReadErrors(path):
+    with _read_errors(path):
         content = path.read_bytes()
     return _checked(content, schema, convert, str(path))
 
 
 def read_word(path: Path) -> str:
     """Read a file that contains one line of text, such as an id."""
-    with _ReadErrors(path):
+    with _read_errors(path):
         content = path.read_bytes()
     if re.fullmatch(rb"[\x21-\x7e][\x20-\x7e]{0,999}\n?", content) is None:
         raise ConfigError(f"{path}: not one line of text; {REMEDY}")
@@ -166,14 +167,10 @@ def _shown(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)[:200]
 
 
-class _ReadErrors:
-    """Converts OSError to a ConfigError that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise ConfigError(f"cannot read {self._path}: {error.strerror}; {REMEDY}") from error
+@contextmanager
+def _read_errors(path: Path) -> Generator[None]:
+    """Convert OSError to a ConfigError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {REMEDY}") from error

@@ -120,12 +120,7 @@ class FinishedRollouts:
 
     def add(self, key: RolloutKey, rollout: FinishedRollout) -> None:
         """Write a rollout, and then the event in the journal."""
-        record = {
-            "task": key.task,
-            "member": key.member,
-            "seed": rollout.seed,
-            "attempts": rollout.attempts,
-        }
+        record = {"task": key.task, "member": key.member, "seed": rollout.seed, "attempts": rollout.attempts}
         append_record(self._path(key.purpose, key.step), record | {"result": encoded(rollout.result)})
         self.journal.finished(
             key, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind

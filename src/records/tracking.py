@@ -186,21 +186,6 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
     return dict(sorted(variances.items()))
 
 
-def is_wall_clock(name: str) -> bool:
-    """Return whether a metric measures time. All others are equal in an uninterrupted and a resumed run.
-
-    >>> names = ("test/environment/agent_s", "test/env/retail/duration_s", "environment/prefix_breaks")
-    >>> [is_wall_clock(name) for name in names]
-    [True, True, False]
-    """
-    name = name.removeprefix("test/")
-    if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith(
-        "_duration"
-    ):
-        return True
-    return name.startswith(("environment/", "env/")) and name.endswith("_s")
-
-
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
     """Start a wandb run, or continue the wandb run of this folder."""
     os.environ.setdefault("WANDB_SILENT", "true")  # wandb reads it at import; the trainer prints the folder

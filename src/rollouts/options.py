@@ -8,12 +8,7 @@ import chz
 
 from src.core.options import Options, SeedOptions, at_least, pairs, require
 from src.envs.options import AgentOptions, TrialOptions
-from src.learning.options import (
-    CurriculumOptions,
-    DynamicSamplingOptions,
-    FilterOptions,
-    StalenessOptions,
-)
+from src.learning.options import CurriculumOptions, DynamicSamplingOptions, FilterOptions, StalenessOptions
 from src.policy.options import JudgeEndpointOptions
 
 
@@ -170,11 +165,6 @@ class JudgeOptions(JudgeEndpointOptions):
 
 @chz.chz
 class GroupOptions(
-    PipelineOptions,
-    FilterOptions,
-    CurriculumOptions,
-    DynamicSamplingOptions,
-    FaultOptions,
-    AgentOptions,
+    PipelineOptions, FilterOptions, CurriculumOptions, DynamicSamplingOptions, FaultOptions, AgentOptions
 ):
     """Collection of batches"""

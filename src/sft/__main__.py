@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
-from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import (
-    load_environment,
-    with_local_model,
-    with_server_from_environment,
-)
-from src.core.errors import INTERRUPTED, TrainerError
+from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
 from src.sft.config import SftConfig
@@ -27,40 +22,27 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the training and return the exit status.
+    """Run the training and return the exit status."""
+    return run_program(argv, _run, lambda words: help_for(SftConfig, title=TITLE, words=words))
 
-    An error is printed as one line, or as a traceback with TRAINER_DEBUG=1.
-    """
-    if (words := help_words(argv)) is not None:
-        print_help(help_for(SftConfig, title=TITLE, words=words))
-        return 0
-    try:
-        with exit_on_signal():
-            argv = with_config_files(argv)
-            load_environment(argv)
-            argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
-            config = parse_as(SftConfig, with_local_model(argv))
-            # These imports take seconds. They are deferred so that --help and option errors appear at once.
-            from src.cli.console import Display, terminal
-            from src.sft.run import run
 
-            set_log_levels()
-            display = Display(terminal())
-            return asyncio.run(
-                run_until_signal(
-                    run(config, display),
-                    display.say,
-                    announcement=STOPPING,
-                    stop_timeout_s=config.stop_timeout_s,
-                )
+def _run(argv: Sequence[str]) -> int:
+    with exit_on_signal():
+        argv = with_config_files(argv)
+        load_environment(argv)
+        argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
+        config = parse_as(SftConfig, with_local_model(argv))
+        # These imports take seconds. They are deferred so that --help and option errors appear at once.
+        from src.cli.console import Display, terminal
+        from src.sft.run import run
+
+        set_log_levels()
+        display = Display(terminal())
+        return asyncio.run(
+            run_until_signal(
+                run(config, display), display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_s
             )
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except TrainerError as error:
-        if os.environ.get("TRAINER_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        )
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ async def run(
         if folder.resumed:
             require_same_batches(Journal(folder.path), schedule(dataset, config))
         connection = await connector.open(folder, dataset)
-        connection_stack.push_async_exit(connection)
+        connection_stack.push_async_exit(connection.stack)
         folder.create(config)
         with (
             logging_to_file(folder.path / "logs.log"),

@@ -40,12 +40,8 @@ def start_server(tmp_path: Path, sampler_url: str) -> subprocess.Popen[str]:
     }
     options |= {"train_tokens_per_batch": 256, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"sampler_url": sampler_url, "sampler_check": 1.0}
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl_tx_server",
-        *(f"{name}={value}" for name, value in options.items()),
-    ]
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "skyrl_tx_server", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -273,8 +273,7 @@ def test_an_unenforced_context_limit_is_found(
     url, server = endpoint
     server.remove_defect()
     monkeypatch.setattr(
-        "src.evaluate.probe.__main__.Probe",
-        lambda **fields: replace(Probe(**fields), max_context_length=300),
+        "src.evaluate.probe.__main__.Probe", lambda **fields: replace(Probe(**fields), max_context_length=300)
     )
     finding = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
     assert not finding.holds and "296 + 16 tokens were accepted with a limit of 300" in finding.seen

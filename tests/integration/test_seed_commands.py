@@ -340,8 +340,7 @@ def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) 
 def test_the_unserved_model_error_names_the_served_model(reader: Reader, server: str, tasks: Path) -> None:
     command = TRAIN.replace(MODEL, "deepseek-ai/DeepSeek-V3.1") + "  environment_type=sandbox"
     reader.expect_error(
-        command,
-        f"DeepSeek-V3.1 is not served at http://localhost:{reader.port}; it serves: {MODEL}",
+        command, f"DeepSeek-V3.1 is not served at http://localhost:{reader.port}; it serves: {MODEL}"
     )
     reader.expect_error(
         "scripts/start_skyrl_tx.sh --base-model deepseek-ai/DeepSeek-V3.1",

@@ -75,12 +75,8 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
     }
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # shared by all tests
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl_tx_server",
-        *(f"{name}={value}" for name, value in options.items()),
-    ]
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "skyrl_tx_server", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -231,9 +227,7 @@ def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) ->
     assert "0 lost, 0 unreadable" in run.stdout and "final state equal to the bit" in run.stdout
 
 
-def test_every_sdk_call_follows_the_contract(
-    server: tuple[subprocess.Popen[str], str],
-) -> None:
+def test_every_sdk_call_follows_the_contract(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     calls = subprocess.run(
         [sys.executable, "scripts/sdk_calls.py", url],

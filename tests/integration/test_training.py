@@ -52,12 +52,8 @@ def start_server(
         "max_num_seqs": 8,
     }
     options |= {"checkpoints_dir": checkpoints_dir, "train_tokens_per_batch": 2048}
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl_tx_server",
-        *(f"{name}={value}" for name, value in options.items()),
-    ]
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "skyrl_tx_server", *arguments]
     environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

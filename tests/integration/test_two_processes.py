@@ -34,12 +34,8 @@ class Process:
     """A server process and the lines that it has printed."""
 
     def __init__(self, options: dict[str, object], devices: int) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "skyrl_tx_server",
-            *(f"{name}={value}" for name, value in options.items()),
-        ]
+        arguments = [f"{name}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", "skyrl_tx_server", *arguments]
         flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         self.child = subprocess.Popen(

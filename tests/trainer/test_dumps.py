@@ -46,20 +46,10 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
         "env_extras",
         "data_source",
     )
-    assert set(record) == {
-        *fields,
-        "conversation",
-        "conversation_history",
-        "timestamp",
-        "domain",
-        "turns",
-    }
+    assert set(record) == {*fields, "conversation", "conversation_history", "timestamp", "domain", "turns"}
     assert (record["env_class"], record["data_source"]) == ("harbor", "copy")
     # The text includes special tokens.
-    assert (record["input_prompt"], record["output_response"]) == (
-        "9 1",
-        "2 9 3 4 9",
-    )
+    assert (record["input_prompt"], record["output_response"]) == ("9 1", "2 9 3 4 9")
     assert record["conversation"] == messages and record["turns"] == 2 and record["score"] == [1.0]
     assert "größer" in (folder / "copy.jsonl").read_text()
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]

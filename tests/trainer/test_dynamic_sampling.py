@@ -64,11 +64,7 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
         metrics["dynamic_sampling/batches"],
         metrics["dynamic_sampling/bad_groups"],
         metrics["dynamic_sampling/surplus_groups"],
-    ) == (
-        2,
-        1,
-        1,
-    )
+    ) == (2, 1, 1)
 
 
 def test_replace_substitutes_good_groups_for_bad_ones():
@@ -77,10 +73,7 @@ def test_replace_substitutes_good_groups_for_bad_ones():
     )
     assert state.is_complete and state.num_copies == 2
     # No group is used twice.
-    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
-        "a",
-        "b",
-    }
+    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {"a", "b"}
 
 
 def test_replace_repeats_good_groups_if_there_are_too_few():
@@ -150,8 +143,5 @@ async def test_reward_rules_are_applied_before_dynamic_sampling():
     )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
     # The failure of b has the reward 0, so both rewards of b are 0.
-    assert (names(state.kept), state.num_bad) == (
-        ["a"],
-        1,
-    )
+    assert (names(state.kept), state.num_bad) == (["a"], 1)
     assert state.played == played

@@ -152,11 +152,7 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
         metrics["test/noop_success"],
         metrics["test/env/air/noop_success"],
         metrics["test/env/shop/pass_at_2"],
-    ) == (
-        0.25,
-        0.5,
-        1.0,
-    )
+    ) == (0.25, 0.5, 1.0)
     assert (metrics["test/env/all/success_write"], metrics["test/env/shop/success_nowrite"]) == (0.75, 0.5)
     assert {"test/env/shop/pass_hat_1_low", "test/env/shop/turns", "test/env/shop/trials"} <= set(metrics)
     assert (
@@ -311,10 +307,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
             "error: tinker://r/weights/2 is a training state; "
             "evaluate its sampler: tinker://r/sampler_weights/2",
         ),
-        (
-            ["results=/no/such"],
-            "error: missing: compare_with; e.g. compare_with=..., or --help",
-        ),
+        (["results=/no/such"], "error: missing: compare_with; e.g. compare_with=..., or --help"),
         (
             ["results=/no/such", "compare_with=/none"],
             "error: /no/such has no results.json; give the folder of an evaluation",

@@ -20,12 +20,7 @@ FILTERS = FilterOptions(
 
 
 def settings(**changes):
-    options = {
-        "advantage_estimator": "dr_grpo",
-        "max_input_length": 5,
-        "max_tokens": 5,
-        "context_limit": 10,
-    }
+    options = {"advantage_estimator": "dr_grpo", "max_input_length": 5, "max_tokens": 5, "context_limit": 10}
     return AdvantageOptions(**(options | changes))
 
 
@@ -92,10 +87,7 @@ def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained)
     assert [example.num_too_long for example in examples] == [int(not num_trained), 0]
     assert len(examples[0].sequences) == bool(num_trained)
     # The reward still changes the baseline of the group.
-    assert [example.advantage for example in examples] == [
-        0.5,
-        -0.5,
-    ]
+    assert [example.advantage for example in examples] == [0.5, -0.5]
     assert (
         len(
             apply_loss_reduction(examples, settings(loss_reduction="sequence_mean"))[1]

@@ -106,10 +106,7 @@ def test_a_record_that_cannot_be_read_gives_a_one_line_error(tmp_path: Path, tex
 
 @pytest.mark.parametrize(
     ("option", "mode"),
-    [
-        (GradingOption(), GradingMode.IN_PLACE),
-        (GradingOption(method=GradingMethod()), GradingMode.FRESH),
-    ],
+    [(GradingOption(), GradingMode.IN_PLACE), (GradingOption(method=GradingMethod()), GradingMode.FRESH)],
 )
 def test_the_option_overrides_records(tmp_path: Path, option: GradingOption, mode: GradingMode) -> None:
     task = hello(tmp_path / "task")

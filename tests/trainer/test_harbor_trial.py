@@ -73,9 +73,7 @@ async def test_a_trial_that_reaches_max_turns_is_graded(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.MAX_TURNS, 3)
 
 
-async def test_an_unconfirmed_completion_in_the_last_turn_is_max_turns(
-    tmp_path: Path,
-) -> None:
+async def test_an_unconfirmed_completion_in_the_last_turn_is_max_turns(tmp_path: Path) -> None:
     outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(max_turns=2))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.MAX_TURNS)

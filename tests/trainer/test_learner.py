@@ -212,3 +212,12 @@ async def test_streamed_groups_have_the_gradient_of_their_batch():
     assert streamed.logits.tolist() == pytest.approx(whole.logits.tolist())
     assert metrics["optim/num_substeps"] == 1 and metrics["optim/loss"] == pytest.approx(-0.5)
     assert (await learner.update())["optim/num_substeps"] == 0, "the first update used all groups"
+
+
+async def test_all_streamed_groups_are_compared_before_the_first_step():
+    learner = Learner(BanditTrainingClient(), settings())  # returns log 1/4 before the first optimizer step
+    learner.add(datums(3, logprob=QUARTER + 0.2))
+    learner.add(datums(2, logprob=QUARTER - 0.4))
+    metrics = await learner.update([datums(1, logprob=QUARTER + 5.0)])
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == pytest.approx(0.3, abs=1e-6)
+    assert metrics["policy/rollout_train_logprobs_abs_diff_max"] == pytest.approx(0.4, abs=1e-6)

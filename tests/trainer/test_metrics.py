@@ -175,11 +175,7 @@ def test_lengths_and_stop_reasons_are_measured():
         metrics["generate/min_num_tokens"],
         metrics["generate/max_num_tokens"],
         metrics["generate/avg_num_tokens"],
-    ) == (
-        2,
-        5,
-        3.5,
-    )
+    ) == (2, 5, 3.5)
     assert metrics["env/all/stop_reason/length"] == 0.5
     assert (metrics["sampling_client/step_min"], metrics["sampling_client/step_max"]) == (4, 5)
 

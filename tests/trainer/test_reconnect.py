@@ -99,10 +99,7 @@ class Bench(FakeRun):
     [
         (True, "server lost: playing step 4: the server at http://"),
         # The message depends on which part notices the loss first.
-        (
-            False,
-            "server lost: training(: no model session-| step 4: the server at http://)",
-        ),
+        (False, "server lost: training(: no model session-| step 4: the server at http://)"),
     ],
     ids=["while a trial waits", "when training goes on"],
 )

@@ -45,14 +45,8 @@ def test_an_unknown_environment_gives_a_one_line_error(name, message):
         (":f", "env=:f is none of"),
         (".mine:f", "env=.mine:f is none of"),
         ("mine:", "env=mine: is none of"),
-        (
-            "mine:NUMBER",
-            "env=mine:NUMBER: NUMBER of mine is not a function",
-        ),
-        (
-            "mine:later",
-            "env=mine:later: later of mine is an async function; write def later(config, chat)",
-        ),
+        ("mine:NUMBER", "env=mine:NUMBER: NUMBER of mine is not a function"),
+        ("mine:later", "env=mine:later: later of mine is an async function; write def later(config, chat)"),
         (
             "mine:nothing",
             "env=mine:nothing returned NoneType, which is not a task source; return episodes(...)",

@@ -82,30 +82,18 @@ def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):
     assert loaded[STEP].result == played
 
 
-def test_a_growing_conversation_is_written_once_and_compactly():
+@pytest.mark.parametrize(("num_kept", "factor"), [(100, 6), (50, 7)], ids=["growing", "without its thinking"])
+def test_a_conversation_is_written_compactly(num_kept, factor):
     rng = random.Random(0)
     turns, context = [], []
     for _ in range(50):
         context += [rng.randrange(150_000) for _ in range(300)]
         completion = [rng.randrange(150_000) for _ in range(100)]
         turns.append(turn(list(context), completion, logprob=float(np.float32(-rng.random()))))
-        context += completion
+        context += completion[-num_kept:]
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     text = json.dumps(encoded(played))
-    assert len(text) < 6 * len(context) and decoded(json.loads(text)) == played
-
-
-def test_a_rewritten_history_is_written_compactly():
-    rng = random.Random(0)
-    turns, context = [], []
-    for _ in range(50):
-        context += [rng.randrange(150_000) for _ in range(300)]
-        completion = [rng.randrange(150_000) for _ in range(100)]
-        turns.append(turn(list(context), completion, logprob=float(np.float32(-rng.random()))))
-        context += completion[50:]  # without its thinking
-    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
-    text = json.dumps(encoded(played))
-    assert len(text) < 7 * len(context) and decoded(json.loads(text)) == played
+    assert len(text) < factor * len(context) and decoded(json.loads(text)) == played
 
 
 def test_numbers_are_packed_without_loss():

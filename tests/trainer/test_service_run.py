@@ -44,8 +44,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     chat = load_chat(str(MODEL))
     monkeypatch.setattr(chat.tokenizer, "chat_template", QWEN3.read_text())
     run = FakeRun(
-        tmp_path / "run",
-        lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),
+        tmp_path / "run", lambda config: Dependencies(source=open_task_source(config, chat), backend=backend)
     )
     argv = [
         "env=tau_bench",

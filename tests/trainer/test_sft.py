@@ -60,9 +60,7 @@ def trained_texts(template: Template, train_on: TrainOn) -> list[str]:
     edges = np.flatnonzero(np.diff([0, *sequence.weights, 0]))
     return [
         template.tokenizer.decode(
-            sequence.tokens[start:end].tolist(),
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
+            sequence.tokens[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         for start, end in zip(edges[::2], edges[1::2], strict=True)
     ]

@@ -68,11 +68,7 @@ def test_a_run_is_shown_with_a_row_per_step_and_evaluation(run: Path):
 
 @pytest.mark.parametrize(
     ("selection", "names"),
-    [
-        ("1", ["a__e0", "a__e1", "a__1", "a__2", "b__1"]),
-        ("eval_000001", ["a__e0", "a__e1"]),
-        ("b", ["b__1"]),
-    ],
+    [("1", ["a__e0", "a__e1", "a__1", "a__2", "b__1"]), ("eval_000001", ["a__e0", "a__e1"]), ("b", ["b__1"])],
 )
 def test_steps_and_tasks_select_trials(run: Path, selection, names):
     assert [row[1] for row in rows(printed(run, selection))[1:]] == names

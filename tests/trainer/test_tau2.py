@@ -84,10 +84,7 @@ async def test_an_episode_reaches_the_official_evaluator(home: Path):
     assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
     assert trajectory.metrics["no_write_action"] == trajectory.metrics["user_tool_errors"] == 0.0
     # The last message of the user.
-    assert trajectory.conversation[-1] == {
-        "role": "user",
-        "content": f"Thanks. {STOP}",
-    }
+    assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}
 
 
 async def test_refusing_everything_gives_the_noop_baseline(home: Path):

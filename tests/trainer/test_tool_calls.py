@@ -42,10 +42,7 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         (DEEPSEEK.format("get_order<｜tool▁sep｜>" + ARGUMENTS), Strategy.DEEPSEEK),  # V3.1
         (DEEPSEEK.format(f"function<｜tool▁sep｜>get_order\n```json\n{ARGUMENTS}\n```"), Strategy.DEEPSEEK),
         # The text is cut after the object.
-        (
-            "<｜tool▁call▁begin｜>get_order<｜tool▁sep｜>" + ARGUMENTS,
-            Strategy.DEEPSEEK,
-        ),
+        ("<｜tool▁call▁begin｜>get_order<｜tool▁sep｜>" + ARGUMENTS, Strategy.DEEPSEEK),
         (f"<function=get_order>{ARGUMENTS}</function>", Strategy.FUNCTION),  # Llama 3.1
         (f"<tool_call>\n{FUNCTION}\n</tool_call>", Strategy.FUNCTION),  # Qwen3-Coder, Qwen3.5
         (FUNCTION, Strategy.FUNCTION),
@@ -73,30 +70,18 @@ def test_a_bare_name_is_a_call_without_arguments():
     ("answer", "strategy"),
     [
         # This format precedes the tagged one.
-        (
-            '{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}',
-            Strategy.WHOLE,
-        ),
+        ('{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}', Strategy.WHOLE),
         # This format precedes the fenced one.
         (
             f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```',
             Strategy.TAGGED,
         ),
         # This format precedes the embedded one.
-        (
-            f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```',
-            Strategy.FENCED,
-        ),
+        (f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```', Strategy.FENCED),
         # This format precedes the ReAct one.
-        (
-            'Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}',
-            Strategy.EMBEDDED,
-        ),
+        ('Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}', Strategy.EMBEDDED),
         # This format precedes the code one. Its input has more than JSON, so nothing is called.
-        (
-            'Action: cancel\nAction Input: {}\nget_order(id="#1")',
-            Strategy.REACT,
-        ),
+        ('Action: cancel\nAction Input: {}\nget_order(id="#1")', Strategy.REACT),
     ],
 )
 @pytest.mark.seed_behaviour(12)
@@ -334,8 +319,6 @@ def test_the_failure_rate_is_a_share_of_attempted_calls():
         f'{{"name": "get_order", "arguments": {{"id": {"9" * 5000}}}}}',
     ],
 )
-def test_text_that_breaks_json_or_python_is_an_unreadable_call(
-    answer: str,
-) -> None:
+def test_text_that_breaks_json_or_python_is_an_unreadable_call(answer: str) -> None:
     parsed = parse(answer, TOOLS)
     assert parsed.problem and not parsed.calls and parsed.counts["parse_failures"] == 1

@@ -19,11 +19,14 @@ from src.cli.command_line import parse
 from src.core.errors import ConfigError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Task, Trajectory
+from src.envs.episodes import EnvSpec
 from src.envs.message_env import EpisodeSettings, MessageEnv, StepResult, run_episode
 from src.envs.registry import open_task_source
 from src.envs.service.service_env import MAX_ERRORS, ServiceEnv, do_nothing
+from src.envs.service.tau_bench import open_toy_retail
 from src.envs.service.toy_retail import (
     FOLDER,
+    NAME,
     TOOLS,
     ToolError,
     ToyRetailEpisode,
@@ -39,9 +42,12 @@ from src.policy.chat import Chat, load_chat
 from src.records.dumps import conversation
 from tests.fakes.policy import FakePolicy
 
-DOMAIN = read_shop(FOLDER).domain()
-TASKS = [*DOMAIN.tasks, *DOMAIN.held_out]
 BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench"]
+PROVIDER = open_toy_retail(parse(BASE), None)
+DOMAIN = EnvSpec(
+    tasks=PROVIDER.official(NAME, "train"), held_out=PROVIDER.official(NAME, "test"), make=PROVIDER.make
+)
+TASKS = [*DOMAIN.tasks, *DOMAIN.held_out]
 LIMITS = LengthLimits(
     max_input_length=1900, max_generate_length=100, max_sequence_length=2000, context_limit=2000
 )
@@ -202,12 +208,7 @@ def test_every_tool_has_a_schema_and_only_writers_write():
         ([saying("cancel_order", order="kala"), "It costs 1043."], 0, 1, 0),
         (["It costs 1042."], 0, 0, 1),
         # The agent also performs an action that is not a gold action.
-        (
-            [saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"],
-            0,
-            0,
-            1,
-        ),
+        ([saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"], 0, 0, 1),
         ([f"1042 {STOP}"], 0, 0, 1),  # The agent may also end the conversation.
     ],
 )

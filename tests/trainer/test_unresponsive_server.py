@@ -98,10 +98,7 @@ SCENARIOS_BY_NAME = {
         last_line="opening the training client: no answer within request_timeout_s=3",
         fault=Fault.FAILS,
     ),
-    "sampling": Scenario(
-        is_bad=path_of("/asample"),
-        last_line=NO_SAMPLES,
-    ),
+    "sampling": Scenario(is_bad=path_of("/asample"), last_line=NO_SAMPLES),
     "forward_backward": Scenario(
         is_bad=path_of("/forward_backward"),
         last_line="training step 1: no answer within request_timeout_s=3; start the server again and resume",
@@ -132,18 +129,9 @@ SCENARIOS_BY_NAME = {
 }
 ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
 # The same code handles SIGINT and SIGTERM, so a few scenarios suffice.
-WITH_SIGINT = (
-    "everything hangs",
-    "forward_backward",
-    "probe: everything hangs",
-)
+WITH_SIGINT = ("everything hangs", "forward_backward", "probe: everything hangs")
 # Other scenarios test these waits with a signal.
-NOT_SIGNALLED = (
-    "everything fails",
-    "health trickles",
-    "opening fails",
-    "evaluate: opening",
-)
+NOT_SIGNALLED = ("everything fails", "health trickles", "opening fails", "evaluate: opening")
 NEVER_ENDS = ("opening the environment",)  # It has no deadline, because it does not wait for the backend.
 SCENARIOS = [
     (place, end)

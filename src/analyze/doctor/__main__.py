@@ -21,7 +21,7 @@ from src.analyze.doctor.problems import Finding
 from src.analyze.doctor.run_checks import CheckedRun, run_findings
 from src.cli.command_line import parse_as
 from src.cli.environment_variables import load_environment
-from src.core.errors import TrainerError
+from src.cli.program import run_program
 from src.core.options import Options, require
 
 
@@ -59,18 +59,15 @@ def findings_of(config: DoctorConfig) -> list[Finding]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings and return the exit status. An error is printed as one line."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(__doc__)
-        return 0
-    try:
-        load_environment(["backend=skyrl-tx"])
-        is_run = argv and "=" not in argv[0] and not argv[0].startswith("-")
-        arguments = [f"run={argv[0]}", *argv[1:]] if is_run else argv
-        findings = findings_of(parse_as(DoctorConfig, arguments))
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    """Print the findings and return the exit status."""
+    return run_program(argv, _run, lambda words: str(__doc__))
+
+
+def _run(argv: Sequence[str]) -> int:
+    load_environment(["backend=skyrl-tx"])
+    is_run = argv and "=" not in argv[0] and not argv[0].startswith("-")
+    arguments = [f"run={argv[0]}", *argv[1:]] if is_run else argv
+    findings = findings_of(parse_as(DoctorConfig, arguments))
     print("\n".join(line for finding in findings for line in finding.lines()))
     return 1 if any(finding.is_problem for finding in findings) else 0
 

@@ -91,9 +91,5 @@ def server(url: str) -> Finding:
     try:
         asyncio.run(check_alive(url))
     except BackendError as error:
-        return Finding(
-            name="server",
-            measured=str(error),
-            command="scripts/start_skyrl_tx.sh MODEL",
-        )
+        return Finding(name="server", measured=str(error), command="scripts/start_skyrl_tx.sh MODEL")
     return Finding(name="server", measured=f"ready at {url}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from src.core.errors import ConfigError
 
@@ -70,13 +70,11 @@ def _from_parquet(path: Path) -> list[Record]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{path} cannot be read as a parquet table: {reason}") from error
     return [
-        Record(values=_without_nulls(row), number=number, where=f"{path}, row {number}")
+        Record(
+            values=cast("dict[str, Any]", without_nulls(row)), number=number, where=f"{path}, row {number}"
+        )
         for number, row in enumerate(rows, 1)
     ]
-
-
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: without_nulls(value) for name, value in row.items() if value is not None}
 
 
 def without_nulls(value: object) -> object:

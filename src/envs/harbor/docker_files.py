@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-import docker
 from docker.errors import APIError, DockerException, NotFound
+from harbor.constants import MAIN_SERVICE_NAME
 from harbor.environments.base import BaseEnvironment
 from requests.exceptions import RequestException
 
@@ -31,6 +29,8 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     check_limits,
 )
+from src.envs.sandbox.containers import find_container
+from src.envs.sandbox.docker import engine
 
 ENGINE_TIMEOUT_S = 120
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of changes that the engine reports against the image
@@ -44,7 +44,6 @@ class DockerFiles:
 
     def __init__(self, environment: BaseEnvironment) -> None:
         self._environment = environment
-        self._project = compose_project(environment.session_id)
         self._mounts: tuple[str, ...] = ()
 
     async def snapshot(self) -> None:
@@ -53,38 +52,17 @@ class DockerFiles:
     async def freeze(self) -> None:
         """Kill the container with all its processes. Its files remain."""
         with boundary(SandboxError, "ending the agent's container"):
-            await asyncio.to_thread(self._kill)
+            await asyncio.to_thread(_in_container, self._environment, _kill)
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
         with boundary(SandboxError, "exporting the agent's files"):
-            return await asyncio.to_thread(self._export, archive)
+            return await asyncio.to_thread(_in_container, self._environment, self._export, archive)
 
     async def unpack(self, fresh: BaseEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
         with boundary(SandboxError, "unpacking the agent's files"):
-            await asyncio.to_thread(self._unpack, fresh, archive, changes)
+            await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
-    @cached_property
-    def _client(self) -> Any:
-        return docker.from_env(timeout=ENGINE_TIMEOUT_S)
-
-    def _container(self, project: str) -> Any:
-        labels = [f"com.docker.compose.project={project}", "com.docker.compose.service=main"]
-        containers = self._client.containers.list(all=True, filters={"label": labels})
-        if not containers:
-            raise SandboxError(f"the compose project {project} has no container")
-        return containers[0]
-
-    def _kill(self) -> None:
-        container = self._container(self._project)
-        try:
-            container.kill()
-        except APIError as error:
-            if error.status_code != 409:  # 409: the container is not running.
-                raise
-        container.wait(timeout=ENGINE_TIMEOUT_S)
-
-    def _export(self, archive: IO[bytes]) -> FileChanges:
-        container = self._container(self._project)
+    def _export(self, container: Any, archive: IO[bytes]) -> FileChanges:
         variables = dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
         difference = {item["Path"]: item["Kind"] for item in container.diff() or []}
@@ -157,28 +135,6 @@ class DockerFiles:
             filtered.add(packed, directory)
         return is_new
 
-    def _unpack(self, fresh: BaseEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
-        container = self._container(compose_project(fresh.session_id))
-        for batch in _batches(changes.removed):
-            container.exec_run(["rm", "-rf", "--", *batch], user="root")
-        if changes.carried:
-            archive.seek(0)
-            try:
-                container.put_archive("/", archive)
-            except APIError as error:
-                if error.is_server_error() and _is_full(error):
-                    raise
-                raise AgentFault(
-                    ZeroReason.FILES_UNREADABLE,
-                    f"the agent's files cannot be unpacked: {error.explanation}",
-                ) from error
-
-
-def compose_project(session_id: str) -> str:
-    """Return the name that Harbor gives to the compose project of a trial."""
-    name = session_id.lower()
-    return re.sub(r"[^a-z0-9_-]", "-", name if re.match(r"[a-z0-9]", name) else f"0{name}")
-
 
 def can_carry_files(environment: BaseEnvironment) -> bool:
     """Return whether the files of an environment's container can be carried over to a fresh one.
@@ -188,10 +144,43 @@ def can_carry_files(environment: BaseEnvironment) -> bool:
     if (environment.environment_dir / "docker-compose.yaml").is_file():
         return False
     try:
-        docker.from_env(timeout=ENGINE_TIMEOUT_S).ping()
+        with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
+            client.ping()
     except (DockerException, RequestException):
         return False
     return True
+
+
+def _in_container[Result](
+    environment: BaseEnvironment, function: Callable[..., Result], *args: object
+) -> Result:
+    """Call `function` with the main container of the environment. Blocks."""
+    with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
+        return function(find_container(client, environment.session_id, MAIN_SERVICE_NAME), *args)
+
+
+def _kill(container: Any) -> None:
+    try:
+        container.kill()
+    except APIError as error:
+        if error.status_code != 409:  # 409: the container is not running.
+            raise
+    container.wait(timeout=ENGINE_TIMEOUT_S)
+
+
+def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
+    for batch in _batches(changes.removed):
+        container.exec_run(["rm", "-rf", "--", *batch], user="root")
+    if changes.carried:
+        archive.seek(0)
+        try:
+            container.put_archive("/", archive)
+        except APIError as error:
+            if error.is_server_error() and "no space left" in str(error.explanation).lower():
+                raise
+            raise AgentFault(
+                ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be unpacked: {error.explanation}"
+            ) from error
 
 
 def _starts_with_directory(packed: IO[bytes]) -> bool:
@@ -208,10 +197,6 @@ def _first_member(packed: IO[bytes]) -> IO[bytes]:
     packed.write(bytes(2 * tarfile.BLOCKSIZE))
     packed.seek(0)
     return packed
-
-
-def _is_full(error: APIError) -> bool:
-    return "no space left" in str(error.explanation).lower()
 
 
 def _batches(paths: Sequence[str], size: int = 500) -> Iterator[list[str]]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from src.core.trajectory import TrialTime, Turn
+from src.core.trajectory import Turn
 from src.policy.sampling_policy import Policy, PolicyWrapper, SampleRequest
 
 PROBE_TIMEOUT_S = 20.0
@@ -18,7 +18,9 @@ class TimedPolicy(PolicyWrapper):
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self.unanswered_s = 0.0  # the waiting time of the last cancelled call
-        self.spent = TrialTime(started=time.monotonic())
+        self._started = time.monotonic()
+        self._first_completion: float | None = None
+        self._sampling_s = 0.0  # after the first completion, including calls without a result
         self._last_prompt: Sequence[int] = ()
 
     async def sample(self, request: SampleRequest) -> Turn:
@@ -30,10 +32,16 @@ class TimedPolicy(PolicyWrapper):
             self.unanswered_s = time.monotonic() - call_started
             raise
         finally:
-            if self.spent.first_completion is not None:
-                self.spent.sampling_s += time.monotonic() - call_started
-        self.spent.first_completion = self.spent.first_completion or time.monotonic()
+            if self._first_completion is not None:
+                self._sampling_s += time.monotonic() - call_started
+        self._first_completion = self._first_completion or time.monotonic()
         return turn
+
+    def agent_used_most(self, now: float) -> bool:
+        """Return whether the agent's side used more than half of the time between the start and `now`."""
+        if self._first_completion is None:
+            return False
+        return now - self._first_completion - self._sampling_s > (now - self._started) / 2
 
     async def responds(self) -> bool:
         """Return whether one token is sampled within `PROBE_TIMEOUT_S`.

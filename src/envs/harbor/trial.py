@@ -101,7 +101,7 @@ class HarborTrial:
         if running is None or not running.session.llm.turns:
             return None
         agent_ended_at = running.grading.agent_ended_at or time.monotonic()
-        if not running.policy.spent.agent_used_most(agent_ended_at):
+        if not running.policy.agent_used_most(agent_ended_at):
             return None
         return self._trajectory(running.trial.result, running, 0.0, ZeroReason.TIMEOUT)
 

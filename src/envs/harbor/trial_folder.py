@@ -81,7 +81,7 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
     excess: list[Path] = []
     entries = sorted(
         _entries(folder),
-        key=lambda entry: (_relative(folder, entry[0]) not in ESSENTIAL, entry[1], entry[0].path),
+        key=lambda entry: (os.path.relpath(entry[0].path, folder) not in ESSENTIAL, entry[1], entry[0].path),
     )
     for entry, depth in entries:
         status = entry.stat(follow_symlinks=False)
@@ -136,10 +136,6 @@ def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
             yield entry, depth
             if entry.is_dir(follow_symlinks=False) and depth <= MAX_DEPTH:
                 pending.append((entry.path, depth + 1))
-
-
-def _relative(folder: Path, entry: os.DirEntry[str]) -> str:
-    return os.path.relpath(entry.path, folder)
 
 
 def _remove(path: Path) -> None:

@@ -28,7 +28,10 @@ from harbor.constants import MAIN_SERVICE_NAME
 from harbor.environments.base import ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.docker.compose_env import legacy_log_mount_env_vars
-from harbor.environments.docker.docker import DockerEnvironment
+from harbor.environments.docker.docker import (
+    DockerEnvironment,
+    _sanitize_docker_compose_project_name,  # pyright: ignore[reportPrivateUsage]
+)
 
 from src.core.errors import SandboxError
 from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
@@ -186,7 +189,7 @@ class ContainerEnvironment(DockerEnvironment):
         remaining = replace(budget)
         is_whole = True
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
-            container = self._container(client, service)
+            container = find_container(client, self.session_id, service)
             if source.rstrip("/") == VERIFIER_DIRECTORY:
                 for name in REWARD_FILES:
                     is_whole &= self._unpack(
@@ -215,7 +218,7 @@ class ContainerEnvironment(DockerEnvironment):
         remaining = replace(budget)
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             try:
-                chunks, _ = self._container(client, service).get_archive(source)
+                chunks, _ = find_container(client, self.session_id, service).get_archive(source)
             except DockerException as error:
                 raise SandboxError(
                     f"cannot download {source}: {' '.join(str(error).split())[:200]}"
@@ -228,17 +231,6 @@ class ContainerEnvironment(DockerEnvironment):
                 self._downloads.record(source, budget, budget, is_whole=False)
                 raise
         self._downloads.record(source, budget, remaining, is_whole=True)
-
-    def _container(self, client: docker.DockerClient, service: str) -> Any:
-        from harbor.environments.docker.docker import (
-            _sanitize_docker_compose_project_name as project_name,  # pyright: ignore[reportPrivateUsage]
-        )
-
-        labels = [f"{PROJECT_LABEL}={project_name(self.session_id)}", f"{SERVICE_LABEL}={service}"]
-        containers = client.containers.list(all=True, filters={"label": labels})
-        if not containers:
-            raise SandboxError(f"the service {service} has no container")
-        return containers[0]
 
     @staticmethod
     @override
@@ -270,6 +262,16 @@ class ContainerEnvironment(DockerEnvironment):
         return ExecResult(
             stdout=await decode_output(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
         )
+
+
+def find_container(client: docker.DockerClient, session_id: str, service: str) -> Any:
+    """Return the container of a service of a trial. Raises SandboxError if there is none."""
+    project = _sanitize_docker_compose_project_name(session_id)
+    labels = [f"{PROJECT_LABEL}={project}", f"{SERVICE_LABEL}={service}"]
+    containers = client.containers.list(all=True, filters={"label": labels})
+    if not containers:
+        raise SandboxError(f"the service {service} has no container")
+    return containers[0]
 
 
 def _volume_name(target: str) -> str:

@@ -12,14 +12,12 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import docker
-from docker.context import ContextAPI
 from docker.errors import APIError, DockerException, NotFound
 
 RUN_LABEL = "agent-trainer.run"
@@ -43,18 +41,12 @@ class CleanupReport:
     skipped: list[str] = field(default_factory=list)  # of runs on other hosts, which may not have ended
 
 
-@contextmanager
-def engine(*, timeout_s: int) -> Generator[docker.DockerClient]:
-    """Connect to the engine that the docker command would use. Raises DockerException if there is none."""
-    if os.environ.get("DOCKER_HOST"):
-        client = docker.from_env(timeout=timeout_s)
-    else:
-        context = ContextAPI.get_current_context()
-        client = docker.DockerClient(base_url=context.Host, tls=context.TLSConfig or False, timeout=timeout_s)
-    try:
-        yield client
-    finally:
-        client.close()
+def engine(*, timeout_s: int) -> AbstractContextManager[docker.DockerClient]:
+    """Connect to the engine that the docker command would use, which may be that of a Docker context.
+
+    Raises DockerException if there is none.
+    """
+    return closing(docker.from_env(timeout=timeout_s))
 
 
 def why_no_engine() -> str | None:
@@ -149,30 +141,18 @@ def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject
         )
         for handle in client.containers.list(all=True, filters=filters, ignore_removed=True)
     ]
-    for handle in client.networks.list(filters=filters):
-        labels = handle.attrs.get("Labels") or {}
-        objects.append(
+    for kind, collection in (("network", client.networks), ("volume", client.volumes)):
+        objects += [
             _DockerObject(
-                kind="network",
+                kind=kind,
                 id=str(handle.id),
-                name=f"network {handle.name}",
-                labels=labels,
+                name=f"{kind} {handle.name}",
+                labels=handle.attrs.get("Labels") or {},
                 remove=handle.remove,
                 reload=handle.reload,
             )
-        )
-    for handle in client.volumes.list(filters=filters):
-        labels = handle.attrs.get("Labels") or {}
-        objects.append(
-            _DockerObject(
-                kind="volume",
-                id=str(handle.id),
-                name=f"volume {handle.name}",
-                labels=labels,
-                remove=handle.remove,
-                reload=handle.reload,
-            )
-        )
+            for handle in collection.list(filters=filters)
+        ]
     return objects
 
 
@@ -180,26 +160,19 @@ def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObje
     """Return the images that compose built for the services of a project, but not the task's image, which
     other trials use.
     """
-    built = []
-    for image in client.images.list(filters={"label": f"{PROJECT_LABEL}={project}"}):
-        for tag in image.tags:
-            if tag.startswith((f"{project}-", f"{project}_")):
-                remove, reload = _image_calls(client, tag)
-                built.append(
-                    _DockerObject(
-                        kind="image",
-                        id=tag,
-                        name=f"image {tag}",
-                        labels={PROJECT_LABEL: project},
-                        remove=remove,
-                        reload=reload,
-                    )
-                )
-    return built
-
-
-def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    return lambda: client.images.remove(tag), lambda: client.images.get(tag)
+    return [
+        _DockerObject(
+            kind="image",
+            id=tag,
+            name=f"image {tag}",
+            labels={PROJECT_LABEL: project},
+            remove=lambda tag=tag: client.images.remove(tag),
+            reload=lambda tag=tag: client.images.get(tag),
+        )
+        for image in client.images.list(filters={"label": f"{PROJECT_LABEL}={project}"})
+        for tag in image.tags
+        if tag.startswith((f"{project}-", f"{project}_"))
+    ]
 
 
 def _remove(item: _DockerObject, report: CleanupReport) -> None:

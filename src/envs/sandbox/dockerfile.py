@@ -88,7 +88,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case "ENV":
                     environment.update(_environment(value, variables))
                 case "WORKDIR":
-                    workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), variables))
+                    workdir = str(PurePosixPath(workdir) / _expand(" ".join(shlex.split(value)), variables))
                     steps.append(MakeDirectory(path=workdir, line=line))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
@@ -279,7 +279,3 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
         return setting
 
     return re.sub(r"\$(?:(\w+)|\{(\w+)(?:(:[-+])([^}]*))?\})", value, text)
-
-
-def _unquote(value: str) -> str:
-    return " ".join(shlex.split(value))

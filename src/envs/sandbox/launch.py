@@ -158,47 +158,17 @@ def bubblewrap_command(
     None without a network.
     """
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
-    command = [
-        _program("bwrap", "bubblewrap"),
-        *(
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--die-with-parent",
-            "--as-pid-1",
-            "--new-session",
-        ),
-        *(
-            "--cap-drop",
-            "ALL",
-            "--uid",
-            "0",
-            "--gid",
-            "0",
-            "--hostname",
-            hostname,
-            "--clearenv",
-            "--seccomp",
-            str(seccomp),
-        ),
-    ]
+    command = [_program("bwrap", "bubblewrap"), "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += ["--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL"]
+    command += ["--uid", "0", "--gid", "0", "--hostname", hostname, "--clearenv", "--seccomp", str(seccomp)]
     for name, value in BASE_ENVIRONMENT.items():
         command += ["--setenv", name, value]
     command += ["--size", sizes["/"], "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
     for name in USERLAND:
         if Path("/", name).exists():
             command += ["--ro-bind", str(Path("/", name).resolve()), f"/{name}"]
-    command += [
-        "--size",
-        sizes["/usr/local"],
-        "--tmpfs",
-        "/usr/local",
-        "--proc",
-        "/proc",
-        *_proc_masks(),
-        "--dev",
-        "/dev",
-    ]
+    command += ["--size", sizes["/usr/local"], "--tmpfs", "/usr/local"]
+    command += ["--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
     # The tmpfs of --dev could grow to half of the machine's memory, so it becomes read-only.
     command += ["--perms", "1777", "--size", sizes["/dev/shm"], "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for name in PRIVATE_DIRECTORIES:
@@ -209,14 +179,8 @@ def bubblewrap_command(
         command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     if resolver is not None:
         command += ["--share-net", "--ro-bind", str(resolver), "/etc/resolv.conf"]
-    command += [
-        "--ro-bind",
-        str(skeleton),
-        f"{CONTROL}/skeleton",
-        "--ro-bind",
-        str(requests),
-        f"{CONTROL}/requests",
-    ]
+    command += ["--ro-bind", str(skeleton), f"{CONTROL}/skeleton"]
+    command += ["--ro-bind", str(requests), f"{CONTROL}/requests"]
     return [*command, "--chdir", "/", "--", *exec_server_command(limits.rlimits())]
 
 

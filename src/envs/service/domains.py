@@ -91,15 +91,19 @@ def tool_domain(
     rows: Sequence[Mapping[str, Any]],
     path: Path,
     context: DomainContext,
+    user_instructions: str = USER_INSTRUCTIONS,
+    id_prefix: str | None = None,
 ) -> ServiceDomain:
     """Return a domain with tools over a JSON database, with the grading of toy_retail.
 
     Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
-    `path` is the file that defines the domain. Raises ConfigError if a gold action fails.
+    `path` is the file that defines the domain. `id_prefix` begins the ids of its tasks; None: `name/`.
+    Raises ConfigError if a gold action fails.
     """
     by_name = {tool.name: tool for tool in tools}
+    prefix = f"{name}/" if id_prefix is None else id_prefix
     model = context.user_model
-    make_user = scripted if model is None else played_by(model, USER_INSTRUCTIONS)
+    make_user = scripted if model is None else played_by(model, user_instructions)
 
     def task_of(row: Mapping[str, Any]) -> Task:
         try:
@@ -108,7 +112,7 @@ def tool_domain(
             raise ConfigError(f"{name}: {row['id']}: a gold action fails: {error}") from error
         has_writes = any(by_name[action["name"]].writes for action in row["actions"])
         return Task(
-            id=f"{name}/{row['id']}",
+            id=f"{prefix}{row['id']}",
             path=path,
             instruction=row["instruction"],
             domain=name,

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import chz
 
@@ -31,6 +30,7 @@ from src.envs.service.domains import (
     ServiceDomain,
     open_domain,
     registered_domains,
+    tool_domain,
 )
 from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
@@ -149,14 +149,14 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def provider_of(domain: ServiceDomain) -> DomainProvider:
-    """Return the provider of a user-defined domain."""
+    """Return the provider of toy_retail or a user-defined domain."""
 
     def completed(task: Task) -> Task:
         return replace(task, domain=task.domain or domain.name, row={**task.row, "domain": domain.name})
 
     def official(name: str, split: str | None) -> list[Task]:
         if split is not None and split not in domain.splits:
-            raise ConfigError(f"{name} has no split {split}; its splits are {', '.join(domain.splits)}")
+            raise ConfigError(f"{name} has no split {split}; its splits are {' and '.join(domain.splits)}")
         chosen = domain.splits.values() if split is None else [domain.splits[split]]
         return [completed(task) for tasks in chosen for task in tasks]
 
@@ -198,54 +198,20 @@ def open_domains(
 
 
 def open_toy_retail(config: EnvironmentOptions, model: UserModel | None) -> DomainProvider:
-    make_user = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
     shop = toy_retail.read_shop(folder)
-    domain = shop.domain(make_user)
-    splits = {"train": domain.tasks, "test": domain.held_out, None: [*domain.tasks, *domain.held_out]}
-
-    def official(name: str, split: str | None) -> list[Task]:
-        if split not in splits:
-            raise ConfigError(f"{name} has no split {split}; its splits are train and test")
-        return [
-            replace(task, row={**task.row, "domain": name}, has_writes=writes(task.row["actions"]))
-            for task in splits[split]
-        ]
-
-    def defined(name: str, definitions: Mapping[str, TaskDefinition]) -> list[Task]:
-        tasks, path = list[Task](), folder / "tasks.json"
-        for task_id, definition in definitions.items():
-            row = {
-                "id": task_id,
-                "domain": name,
-                "instruction": definition.instruction,
-                "scripts": [[definition.instruction]],
-                "actions": definition.actions,
-                "communicate": definition.facts,
-            }
-            try:
-                toy_retail.after_gold(shop.database, row)
-            except toy_retail.ToolError as error:
-                raise ConfigError(f"{name}: {task_id}: a gold action fails: {error}") from error
-            tasks.append(
-                Task(
-                    id=task_id,
-                    path=path,
-                    instruction=definition.instruction,
-                    domain=name,
-                    row=row,
-                    has_writes=writes(definition.actions),
-                )
-            )
-        return tasks
-
-    def writes(actions: Any) -> bool:
-        return any(toy_retail.TOOLS[action["name"]].writes for action in actions)
-
-    async def close() -> None:
-        """The episodes share no resources."""
-
-    return DomainProvider(official=official, defined=defined, make=domain.make, close=close)
+    domain = tool_domain(
+        name=toy_retail.NAME,
+        database=shop.database,
+        policy=shop.policy,
+        tools=list(toy_retail.TOOLS.values()),
+        rows=shop.rows,
+        path=folder / "tasks.json",
+        context=DomainContext(options={}, user_model=model),
+        user_instructions=toy_retail.INSTRUCTIONS,
+        id_prefix="",
+    )
+    return provider_of(domain)
 
 
 def open_tau2(

@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from src.core.errors import ConfigError
-from src.core.trajectory import Task
-from src.envs.episodes import EnvSpec
 from src.envs.message_env import ResetResult
-from src.envs.service.service_env import ActionResult, Grade, ServiceEnv
+from src.envs.service.service_env import ActionResult, Grade
 from src.envs.service.tool_calls import ToolCall
 from src.envs.service.user_simulator import (
     STOP,
@@ -118,58 +116,25 @@ def _changed(entry: dict[str, Any], **values: object) -> Mapping[str, object]:
     return values
 
 
-TOOLS = {
-    tool.name: tool
-    for tool in (
-        Tool(
-            name="get_order",
-            description="Status, product and address of an order.",
-            parameters=["order"],
-            run=get_order,
-        ),
-        Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
-        Tool(
-            name="get_customer",
-            description="Points of a customer.",
-            parameters=["customer"],
-            run=get_customer,
-        ),
-        Tool(
-            name="cancel_order",
-            description="Cancel an order.",
-            parameters=["order"],
-            run=cancel_order,
-            writes=True,
-        ),
-        Tool(
-            name="return_order",
-            description="Take an order back.",
-            parameters=["order"],
-            run=return_order,
-            writes=True,
-        ),
-        Tool(
-            name="change_address",
-            description="Send an order to another address.",
-            parameters=["order", "address"],
-            run=change_address,
-            writes=True,
-        ),
-        Tool(
-            name="change_product",
-            description="Put another product in an order.",
-            parameters=["order", "product"],
-            run=change_product,
-            writes=True,
-        ),
-        Tool(
-            name="transfer_to_human",
-            description="Hand over what no other tool can do.",
-            parameters=["summary"],
-            run=transfer_to_human,
-        ),
-    )
-}
+# One entry takes one or two lines; the formatter would take six.
+# fmt: off
+TOOLS = {tool.name: tool for tool in (
+    Tool(name="get_order", description="Status, product and address of an order.",
+        parameters=["order"], run=get_order),
+    Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
+    Tool(name="get_customer", description="Points of a customer.", parameters=["customer"], run=get_customer),
+    Tool(name="cancel_order", description="Cancel an order.",
+        parameters=["order"], run=cancel_order, writes=True),
+    Tool(name="return_order", description="Take an order back.",
+        parameters=["order"], run=return_order, writes=True),
+    Tool(name="change_address", description="Send an order to another address.",
+        parameters=["order", "address"], run=change_address, writes=True),
+    Tool(name="change_product", description="Put another product in an order.",
+        parameters=["order", "product"], run=change_product, writes=True),
+    Tool(name="transfer_to_human", description="Hand over what no other tool can do.",
+        parameters=["summary"], run=transfer_to_human),
+)}
+# fmt: on
 
 
 def call(
@@ -287,9 +252,7 @@ def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
     return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
 
 
-def played_by(
-    model: UserModel, instructions: str = INSTRUCTIONS
-) -> Callable[[Mapping[str, Any], int], UserSimulator]:
+def played_by(model: UserModel, instructions: str) -> Callable[[Mapping[str, Any], int], UserSimulator]:
     """Return a factory of user simulators that use a model. The instruction of the task replaces `{}` in
     `instructions`."""
     return lambda row, seed: ModelUserSimulator(model, instructions.format(row["instruction"]), seed=seed)
@@ -299,27 +262,9 @@ def played_by(
 class Shop:
     """The contents of a domain folder."""
 
-    folder: Path
     database: Database
     policy: str
     rows: Sequence[Mapping[str, Any]]
-
-    def domain(self, make_user: Callable[[Mapping[str, Any], int], UserSimulator] = scripted) -> EnvSpec:
-        return EnvSpec(
-            tasks=self._tasks("train"),
-            held_out=self._tasks("test"),
-            make=lambda task, seed: self._env(task, make_user(task.row, seed)),
-        )
-
-    def _env(self, task: Task, user: UserSimulator) -> ServiceEnv:
-        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, user=user))
-
-    def _tasks(self, split: str) -> list[Task]:
-        path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
-        return [
-            Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row)
-            for row in chosen
-        ]
 
 
 def read_shop(folder: Path) -> Shop:
@@ -338,4 +283,4 @@ def read_shop(folder: Path) -> Shop:
             after_gold(database, row)
         except ToolError as error:
             raise ConfigError(f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}") from error
-    return Shop(folder=folder, database=database, policy=policy, rows=rows)
+    return Shop(database=database, policy=policy, rows=rows)

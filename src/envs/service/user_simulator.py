@@ -54,13 +54,12 @@ def ends(text: str) -> bool:
 class ScriptedUserSimulator:
     """A user that sends fixed lines in order, independently of the agent, and then ends the conversation."""
 
-    def __init__(self, lines: Sequence[str], *, goodbye: str = "Thanks.") -> None:
+    def __init__(self, lines: Sequence[str]) -> None:
         self._lines = lines
-        self._goodbye = goodbye
 
     async def reply(self, conversation: Sequence[Message]) -> str:
         num_sent = sum(message["role"] == "user" for message in conversation)
-        return self._lines[num_sent] if num_sent < len(self._lines) else f"{self._goodbye} {STOP}"
+        return self._lines[num_sent] if num_sent < len(self._lines) else f"Thanks. {STOP}"
 
 
 class UserModel(Protocol):

@@ -10,10 +10,11 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
-from src.core.errors import INTERRUPTED, BackendError, TrainerError
+from src.cli.program import run_program
+from src.core.errors import BackendError
 from src.core.log_setup import set_log_levels
 from src.core.process import deadline, exit_process
 from src.evaluate.chat.config import ChatConfig
@@ -74,26 +75,24 @@ def chat(config: ChatConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the chat and return the exit status. An error is printed as one line."""
-    if (words := help_words(argv)) is not None:
-        print_help(help_for(ChatConfig, title=TITLE, words=words))
-        return 0
+    """Run the chat and return the exit status."""
+    return run_program(argv, _run, lambda words: help_for(ChatConfig, title=TITLE, words=words))
+
+
+def _run(argv: Sequence[str]) -> int:
+    argv = with_config_files(argv)
+    load_environment(argv)
+    argv = with_server_from_environment(argv, names=["skyrl_tx_url"])
+    config = parse_as(ChatConfig, with_local_model(argv))
+    with suppress(ImportError):
+        import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
+    set_log_levels()
     try:
-        argv = with_config_files(argv)
-        load_environment(argv)
-        argv = with_server_from_environment(argv, names=["skyrl_tx_url"])
-        config = parse_as(ChatConfig, with_local_model(argv))
-        with suppress(ImportError):
-            import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
-        set_log_levels()
         chat(config)
-        return 0
     except KeyboardInterrupt:
         say("")  # the terminal shows ^C on the line of the prompt
-        return INTERRUPTED
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        raise
+    return 0
 
 
 if __name__ == "__main__":

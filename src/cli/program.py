@@ -1,0 +1,35 @@
+"""The frame of a program: its help, its exit status and its errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from src.cli.command_line import help_words, print_help
+from src.core.errors import INTERRUPTED, TrainerError
+
+
+def run_program(
+    argv: Sequence[str],
+    run: Callable[[Sequence[str]], int],
+    help_of: Callable[[Sequence[str]], str],
+    *,
+    label: str = "error",
+) -> int:
+    """Return the exit status of `run(argv)`, or 0 after printing the help for the words that `argv` names.
+
+    An error is printed as one line that starts with `label`, or as a traceback with TRAINER_DEBUG=1.
+    """
+    if (words := help_words(argv)) is not None:
+        print_help(help_of(words))
+        return 0
+    try:
+        return run(argv)
+    except KeyboardInterrupt:  # the signal came while no handler was installed
+        return INTERRUPTED
+    except TrainerError as error:
+        if os.environ.get("TRAINER_DEBUG"):
+            raise
+        print(f"{label}: {error}", file=sys.stderr)
+        return error.exit_status

@@ -1,0 +1,68 @@
+"""Tests which Docker engine is used, with an engine that answers only the first calls of a connection."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socketserver
+import tempfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from harbor.environments.base import BaseEnvironment
+
+from src.envs.harbor.docker_files import can_carry_files
+from src.envs.sandbox.docker import engine
+
+CONTEXT = "elsewhere"
+ANSWER = json.dumps({"ApiVersion": "1.44"}).encode()
+
+
+@pytest.fixture(params=["currentContext", "DOCKER_CONTEXT"])
+def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Select the context of an engine that is running, and yield the paths of the requests to it."""
+    paths: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(ANSWER)))
+            self.end_headers()
+            self.wfile.write(ANSWER)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Do nothing: a Unix socket has no client address."""
+
+    with tempfile.TemporaryDirectory() as name:  # the path of a Unix socket has at most 107 bytes
+        folder, address = Path(name), f"{name}/engine.sock"
+        meta = folder / "contexts" / "meta" / hashlib.sha256(CONTEXT.encode()).hexdigest() / "meta.json"
+        meta.parent.mkdir(parents=True)
+        endpoints = {"docker": {"Host": f"unix://{address}", "SkipTLSVerify": False}}
+        meta.write_text(json.dumps({"Name": CONTEXT, "Metadata": {}, "Endpoints": endpoints}))
+        selected = {"currentContext": CONTEXT} if request.param == "currentContext" else {}
+        (folder / "config.json").write_text(json.dumps(selected))
+        monkeypatch.setenv("DOCKER_CONFIG", name)
+        monkeypatch.setenv("DOCKER_CONTEXT", "" if selected else CONTEXT)
+        monkeypatch.delenv("DOCKER_HOST", raising=False)
+        with socketserver.ThreadingUnixStreamServer(address, Answers) as server:
+            thread = Thread(target=server.serve_forever)
+            thread.start()
+            yield paths
+            server.shutdown()
+            thread.join()
+
+
+def test_the_engine_is_that_of_the_selected_context(requests: list[str]) -> None:
+    with engine(timeout_s=10):
+        assert requests == ["/version"]
+
+
+def test_files_are_carried_with_an_engine_of_a_context(requests: list[str], tmp_path: Path) -> None:
+    assert can_carry_files(cast(BaseEnvironment, SimpleNamespace(environment_dir=tmp_path)))
+    assert requests == ["/version", "/v1.44/_ping"]
