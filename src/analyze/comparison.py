@@ -25,11 +25,22 @@ from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded
 
 COMPARED_METRICS = (
-    *("env/all/reward/total", "env/all/success", "reward/variance_per_prompt", "reward/signal_ratio"),
-    *("env/all/turns", "tokens/sampled", "optim/loss", "optim/kl_sample_train_v1"),
-    *("optim/kl_sample_train_v2", "optim/entropy", "optim/grad_norm"),
-    *("policy/rollout_train_logprobs_abs_diff_mean", "trials/ungraded"),
-    *("time/rollouts", "time/update", "time/total"),
+    "env/all/reward/total",
+    "env/all/success",
+    "reward/variance_per_prompt",
+    "reward/signal_ratio",
+    "env/all/turns",
+    "tokens/sampled",
+    "optim/loss",
+    "optim/kl_sample_train_v1",
+    "optim/kl_sample_train_v2",
+    "optim/entropy",
+    "optim/grad_norm",
+    "policy/rollout_train_logprobs_abs_diff_mean",
+    "trials/ungraded",
+    "time/rollouts",
+    "time/update",
+    "time/total",
 )
 # Options that name a run, a project or a folder. Their differences do not affect the training.
 NAMING_OPTIONS = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}

@@ -21,8 +21,18 @@ PASS_K = 3
 MAX_TASKS = 40  # in the table of failing tasks
 MAX_TEXT = 80  # characters of an error or a task
 SHOWN_OPTIONS = (
-    *("model_name", "env", "tasks_dir", "backend", "learning_rate", "lora_rank", "batch_size"),
-    *("group_size", "loss_fn", "temperature", "checkpoint", "n_samples"),
+    "model_name",
+    "env",
+    "tasks_dir",
+    "backend",
+    "learning_rate",
+    "lora_rank",
+    "batch_size",
+    "group_size",
+    "loss_fn",
+    "temperature",
+    "checkpoint",
+    "n_samples",
 )
 
 

@@ -234,8 +234,14 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
     for option in (  # these may differ in a resumed evaluation; earlier releases wrote `results`
-        *("results", "log_path", "logs_dir", "compare_with"),
-        *("n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"),
+        "results",
+        "log_path",
+        "logs_dir",
+        "compare_with",
+        "n_parallel_envs",
+        "train_data",
+        "checkpoint",
+        "skyrl_tx_url",
     ):
         identity.pop(option, None)
         if saved is not None:

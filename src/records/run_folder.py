@@ -34,9 +34,23 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 # A resumed run must have the same values of these options.
 IDENTITY = (
-    *("model_name", "lora_rank", "train_attn", "train_mlp", "train_unembed"),
-    *("env", "tasks_dir", "data", "reward", "seed", "batch_size", "group_size", "eval_split", "eval_tasks"),
-    *("task_sampling", "train_on", "eval_data"),
+    "model_name",
+    "lora_rank",
+    "train_attn",
+    "train_mlp",
+    "train_unembed",
+    "env",
+    "tasks_dir",
+    "data",
+    "reward",
+    "seed",
+    "batch_size",
+    "group_size",
+    "eval_split",
+    "eval_tasks",
+    "task_sampling",
+    "train_on",
+    "eval_data",
 )
 SUPERVISED = "train_on"  # an option of src.sft alone
 

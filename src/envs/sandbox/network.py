@@ -107,8 +107,14 @@ class SlirpNetwork:
         ready, ready_written = os.pipe()
         exit_read, exit_descriptor = os.pipe()
         command = [*_tun_prefix(user), *user.prefix(), program]
-        command += ["--configure", "--mtu=65520", f"--cidr={NETWORK}", "--disable-host-loopback"]
-        command += ["--disable-dns", "--enable-sandbox", "--enable-seccomp"]
+        command += [
+            "--configure",
+            "--mtu=65520",
+            f"--cidr={NETWORK}",
+            "--disable-host-loopback",
+            "--disable-dns",
+        ]
+        command += ["--enable-sandbox", "--enable-seccomp"]
         command += [f"--ready-fd={ready_written}", f"--exit-fd={exit_read}", str(namespace_pid), "tap0"]
         try:
             process = await asyncio.create_subprocess_exec(

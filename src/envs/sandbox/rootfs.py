@@ -26,8 +26,14 @@ ETC_FILES = {
 }
 # Files that are copied from the host if they exist. Programs in /usr read them. They hold no personal data.
 HOST_ETC_FILES = (
-    *("ld.so.cache", "mime.types", "magic", "protocols"),
-    *("services", "debian_version", "localtime", "inputrc"),
+    "ld.so.cache",
+    "mime.types",
+    "magic",
+    "protocols",
+    "services",
+    "debian_version",
+    "localtime",
+    "inputrc",
 )
 
 PACKAGES_FILE = "usr/local/share/sandbox/packages"

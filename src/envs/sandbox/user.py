@@ -43,8 +43,17 @@ class SandboxUser:
                 "a trainer that runs as root needs setpriv for its sandboxes: install the package util-linux"
             )
         uid = str(self.uid)
-        restrictions = ["--clear-groups", "--inh-caps=-all", "--no-new-privs"]
-        return [program, "--reuid", uid, "--regid", uid, *restrictions, "--"]
+        return [
+            program,
+            "--reuid",
+            uid,
+            "--regid",
+            uid,
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--no-new-privs",
+            "--",
+        ]
 
     def grant_access(self, path: Path | str, mode: int) -> None:
         """Give this user the permissions that `mode` gives to the group. The trainer stays the owner of the
