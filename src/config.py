@@ -12,6 +12,7 @@ from pathlib import Path
 import chz
 
 from src.core.options import above, at_least, require, share
+from src.core.skyrl_options import NO_DROPOUT
 from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.options import CLIPPED_LOSSES, LearnerOptions, PreparationOptions
 from src.policy.options import AdapterOptions, WatchdogOptions
@@ -19,7 +20,6 @@ from src.records.options import DumpOptions, RunFolderOptions, TrackingOptions
 from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
 _NO_PENALTY = "the Tinker API samples without penalties; remove it"
-_SERVER_SIDE = "the server chooses it, not the client; remove it"
 _KL_IN_ADVANTAGES = "the KL penalty is part of the advantages; use kl_penalty_coef and kl_estimator"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
 _WHOLE_DISTRIBUTION = (
@@ -35,7 +35,7 @@ REFUSED = {
     "top_k": _WHOLE_DISTRIBUTION,
     "enable_thinking": "training prompts switch thinking off; python -m src.evaluate enable_thinking=true "
     "evaluates with it",
-    "lora_dropout": _SERVER_SIDE,
+    "lora_dropout": NO_DROPOUT,
     "use_kl_loss": _KL_IN_ADVANTAGES,
     "use_kl_in_reward": _KL_IN_ADVANTAGES,
     "kl_loss_coef": _KL_IN_ADVANTAGES,
@@ -50,7 +50,8 @@ REFUSED = {
 }
 
 
-# The order of the sections in --help and in docs/options.md.
+# The sections in --help and in docs/options.md, in order. The first line of the docstring of an option class
+# is the name of its section.
 SECTIONS = (
     "Model and server",
     "Environment and tasks",

@@ -39,7 +39,7 @@ def main(config: Peers) -> None:
 
 
 def training(config: Peers, model_dir: Path) -> None:
-    """Train the next of the 32 models in each turn, and compare with turns that train one model."""
+    """Train the next of the 32 models in each measured call, and compare with calls that train one model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as single, started(max_models=MODELS) as several:
@@ -54,11 +54,11 @@ def training(config: Peers, model_dir: Path) -> None:
         def compare(
             title: str, label: str, op: Callable[[str], Op], *, repeats: int, between_s: float
         ) -> None:
-            turns = {
+            calls = {
                 side: timed(lambda ours=ours, models=models: ours.engine.submit(op(next(models))).result())
                 for side, (ours, models) in sides.items()
             }
-            timings = interleave(turns, repeats=repeats, between_s=between_s)
+            timings = interleave(calls, repeats=repeats, between_s=between_s)
             report(title, timings, {}, baseline="one")
             figure(label, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
 
@@ -83,8 +83,8 @@ def decoding(config: Peers, model_dir: Path) -> None:
         names = [f"adapter-{number}" for number in range(ACTIVE)]
         for name in names:
             ours.engine.submit(SaveSampler(model_id="model", weights=name)).result()
-        turns = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
-        timings = interleave(turns, repeats=config.repeats)
+        calls = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
+        timings = interleave(calls, repeats=config.repeats)
         report(f"decoding {NUM_SEQUENCES} sequences with {ACTIVE} adapters", timings, {}, baseline="one")
         ratio = timings[f"{ACTIVE} adapters"].wall_s / timings["one"].wall_s
         figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
@@ -93,12 +93,12 @@ def decoding(config: Peers, model_dir: Path) -> None:
 def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Measurement]:
     seeds = itertools.count()
 
-    def turn() -> Measurement:
+    def call() -> Measurement:
         prompts = random_sequences([PROMPT] * NUM_SEQUENCES, seed=next(seeds))
         weights = [names[index % len(names)] for index in range(NUM_SEQUENCES)]
         return timed(partial(ours.sample_each, prompts, [NEW] * NUM_SEQUENCES, weights=weights))()
 
-    return turn
+    return call
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Compare programs in one run. A turn is one timed call of a program. The first turn of each program includes
-compilation. Then the programs take turns alternately, and their medians are compared.
+"""Compare programs in one run.
 
-A program in another interpreter is a process that answers JSON lines (`sides/line.py`). CPU seconds are
-reported in addition to wall time, because other processes may use the machine.
+The first measured call of each program includes compilation. Then the programs are called alternately, and
+the medians of these measured calls are compared.
+
+A program that runs in its own process (`Side`) answers JSON lines (`sides/line.py`); it may have another
+interpreter. CPU seconds are reported in addition to wall time, because other processes may use the machine.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-"""GLIBC_TUNABLES of every program: the allocator keeps freed memory, because page faults would take a tenth
-of a training step."""
+"""GLIBC_TUNABLES of each program that `side` starts: the allocator keeps freed memory, because page faults
+would take a tenth of a training step."""
 
 
 @chz.chz
@@ -45,12 +47,12 @@ class Peers:
         doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
     )
     layers: int = chz.field(default=8, doc="Layers of the model; the targets are set for 8")
-    repeats: int = chz.field(default=3, doc="Measured turns of each program")
+    repeats: int = chz.field(default=3, doc="Measured calls of each program, after the first")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """The times of one turn of a program, in seconds, and what the turn returned."""
+    """The times of one measured call of a program, in seconds, and what the call returned."""
 
     wall_s: float
     cpu_s: float
@@ -59,7 +61,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The medians of a program over its turns, and the time of its first turn, which includes compilation."""
+    """The medians over the measured calls of a program after the first, and the time of the first, which
+    includes compilation."""
 
     wall_s: float
     cpu_s: float
@@ -157,29 +160,29 @@ def peers(
 def timed(run: Callable[[], object]) -> Callable[[], Measurement]:
     """Return a function that calls `run` in this process and measures its times."""
 
-    def turn() -> Measurement:
+    def call() -> Measurement:
         began, cpu = time.perf_counter(), time.process_time()
         result = run()
         return Measurement(wall_s=time.perf_counter() - began, cpu_s=time.process_time() - cpu, result=result)
 
-    return turn
+    return call
 
 
 def interleave(
-    turns: Mapping[str, Callable[[], Measurement]], *, repeats: int, between_s: float = 0.3
+    calls: Mapping[str, Callable[[], Measurement]], *, repeats: int, between_s: float = 0.3
 ) -> dict[str, Timing]:
-    """Run a first turn of each program, then `repeats` rounds. A pause between two turns lets the
-    threads of the previous program become idle."""
-    first = {name: turn() for name, turn in turns.items()}
-    rounds: dict[str, list[Measurement]] = {name: [] for name in turns}
+    """Make a first measured call of each program, then `repeats` rounds. A pause between two measured calls
+    lets the threads of the previous program become idle."""
+    first = {name: call() for name, call in calls.items()}
+    rounds: dict[str, list[Measurement]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, turn in turns.items():
+        for name, call in calls.items():
             time.sleep(between_s)
-            rounds[name].append(turn())
+            rounds[name].append(call())
     return {
         name: Timing(
-            wall_s=median(turn.wall_s for turn in measured),
-            cpu_s=median(turn.cpu_s for turn in measured),
+            wall_s=median(measurement.wall_s for measurement in measured),
+            cpu_s=median(measurement.cpu_s for measurement in measured),
             first_s=first[name].wall_s,
         )
         for name, measured in rounds.items()

@@ -69,15 +69,15 @@ def main(config: Peers) -> None:
             ) as ours,
             peers(config, model_dir) as others,
         ):
-            turns = {
+            calls = {
                 "ours": lambda: counted("ours", ours, batch_size=REQUESTS),
                 "static": lambda: counted("static", ours, batch_size=SLOTS),
             }
             if "skyrl-tx" in others:
-                turns["skyrl-tx"] = lambda: run(others["skyrl-tx"], batch_size=SLOTS)
+                calls["skyrl-tx"] = lambda: run(others["skyrl-tx"], batch_size=SLOTS)
             new_tokens = f"{np.mean(limits):.0f} new tokens on average, at most {max(limits)}"
             title = f"{REQUESTS} ragged requests in {SLOTS} slots, {new_tokens}"
-            report(title, interleave(turns, repeats=config.repeats), {"skyrl-tx": 2.3})
+            report(title, interleave(calls, repeats=config.repeats), {"skyrl-tx": 2.3})
     ratio = steps["ours"] / steps["static"]
     figure(f"decode steps {steps['ours']} against {steps['static']}", ratio, at_most=0.55)
     figure("the smallest possible number, with every slot always in use", sum(limits) / SLOTS)

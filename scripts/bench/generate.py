@@ -3,8 +3,8 @@
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-The prompts are new in every turn, so that caches have no effect. The first turn of SkyRL's tx includes its
-compilation.
+The prompts are new in every measured call, so that caches have no effect. The first measured call of SkyRL's
+tx includes its compilation.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def main(config: Peers) -> None:
             peers(config, model_dir) as others,
         ):
             sides = [ours, *others.values()]
-            turns = {
+            calls = {
                 program.name: new_generations(program, prompts=NUM_SEQUENCES, num_samples=1)
                 for program in sides
             }
             title = f"generation, {NUM_SEQUENCES} x ({PROMPT} + {NEW}), different prompts"
-            report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
-            turns = {
+            report(title, interleave(calls, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
+            calls = {
                 program.name: new_generations(program, prompts=1, num_samples=NUM_SEQUENCES)
                 for program in sides
             }
-            turns["ours, each alone"] = new_generations(ours, prompts=NUM_SEQUENCES, num_samples=1)
+            calls["ours, each alone"] = new_generations(ours, prompts=NUM_SEQUENCES, num_samples=1)
             report(
                 f"one prompt, {NUM_SEQUENCES} samples",
-                interleave(turns, repeats=config.repeats),
+                interleave(calls, repeats=config.repeats),
                 {"HF": 3.6, "skyrl-tx": 2.4},
             )
             figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
@@ -65,11 +65,11 @@ def new_generations(program: Side, *, prompts: int, num_samples: int) -> Callabl
     """Return a function that samples completions of new prompts each time."""
     seeds = itertools.count()
 
-    def turn() -> Measurement:
+    def call() -> Measurement:
         chosen = random_sequences([PROMPT] * prompts, seed=next(seeds))
         return program.call("sample", prompts=chosen, max_tokens=NEW, num_samples=num_samples)
 
-    return turn
+    return call
 
 
 def same_in_every_group(ours: Side) -> bool:

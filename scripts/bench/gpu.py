@@ -1,16 +1,18 @@
 """Measure the executor and the engine on one GPU, and compare the measurements with calculated times.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
-    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 longest=512      # tests the script on a CPU
+    taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
 A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
-and the share of the limit: the time in which 4.3 TB/s and 790 TFLOP/s move the bytes or compute the
-operations of the row, divided by the measured time. The numbers of bytes or operations are (N parameters, T
-tokens, L layers, H heads, K key-value heads, hd head dimensions, 2 bytes per value):
+and the share of the limit. The limit is the larger of the times to move the row's bytes at 4.3 TB/s and to
+compute its operations at 790 TFLOP/s, rates that are reachable on an H200 according to
+`scripts/simulate/costs.py` (not measured by this project). The share is the limit divided by the measured
+time. The numbers of bytes or operations are (N parameters, T tokens, L layers, H heads, K key-value heads, hd
+head dimensions, 2 bytes per value):
 
     decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
-    prefill        per token                                         2 N + 2 L H hd T
-    LoRA training  per token, no gradient of the base weights        4 N + 6 L H hd T
+    prefill                                                          operations per token = 2 N + 2 L H hd T
+    LoRA training  no gradient of the base weights                   operations per token = 4 N + 6 L H hd T
 
 If a measurement fails, its row shows the error, and the script continues. The exit status is then 1. The
 models have the shapes of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
@@ -61,7 +63,7 @@ MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
 @chz.chz
 class GpuConfig:
     model: str = chz.field(default="4b", doc="4b, 8b, 32b, 30b-a3b or tiny")
-    rows: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
+    max_sequences: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
     longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
     repeats: int = 5
 
@@ -165,20 +167,20 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
     with opened(
         model_dir,
         dtype=dtype,
-        max_num_seqs=config.rows,
+        max_num_seqs=config.max_sequences,
         max_context_length=max(config.longest, context) + new,
         train_tokens_per_batch=config.lengths[0],
         max_models=1,
         max_loras=NUM_ADAPTERS,
     ) as driver:
-        for count in [count for count in BATCH_SIZES if count <= config.rows]:
+        for count in [count for count in BATCH_SIZES if count <= config.max_sequences]:
             rows.time(
                 f"decode step, {count} sequences of {context} tokens",
                 lambda count=count: step_s(driver, rows, count),
                 lambda device, count=count: device.decode_s([context] * count, steps=1, slots=count),
                 min_share=DECODE_SHARES.get(count),
             )
-        count = min(64, config.rows)
+        count = min(64, config.max_sequences)
         with_one = rows.time(
             f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count)
         )
@@ -224,17 +226,17 @@ def save_state(driver: Driver) -> None:
     driver.run(SaveWeights(model_id="model", name="benchmark", overwrite=True))
 
 
-def training(rows: Rows, model_dir: Path, dtype: str, *, kept: str = "activations kept") -> None:
+def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "activations kept") -> None:
     """Measure forward_backward of one sequence of each length."""
     config = rows.config
     for length in config.lengths:
         options = {"dtype": dtype, "max_context_length": length, "train_tokens_per_batch": length}
         with opened(model_dir, **options, max_num_seqs=1, max_models=1) as driver:
             rows.time(
-                f"training of {length} tokens, {kept}",
+                f"training of {length} tokens, {activations}",
                 lambda driver=driver, length=length: rows.median_s(lambda: driver.train(length, 1)),
                 lambda device, length=length: device.training_s(length),
-                min_share=TRAIN_SHARES.get(length) if kept == "activations kept" else None,
+                min_share=TRAIN_SHARES.get(length) if activations == "activations kept" else None,
             )
         del driver
         gc.collect()
@@ -245,21 +247,22 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
         mock.patch.object(memory_division, "TRAINING_SHARE_OF_REMAINING_MEMORY", 0.0),
         mock.patch.object(memory_division, "ACTIVATIONS_SHARE_OF_CPU_MEMORY", 0.0),
     ):
-        training(rows, model_dir, dtype, kept="layers recomputed")
+        training(rows, model_dir, dtype, activations="layers recomputed")
 
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Measure a load of agents with three turns beside training, and compare it with the simulator."""
+    """Measure the time of concurrent agents with three turns each while training operations run, and compare
+    it with the simulator's."""
     config = rows.config
     load = SimulateConfig(
-        agents=min(64, config.rows),
+        agents=min(64, config.max_sequences),
         prompt_tokens=config.context,
         new_tokens=config.context // 8,
         turns=3,
         turn_tokens=config.context // 8,
         training_ops=4,
         training_tokens=config.lengths[0],
-        slots=min(64, config.rows),
+        slots=min(64, config.max_sequences),
         train_tokens_per_batch=config.lengths[0],
     )
     with opened(

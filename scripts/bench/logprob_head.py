@@ -46,18 +46,18 @@ def main(config: Peers) -> None:
     ).compile()
     full = full_logits.lower(adapter, params, batch(every=1)).compile()
 
-    def turn(every: int) -> Measurement:
+    def call(every: int) -> Measurement:
         gradient = zeros()
         return timed(
             lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss))
         )()
 
-    turns = {
-        "ours": partial(turn, 1),
-        "ours, a third weighted": partial(turn, 3),
+    calls = {
+        "ours": partial(call, 1),
+        "ours, a third weighted": partial(call, 3),
         "full logits": timed(lambda: jax.block_until_ready(full(adapter, params, batch(every=1)))),
     }
-    timings = interleave(turns, repeats=config.repeats)
+    timings = interleave(calls, repeats=config.repeats)
     report(
         f"logprob head, {NUM_SEQUENCES * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
         timings,

@@ -1,11 +1,11 @@
-"""Compare the memory plan with the measured peak for an ordinary training batch, and for one sequence of 128K
-tokens with a small model.
+"""Compare the memory plan with the measured peak for an ordinary training batch of the benchmark model
+(`small_model.py`), and for one sequence of 128K tokens with a one-layer model.
 
     taskset -c 0,1 python -m scripts.bench.memory_plan [tokens=131072]
 
 The server option `dry_run=true` prints the plan. The peak is the largest resident memory of a process that
-loads the model, trains one full batch and takes an optimizer step, minus its resident memory after all
-imports. XLA's compiler takes hundreds of MiB that are not part of the plan. Another process therefore
+loads the model, trains one full batch and takes an optimizer step, minus its resident memory before it loads
+the model. XLA's compiler takes hundreds of MiB that are not part of the plan. Another process therefore
 compiles all programs into the persistent compilation cache first.
 
 The model of the long sequence has one layer and one head of 32 dimensions, because the time of attention is
@@ -79,7 +79,8 @@ def sizes(model_dir: Path, tokens: int) -> dict[str, object]:
 
 
 def compile_programs(model_dir: Path, tokens: int) -> None:
-    """Compile everything that `measure` runs into the persistent cache."""
+    """Compile all programs of `measure`, so that the persistent compilation cache contains them, and print
+    the plan."""
     with running(model_dir, recompute=False, **sizes(model_dir, tokens)) as ours:
         ours.train(random_sequences([17], vocabulary=CONFIG.vocab_size))
         ours.optim_step()

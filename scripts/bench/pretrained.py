@@ -3,8 +3,8 @@
     scripts/setup.sh smollm2
     taskset -c 0,1 python -m scripts.bench.pretrained hf=PYTHON
 
-The prompts have 64 tokens and are new in every turn. Each turn generates 128 tokens per sequence. The turns
-begin when all decode programs are compiled.
+The prompts have 64 tokens and are new in every measured call. Each measured call generates 128 tokens per
+sequence. The measured calls begin when all decode programs are compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skyrl_tx_server.files.model_source import converted_directory
 PROMPT, NEW, SLOTS, CONTEXT = 64, 128, 32, 1024
 COUNTS = (4, 8, 16, 32)
 VOCABULARY = 49_152
-WARM_UPS = 3  # turns after which the program of a narrow decode batch is compiled
+WARM_UPS = 3  # calls after which the program of a narrow decode batch is compiled
 
 
 def main(config: Peers) -> None:
@@ -44,11 +44,11 @@ def main(config: Peers) -> None:
                 generation(ours, count, itertools.count(1000))()
                 ours.call("wait_for_compilations")
         for count in COUNTS:
-            turns = {
+            calls = {
                 program.name: generation(program, count, itertools.count())
                 for program in (ours, *others.values())
             }
-            timings = interleave(turns, repeats=config.repeats)
+            timings = interleave(calls, repeats=config.repeats)
             report(
                 f"{count} sequences of {PROMPT} + {NEW} tokens",
                 timings,
@@ -63,13 +63,13 @@ def main(config: Peers) -> None:
 def generation(program: Side, count: int, seeds: itertools.count[int]) -> Callable[[], Measurement]:
     """Return a function that generates completions of `count` new prompts."""
 
-    def turn() -> Measurement:
+    def call() -> Measurement:
         prompts: Sequence[Sequence[int]] = random_sequences(
             [PROMPT] * count, seed=next(seeds), vocabulary=VOCABULARY
         )
         return program.call("sample", prompts=prompts, max_tokens=NEW)
 
-    return turn
+    return call
 
 
 if __name__ == "__main__":

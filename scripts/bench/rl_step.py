@@ -46,9 +46,9 @@ def main(config: RlStep) -> None:
         ):
             sides = [ours, *others.values()]
             phases: dict[str, Phases] = {program.name: defaultdict(list) for program in sides}
-            turns = {program.name: steps(program, phases[program.name]) for program in sides}
+            calls = {program.name: steps(program, phases[program.name]) for program in sides}
             title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
-            timings = interleave(turns, repeats=config.repeats)
+            timings = interleave(calls, repeats=config.repeats)
             report(title, timings, dict(zip(("HF", "skyrl-tx"), targets, strict=True)))
             report_phases(phases)
 

@@ -32,19 +32,19 @@ def main(config: Peers) -> None:
                 ) as ours_4096,
                 peers(config, model_dir, recompute=recompute) as others,
             ):
-                turns = {
+                calls = {
                     program.name: partial(program.call, "train", sequences=sequences)
                     for program in (ours, ours_4096)
                 }
-                turns |= {
+                calls |= {
                     name: partial(other.call, "train", sequences=sequences) for name, other in others.items()
                 }
                 if "HF" in others:
-                    turns["HF"] = partial(
+                    calls["HF"] = partial(
                         others["HF"].call, "train", sequences=sequences, recompute=recompute
                     )
                 title = f"forward_backward 8 x 512, {'every layer' if recompute else 'nothing'} recomputed"
-                report(title, interleave(turns, repeats=config.repeats), TARGETS[recompute])
+                report(title, interleave(calls, repeats=config.repeats), TARGETS[recompute])
 
 
 if __name__ == "__main__":

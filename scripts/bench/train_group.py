@@ -39,9 +39,9 @@ def main(config: Peers) -> None:
         tempfile.TemporaryDirectory() as folder,
         running(make_model(Path(folder) / "model", layers=config.layers)) as ours,
     ):
-        turns = {"ours": timed(partial(ours.train, group)), "flat": timed(partial(ours.train, flat))}
+        calls = {"ours": timed(partial(ours.train, group)), "flat": timed(partial(ours.train, flat))}
         title = f"GRPO group training, prompt {PROMPT}, {GROUP} responses of {RESPONSE}"
-        report(title, interleave(turns, repeats=config.repeats), {"flat": 2.2})
+        report(title, interleave(calls, repeats=config.repeats), {"flat": 2.2})
         ours.optim_step()
         loss, norm = loss_and_gradient(ours, [group])
         flat_loss, flat_norm = loss_and_gradient(ours, [[member] for member in group])

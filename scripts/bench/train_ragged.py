@@ -35,15 +35,15 @@ def main(config: Peers) -> None:
             side("ours", "ours", model_dir) as ours,
             peers(config, model_dir, tx_micro_batch_size=8) as others,
         ):
-            turns = {
+            calls = {
                 "ours": partial(ours.call, "train", sequences=sequences),
                 "one bucket": partial(ours.call, "train", sequences=padded),
             }
             if "skyrl-tx" in others:
-                turns["skyrl-tx"] = partial(others["skyrl-tx"].call, "train", sequences=sequences)
+                calls["skyrl-tx"] = partial(others["skyrl-tx"].call, "train", sequences=sequences)
             targets = {"one bucket": 2.5, "skyrl-tx": 5.0}
             report(
-                "forward_backward, 32 ragged sequences", interleave(turns, repeats=config.repeats), targets
+                "forward_backward, 32 ragged sequences", interleave(calls, repeats=config.repeats), targets
             )
     data = [datum(sequence) for sequence in sequences]
     trained = [np.ones(len(item.tokens), bool) for item in data]

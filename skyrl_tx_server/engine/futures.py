@@ -2,7 +2,8 @@
 
 The store recognises a repeated request by its key and returns the id of the first request, so no operation
 runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
-unless the store exceeds its limits of number and bytes. The id of a removed future is unknown.
+unless the store exceeds its limits of number and bytes. The id of a removed future is unknown. The key of a
+sample is forgotten with its future, so a sample may run again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[Any]
-    withdraw: Callable[[], None]  # called to withdraw an operation that has started
+    # called by `cancel`; ends an operation that has started, which `running.cancel()` cannot
+    withdraw: Callable[[], None]
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # set when the operation or the server ends
@@ -127,7 +129,7 @@ class FutureStore:
             try:
                 loop.call_soon_threadsafe(self._finish, request_id, done, when_done)
             except RuntimeError:  # the loop is closed: the server has stopped
-                logger.debug("%s finished after the server's loop", request_id)
+                logger.debug("%s finished after the event loop was closed", request_id)
 
         future.add_done_callback(hand_over)
         return request_id
@@ -151,14 +153,15 @@ class FutureStore:
         return None if entry is None else entry.session_id
 
     async def wait(self, request_id: str) -> Outcome | None:
-        """Return the outcome, or None if it is still pending after the hold time. Raise FutureLostError for
-        an unknown id.
+        """Return the outcome, or None if it is still pending after the hold time or when the server stops.
+        Raise FutureLostError for an unknown id.
         """
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted, or its result was delivered; "
-                "send the request again"
+                f"no request {request_id}: the server was restarted, or its result was removed (a while "
+                "after its delivery, or because too many or too large results were stored); a sample can be "
+                "sent again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:

@@ -1,8 +1,8 @@
 """The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
-Each program is compiled once per training shape and number of targets per position. Losses, their settings,
-adapter ranks and optimizer settings need no further compilation. Pass everything that changes from call to
-call as a numpy array in host memory.
+`forward` and `forward_backward` are compiled once per training shape and number of targets per position,
+`adam_step` once. Losses, their settings, adapter ranks and optimizer settings need no further compilation.
+Pass the batch, the loss and the optimizer settings as numpy arrays in host memory.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class _Chunk:
 
     hidden: jax.Array  # [R, n, D]
     targets: ArrayLike  # [R, n] or [R, n, K] int32
-    inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
+    inputs: LossInputs  # [R, n]; with K targets, weights are [R, n, K] and the other fields [R, n, 1]
     used: jax.Array  # [] bool, whether any position is not padding
     trained: jax.Array  # [] bool, whether any position has a gradient
 

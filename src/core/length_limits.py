@@ -1,4 +1,7 @@
-"""The length limits of episodes and training sequences, for all environments. The names are SkyRL's."""
+"""The length limits of episodes and training sequences, for all environments.
+
+`max_input_length` and `max_generate_length` have SkyRL's names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ class LengthLimits:
     max_input_length: int  # for a prompt, i.e. the whole context that is sent to the sampler
     max_generate_length: int  # for one completion
     max_sequence_length: int  # for a training sequence; a longer sequence is not trained
-    context_limit: int  # for a prompt and its completion together; the limit of the server
+    # for a prompt and its completion together; at most the max_context_length of the server
+    context_limit: int
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """Return the maximum length of the completion; 0 if the prompt exceeds its limit.

@@ -71,7 +71,8 @@ _SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the o
 _PLACEMENT = "it has no counterpart, because the server places and runs the models; remove it"
 _ON_POLICY = "training assumes samples from the whole distribution of the policy; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
-_NO_DROPOUT = "the server chooses it, not the client; remove it"
+_SERVER_SIDE = "the server chooses it, not the client; remove it"
+NO_DROPOUT = "the Tinker API has no LoRA dropout; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
 # SkyRL's option or group -> why it is refused. An option without an entry has that of its innermost group.
@@ -92,8 +93,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.critic": _NO_CRITIC,
     "trainer.critic_mini_batch_size": _NO_CRITIC,
     "trainer.ref": "the base model is the reference; write kl_penalty_coef=... for a KL penalty",
-    "trainer.policy.model.lora": _NO_DROPOUT,
-    "trainer.policy.model.lora_dropout": _NO_DROPOUT,
+    "trainer.policy.model.lora": _SERVER_SIDE,
+    "trainer.policy.model.lora_dropout": NO_DROPOUT,
     "trainer.target_modules": "the adapter covers all linear layers; remove it",
     "trainer.policy.optimizer_config": "write adam_beta1, adam_beta2 or adam_eps",
     "trainer.policy.optimizer_config.scheduler": "write lr_schedule=constant, linear or cosine",

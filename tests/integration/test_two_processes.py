@@ -64,7 +64,7 @@ class Process:
         )
         return line.partition("server ready: ")[2].split()[0]
 
-    def end(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float) -> int:
         """Wait until the process has ended and all output is read. Returns the exit status."""
         status = self.child.wait(timeout_s)
         self._reader.join()
@@ -82,7 +82,7 @@ def processes(*options: dict[str, object], devices: int) -> Iterator[list[Proces
     finally:
         for process in started:
             process.child.kill()
-            process.end(10)
+            process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> N
         }
         http.post("create_model", json=body).raise_for_status()
         rank_1.child.kill()
-        assert rank_0.end(30) == 1
+        assert rank_0.wait(30) == 1
     reason = "process 1 has disconnected: start all processes again; saved checkpoints are in checkpoints_dir"
     assert any(line.endswith(f"create_model failed (server): {reason}") for line in rank_0.lines), (
         rank_0.lines

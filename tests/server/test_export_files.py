@@ -64,7 +64,8 @@ def test_an_exported_adapter_names_its_hub_model(
 
 
 def query_and_value_adapter(directory: Path) -> dict[str, np.ndarray]:
-    """Write a PEFT adapter of q_proj and v_proj. Return alpha / rank * B @ A for each base model tensor."""
+    """Write a PEFT adapter of q_proj and v_proj. Return the delta alpha / rank * B @ A of each of these
+    weights, by its name in the base model."""
     directory.mkdir()
     random = np.random.default_rng(1)
     weights, tensors, deltas = load_file(BASE / "model.safetensors"), {}, {}

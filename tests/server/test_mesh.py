@@ -34,7 +34,8 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Return the JSON report that `tests.server.on_eight_devices` prints."""
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
-    # NPROC is the number of XLA's threads. `__main__` explains why collectives need more than the default.
+    # NPROC is the number of XLA's threads. `skyrl_tx_server/__main__.py` explains why collectives need more
+    # than the default.
     environment = os.environ | {
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
@@ -58,11 +59,12 @@ def test_parts_of_fp8_weights_are_loaded_with_their_scales(report: dict) -> None
     assert report["fp8"]
 
 
-def test_host_memory_holds_one_shard_of_one_field_at_a_time(report: dict) -> None:
+def test_host_memory_holds_one_shard_of_one_weight_at_a_time(report: dict) -> None:
     assert report["largest read"] == report["largest held"]
 
 
 def test_decoding_sends_activations_and_no_weights(report: dict) -> None:
+    # the largest message, in elements, relative to the attention output matrix of one layer
     assert report["sent"] < 0.5
 
 

@@ -45,11 +45,11 @@ def tolerance() -> float:
     """Return the tolerance: 0 if the bits of a row of a matrix product do not depend on the number of rows,
     else 1e-5."""
     rng = np.random.default_rng(0)
-    sequences, matrix = (
+    rows, matrix = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
     product = jax.jit(jnp.matmul)
-    return 0.0 if bool((product(sequences[:8], matrix) == product(sequences, matrix)[:8]).all()) else 1e-5
+    return 0.0 if bool((product(rows[:8], matrix) == product(rows, matrix)[:8]).all()) else 1e-5
 
 
 def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:

@@ -1,4 +1,4 @@
-"""Runs the real tau2-bench behind the adapter, from the folder TAU2_HOME."""
+"""Run the real tau2-bench, installed in the folder TAU2_HOME, through `src/envs/service/tau2.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def episode(
         return observations
 
 
-async def test_real_mock_gold_has_reward_1_and_refusing_reward_0():
+async def test_gold_actions_have_reward_1_and_refusals_0():
     gold = tool_call_text("create_task", user_id="user_1", title="Important Meeting")
     last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
@@ -72,7 +72,7 @@ async def test_real_mock_gold_has_reward_1_and_refusing_reward_0():
     assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
 
 
-async def test_real_tasks_may_be_defined_by_rows():
+async def test_defined_tasks_run_in_the_real_benchmark():
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
     gold: dict[str, Any] = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
     definition = TaskDefinition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
@@ -98,7 +98,7 @@ async def test_real_tasks_may_be_defined_by_rows():
             await env.close()
     assert "You want a task called Tea." in instructions[0]
     with pytest.raises(
-        ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"
+        ConfigError, match="the defined tasks of mock: ValueError: mine: there is no tool fly"
     ):
         tau2.defined_tasks(
             settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])}

@@ -30,9 +30,9 @@ def grouped_products(
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply tiles [N, tile, in] by weight[experts] [N, out, in]. With `transposed`, multiply tiles [N,
-    tile, out] by the transposed weights. Tiles after the first `used` are zero in the result. Sums are
-    float32."""
+    """Multiply each tile [tile, in] by `weight[expert].T`, where `weight` is [E, out, in]. With `transposed`
+    (the backward pass), multiply each tile [tile, out] by `weight[expert]`. Tiles after the first `used` are
+    zero in the result. Sums are float32."""
     count, rows, _ = tiles.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     height = max(MIN_DIM, pl.next_power_of_2(rows))
@@ -41,7 +41,8 @@ def grouped_products(
     weight_spec = pl.BlockSpec((weight.shape[0], width, inputs), lambda tile, column: (0, column, 0))
     if transposed:
         weight_spec = pl.BlockSpec((weight.shape[0], inputs, width), lambda tile, column: (0, 0, column))
-    # consecutive programs use the same expert and the same outputs, so a weight is read once
+    # On a GPU, consecutive programs have consecutive tiles (grid axis 0) and the same outputs. Tiles are
+    # sorted by expert, so most consecutive programs read the same weight.
     out = pl.pallas_call(
         partial(_kernel, depth=depth, transposed=transposed),
         grid=(count, outputs // width),

@@ -101,7 +101,8 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
 
 
 def _require_single_step_on_linux(folder: Path) -> None:
-    """Refuse other tasks before the check for missing files, because they consist of other files."""
+    """Refuse tasks with several steps and Windows tasks. This precedes the check for missing files, because
+    such tasks consist of other files."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -130,7 +131,8 @@ def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
 
 
 def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
-    """Raise ConfigError if the sandbox cannot run the task as its author intended."""
+    """Raise ConfigError if the sandbox cannot run the task. Return a warning if the task or its verifier runs
+    without the network that it probably needs."""
     environment = config.environment
     if environment.gpus or environment.tpu is not None:
         raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
@@ -175,11 +177,14 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     return None
 
 
-FIX_VERIFIER = 'install it in environment/Dockerfile, or set network_mode = "public" in task.toml'
+FIX_VERIFIER = (
+    'install what it downloads in environment/Dockerfile, or set network_mode = "public" in task.toml'
+)
 
 
 def verifier_needs(folder: Path) -> str | None:
-    """Return the first command of tests/test.sh that certainly needs the internet, or None."""
+    """Return what first needs the internet in tests/test.sh: a program, with its subcommand if that matters,
+    or an apt-get install of packages that this machine lacks; None if nothing does."""
     try:
         script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -193,7 +198,8 @@ def verifier_needs(folder: Path) -> str | None:
 
 
 def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
-    """Raise ConfigError if there is no image to build or if Harbor's environment refuses the task."""
+    """Raise ConfigError if there is neither an image nor a Dockerfile or docker-compose.yaml, or if Harbor's
+    environment refuses the task. Return a warning if the verifier may need the internet and has none."""
     environment = folder / "environment"
     if config.environment.docker_image is None and not any(
         (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")
