@@ -332,7 +332,7 @@ def test_rows_of_one_file_have_different_content_hashes():
         (["environment_type=docker"], "environment_type is for env=harbor, not env=tests"),
         (["max_consecutive_truncations=1"], "max_consecutive_truncations is for env=harbor"),
         (["env=harbor"], "missing: tasks_dir"),
-        (["env=harbor", "tasks_dir=t", "use_native_tool_calling=true"], "Terminus-2 calls no tools"),
+        (["env=harbor", "tasks_dir=t", "use_native_tool_calling=true"], "Terminus-2 does not call tools"),
     ],
 )
 def test_options_that_an_environment_lacks_are_refused(options, message):
