@@ -61,16 +61,7 @@ async def save_weights(state: AppState, request: Request) -> Reply:
     model = state.registry.model(model_id)
     path = checkpoint_path_of(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
-    return save_named(
-        state,
-        model,
-        op,
-        path,
-        kind="save_weights",
-        seq_id=seq_id,
-        ttl_seconds=ttl_seconds,
-        overwrite=overwrite,
-    )
+    return save_named(state, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds)
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
@@ -152,10 +143,10 @@ def save_named(
     kind: str,
     seq_id: int | None,
     ttl_seconds: int | None,
-    overwrite: bool = False,
 ) -> Reply:
-    """Save the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
+    """Save the checkpoint `path`, which must not exist unless `op` overwrites it. It expires after
     `ttl_seconds`."""
+    overwrite = isinstance(op, SaveWeights) and op.overwrite
 
     def start() -> Future[WeightsSaved]:
         if not overwrite and state.checkpoints.exists(path):
