@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -114,15 +114,8 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
             f"(tinker.AdamParams)"
         )
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
-    default = AdamSettings()
-    adam = AdamSettings(
-        learning_rate=params.number("learning_rate", default.learning_rate),
-        beta1=params.number("beta1", default.beta1),
-        beta2=params.number("beta2", default.beta2),
-        eps=params.number("eps", default.eps),
-        weight_decay=params.number("weight_decay", default.weight_decay),
-        grad_clip_norm=params.number("grad_clip_norm", default.grad_clip_norm),
-    )
+    defaults = asdict(AdamSettings())
+    adam = AdamSettings(**{name: params.number(name, default) for name, default in defaults.items()})
     params.ignore("type")
     params.finish()
     if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
