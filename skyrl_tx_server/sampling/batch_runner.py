@@ -65,6 +65,8 @@ class BatchRunner:
         """Each of the `dp_ranks` data-parallel ranks has a KV cache of this size."""
         self.runner = runner
         self.pages = PageAllocator(size, dp_ranks)
+        self.num_slots = self.pages.num_slots
+        self.max_partial_prefill_tokens = self.pages.max_partial_prefill_tokens
         self.pool = SequencePool(adapters, self.pages)
         completion = CompletionChecker(self.pool, runner, model_dir=model_dir)
         planner = PrefillPlanner(
@@ -90,18 +92,9 @@ class BatchRunner:
         self._restored: FinishedSequence | FailedSequence | None = None
 
     @property
-    def num_slots(self) -> int:
-        return self.pages.num_slots
-
-    @property
     def num_running(self) -> int:
         """The number of sequences with a slot, including preempted sequences, whose slots stay reserved."""
         return self.pool.num_running
-
-    @property
-    def max_partial_prefill_tokens(self) -> int:
-        """The maximum total number of tokens of partly computed prompts."""
-        return self.pages.max_partial_prefill_tokens
 
     @property
     def prefills_per_dispatch(self) -> float:
