@@ -56,8 +56,7 @@ async def save_weights(state: AppState, request: Request) -> Reply:
     overwrite = fields.flag("overwrite", False)
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
     path = checkpoint_path_of(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
@@ -76,8 +75,7 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     # Every save is a snapshot of the current weights. "inflight" would also permit newer weights.
     kind = fields.optional_text("kind")
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     if kind not in (None, "snapshot", "inflight"):
         raise UserError(f"save_weights_for_sampler: kind {kind!r} is unknown; use 'snapshot'")
     model = state.registry.model(model_id)
@@ -187,8 +185,7 @@ async def load_weights(state: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore("type", "weights_access_token")  # this server has no access tokens
-    fields.finish()
+    fields.finish(ignored=("type", "weights_access_token"))  # this server has no access tokens
     if base_model is not None:
         state.check_base_model(base_model)
     lora = _training_checkpoint(state, path)

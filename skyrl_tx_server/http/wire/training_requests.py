@@ -116,8 +116,7 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
     defaults = asdict(AdamSettings())
     adam = AdamSettings(**{name: params.number(name, default) for name, default in defaults.items()})
-    params.ignore("type")
-    params.finish()
+    params.finish(ignored=("type",))
     if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
         raise UserError("adam_params: learning_rate, weight_decay and grad_clip_norm must not be negative")
     if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 0):
@@ -155,8 +154,7 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
         forward_only=forward_only,
     )
     inner.finish()
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     if not data:
         raise UserError("forward_backward: data is empty; send at least one datum")
     return TrainRequest(seq_id=seq_id, op=op)
