@@ -16,7 +16,6 @@ import numpy as np
 
 from scripts.bench.small_model import CONFIG
 from scripts.simulate.costs import Costs
-from skyrl_tx_server.distributed.multihost import SINGLE_RANK
 from skyrl_tx_server.engine.executor_protocol import EngineInfo, Job
 from skyrl_tx_server.engine.operations import (
     Done,
@@ -29,17 +28,11 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, bucket, decode_widths
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
-from skyrl_tx_server.sampling.allocation import PageAllocator
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
-from skyrl_tx_server.sampling.completion import CompletionChecker
-from skyrl_tx_server.sampling.decode import DecodePipeline
 from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout, DecodeProgram
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
 from skyrl_tx_server.sampling.model_runner import CacheSize, ModelRunner
-from skyrl_tx_server.sampling.preemption import SequencePool
-from skyrl_tx_server.sampling.prefill import Prefiller
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
-from skyrl_tx_server.sampling.prefill_plan import PrefillPlanner
 from skyrl_tx_server.sampling.sequences import SequenceState
 
 
@@ -132,24 +125,15 @@ class SimulatedSampler(BatchRunner):
         max_context_length: int,
         given_prefills_per_dispatch: float | None,
     ) -> None:
-        adapters = cast(AdapterCache, _NoAdapters())
-        self.runner = runner
-        self.pages = PageAllocator(size, dp_ranks=1)
-        self.pool = SequencePool(adapters, self.pages)
-        completion = CompletionChecker(self.pool, runner, model_dir=Path())
-        planner = PrefillPlanner(
+        super().__init__(
             CONFIG,
-            adapters,
-            self.pages,
-            self.pool,
             runner,
-            completion,
+            cast(AdapterCache, _NoAdapters()),
+            size=size,
+            dp_ranks=1,
             max_context_length=max_context_length,
-            ranks=SINGLE_RANK,
+            model_dir=Path(),
         )
-        self.prefiller = Prefiller(planner, adapters, self.pages, self.pool, runner, completion)
-        self.pipeline = DecodePipeline(self.pool, runner, completion)
-        self._restored = None
         self._given_prefills_per_dispatch = given_prefills_per_dispatch
 
     @property

@@ -287,34 +287,20 @@ class MultihostExecutor:
 
 
 class _MultihostSampler:
-    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on rank 0 only. `_add_method` adds
-    the methods of `Sampler`."""
+    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on rank 0 only."""
 
     def __init__(self, sampler: Sampler, call: Callable[[Call], Any]) -> None:
-        self.sampler = sampler
-        self.call = call
+        self._sampler = sampler
+        self._call = call
 
     def release(self, request_id: int) -> None:
         with contextlib.suppress(RankLostError):  # nothing is left to release
-            self.call(Call(method="release", args=(request_id,)))
+            self._call(Call(method="release", args=(request_id,)))
 
-
-def _add_method(name: str, *, is_property: bool) -> None:
-    def on_all_ranks(self: _MultihostSampler, *args: Any, **kwargs: Any) -> Any:
-        return self.call(Call(method=name, args=args, kwargs=kwargs))
-
-    def on_this_rank(self: _MultihostSampler, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.sampler, name)(*args, **kwargs)
-
-    if is_property:
-        setattr(_MultihostSampler, name, property(lambda self: getattr(self.sampler, name)))
-    else:
-        setattr(_MultihostSampler, name, on_all_ranks if name in ON_ALL_RANKS else on_this_rank)
-
-
-for _name, _member in vars(Sampler).items():
-    if not _name.startswith("_") and _name not in vars(_MultihostSampler):
-        _add_method(_name, is_property=isinstance(_member, property))
+    def __getattr__(self, name: str) -> Any:
+        if name in ON_ALL_RANKS:
+            return lambda *args, **kwargs: self._call(Call(method=name, args=args, kwargs=kwargs))
+        return getattr(self._sampler, name)
 
 
 # --- the other ranks ---

@@ -278,11 +278,6 @@ class Engine:
 
     def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
         requests = [request for request in offered if self._is_pending(request.request_id)]
-        for request_id in {request.request_id for request in offered} - {
-            request.request_id for request in requests
-        }:
-            with self._work:
-                self._scheduler.drop_request(request_id)
         if not requests:
             return
         try:
@@ -308,11 +303,13 @@ class Engine:
                 self._prefilled(request, result)
 
     def _is_pending(self, request_id: int) -> bool:
-        """Whether the request has started or can still start. Removes the future of a cancelled request."""
+        """Whether the request has started or can still start. Removes a cancelled request."""
         with self._work:
             future = self._futures.get(request_id)
-            withdrawn = future is None or future.cancelled()
-        return not withdrawn or self._begin(request_id)
+            is_pending = (future is not None and not future.cancelled()) or self._begin(request_id)
+            if not is_pending:
+                self._scheduler.drop_request(request_id)
+            return is_pending
 
     def _requeue(self, requests: Sequence[PrefillRequest]) -> None:
         with self._work:

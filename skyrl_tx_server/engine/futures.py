@@ -203,7 +203,7 @@ class FutureStore:
             self._count_as_delivered(request_id, entry)
 
     def close(self) -> None:
-        """Return from all waiting polls, because the server stops."""
+        """Make all waiting polls return, because the server is stopping."""
         self._closed = True
         for entry in self._entries.values():
             entry.woken.set()

@@ -74,6 +74,7 @@ from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
+from skyrl_tx_server.sampling.model_runner import ModelRunner
 from skyrl_tx_server.training.losses import LossSelection, select_loss
 from skyrl_tx_server.training.packing import PackedBatch, dummy_batch, pack, unpack
 from skyrl_tx_server.training.train_step import (
@@ -136,7 +137,7 @@ class DeviceExecutor:
             read=self._read,
             free_host_bytes=lambda: ranks.broadcast_from_rank0(available_host_bytes),
         )
-        self.sampler = BatchRunner(
+        runner = ModelRunner(
             self._config,
             self._params,
             self.adapters,
@@ -145,8 +146,16 @@ class DeviceExecutor:
             max_context_length=model.max_context_length,
             steps=settings.decode_steps_per_dispatch,
             dtype=dtype,
-            model_dir=settings.model_dir,
             processed_logprobs=settings.logprobs_mode == "processed",
+        )
+        self.sampler = BatchRunner(
+            self._config,
+            runner,
+            self.adapters,
+            size=cache_size,
+            dp_ranks=settings.mesh.batch,
+            max_context_length=model.max_context_length,
+            model_dir=settings.model_dir,
             ranks=ranks,
         )
         self.info = EngineInfo(
@@ -169,7 +178,7 @@ class DeviceExecutor:
         Programs for sequences longer than a batch, for several targets per position and for top-k logprobs
         are omitted.
         """
-        return itertools.chain(self.sampler.programs(), self._training_programs())
+        return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)

@@ -86,7 +86,7 @@ class CheckpointStore:
         self._base_model_hash = base_model_hash
         self._quota_bytes = quota_bytes
         self._tenant_quota = tenant_quota
-        self._derived = DerivedFiles(root)
+        self.derived_files = DerivedFiles(root)
         self._tenant: str | None = None  # None: all owners
         self._is_public: Callable[[str], bool] = lambda path: False
 
@@ -158,23 +158,19 @@ class CheckpointStore:
         if it does not exist."""
         while True:
             info = self.info(path)
-            if (file := self._derived.find(info.generation, name)) is not None:
+            if (file := self.derived_files.find(info.generation, name)) is not None:
                 return info, file
             info, arrays = self.read(path)
             check_room(self.root, 2 * info.size_bytes)
-            file = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
+            file = self.derived_files.add(info.generation, name, partial(make, info=info, arrays=arrays))
             if self._is_current(path, info.generation):
                 return info, file
-            self._derived.forget(info.generation)  # the checkpoint was replaced or deleted during the call
+            self.derived_files.forget(info.generation)  # the checkpoint was replaced or deleted meanwhile
 
     def _is_current(self, path: str, generation: str) -> bool:
         with contextlib.suppress(UserError):
             return self.info(path).generation == generation
         return False
-
-    def sweep_derived(self, unused_for_s: float) -> None:
-        """Remove derived files that were not used for `unused_for_s` seconds."""
-        self._derived.sweep(unused_for_s)
 
     def write(
         self,
@@ -193,65 +189,51 @@ class CheckpointStore:
         """
         self._check_own(path)
         with _WRITE_LOCK:
-            return self._write(
-                path, arrays, lora=lora, step=step, user_metadata=user_metadata, overwrite=overwrite
-            )
-
-    def _write(
-        self,
-        path: str,
-        arrays: Mapping[str, np.ndarray],
-        *,
-        lora: LoraSpec,
-        step: int,
-        user_metadata: Mapping[str, str],
-        overwrite: bool,
-    ) -> CheckpointInfo:
-        directory = self._directory(path)
-        self._check_inside(path, directory)
-        record_file = directory / RECORD_NAME
-        if record_file.exists() and not overwrite:
-            raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
-        self.root.mkdir(parents=True, exist_ok=True)
-        num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
-        self._check_quotas(path, num_bytes)
-        check_room(self.root, num_bytes)
-        generation = uuid.uuid4().hex
-        arrays_file = directory / f"arrays-{generation}.safetensors"
-        temporary_record = directory / f"{RECORD_NAME}.{generation}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
-            _fsync(arrays_file)
-            record = {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "base_model": self._base_model,
-                "base_model_hash": self._base_model_hash,
-                "lora": asdict(lora),
-                "step": step,
-                "created_at": datetime.now(UTC).isoformat(),
-                "user_metadata": dict(user_metadata),
-                "arrays": arrays_file.name,
-                "size_bytes": arrays_file.stat().st_size,
-                "sha256": _sha256(arrays_file),
-            }
-            temporary_record.write_text(json.dumps(record, indent=1))
-            _fsync(temporary_record)
-            os.replace(temporary_record, record_file)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                arrays_file.unlink(missing_ok=True)
-                temporary_record.unlink(missing_ok=True)
-            if isinstance(error, OSError | SafetensorError):
-                raise ServerError(
-                    f"cannot write checkpoint {path}: {error}; saved checkpoints are unchanged"
-                ) from error
-            raise
-        with contextlib.suppress(OSError):  # another process may have deleted the checkpoint already
-            _fsync(directory)
-            self._remove_others(directory, keep={arrays_file.name, RECORD_NAME})
-        return checkpoint_info(path, record)
+            directory = self._directory(path)
+            self._check_inside(path, directory)
+            record_file = directory / RECORD_NAME
+            if record_file.exists() and not overwrite:
+                raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
+            self.root.mkdir(parents=True, exist_ok=True)
+            num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
+            self._check_quotas(path, num_bytes)
+            check_room(self.root, num_bytes)
+            generation = uuid.uuid4().hex
+            arrays_file = directory / f"arrays-{generation}.safetensors"
+            temporary_record = directory / f"{RECORD_NAME}.{generation}"
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
+                _fsync(arrays_file)
+                record = {
+                    "format": FORMAT,
+                    "version": FORMAT_VERSION,
+                    "base_model": self._base_model,
+                    "base_model_hash": self._base_model_hash,
+                    "lora": asdict(lora),
+                    "step": step,
+                    "created_at": datetime.now(UTC).isoformat(),
+                    "user_metadata": dict(user_metadata),
+                    "arrays": arrays_file.name,
+                    "size_bytes": arrays_file.stat().st_size,
+                    "sha256": _sha256(arrays_file),
+                }
+                temporary_record.write_text(json.dumps(record, indent=1))
+                _fsync(temporary_record)
+                os.replace(temporary_record, record_file)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    arrays_file.unlink(missing_ok=True)
+                    temporary_record.unlink(missing_ok=True)
+                if isinstance(error, OSError | SafetensorError):
+                    raise ServerError(
+                        f"cannot write checkpoint {path}: {error}; saved checkpoints are unchanged"
+                    ) from error
+                raise
+            with contextlib.suppress(OSError):  # another process may have deleted the checkpoint already
+                _fsync(directory)
+                self._remove_others(directory, keep={arrays_file.name, RECORD_NAME})
+            return checkpoint_info(path, record)
 
     def _remove_others(self, directory: Path, keep: Iterable[str]) -> None:
         """Remove replaced arrays, their derived files, and the files of an interrupted write."""
@@ -259,9 +241,9 @@ class CheckpointStore:
             if leftover.name in keep:
                 continue
             if (replaced := ARRAYS_NAME.fullmatch(leftover.name)) is not None:
-                self._derived.forget(replaced[1])
+                self.derived_files.forget(replaced[1])
             if leftover.is_dir() and not leftover.is_symlink():
-                self._derived.discard(leftover)
+                self.derived_files.discard(leftover)
             else:
                 leftover.unlink(missing_ok=True)
 
@@ -275,9 +257,9 @@ class CheckpointStore:
             generation = checkpoint_info(path, self._record(path)).generation
             if only not in (None, generation):
                 return None
-            if not self._derived.discard(self._directory(path)):  # another process has deleted it
+            if not self.derived_files.discard(self._directory(path)):  # another process has deleted it
                 raise NotFoundError(f"no checkpoint {path}")
-        self._derived.forget(generation)
+        self.derived_files.forget(generation)
         return generation
 
     # --- access

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.gguf_config import gguf_config
 from skyrl_tx_server.files.gguf_file import GgufFile, GgufTensor, read_gguf
 from skyrl_tx_server.files.gguf_tokenizer import write_tokenizer
+from skyrl_tx_server.files.json_file import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ def convert_gguf(path: Path) -> Path:
             temporary.mkdir()
             write_tokenizer(file, temporary)  # first, because it raises an error for an unsupported tokenizer
             _write_weights(file, plan, temporary)
-            _write_json(temporary / "config.json", plan.config)
-            _write_json(temporary / "generation_config.json", {"eos_token_id": plan.config["eos_token_id"]})
+            write_json(temporary / "config.json", plan.config)
+            write_json(temporary / "generation_config.json", {"eos_token_id": plan.config["eos_token_id"]})
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -227,7 +227,7 @@ def _write_weights(file: GgufFile, plan: _Plan, directory: Path) -> None:
         values = {name: plan.sources[name].values(file.rows(plan.sources[name].tensor)) for name in names}
         save_file(values, directory / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, shard)
-    _write_json(
+    write_json(
         directory / "model.safetensors.index.json",
         {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map},
     )
@@ -258,7 +258,3 @@ def _key(file: GgufFile) -> str:
     tokenizer_file = file.path.with_name("tokenizer.json")
     digest.update(tokenizer_file.read_bytes() if tokenizer_file.is_file() else b"")
     return digest.hexdigest()[:16]
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,6 @@ The rules in this module are those of the Hugging Face tokenizers of the same mo
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tokenizers import (
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.gguf_file import GgufFile
+from skyrl_tx_server.files.json_file import write_json
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -57,7 +57,7 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
             config[f"{name}_token"] = tokens[number]
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", config)
 
 
 def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:

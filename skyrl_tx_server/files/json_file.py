@@ -1,4 +1,4 @@
-"""Reads small untrusted JSON files with limits on size and depth."""
+"""Reads small untrusted JSON files with limits on size and depth, and writes indented JSON files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 32
+
+
+def write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json_object(

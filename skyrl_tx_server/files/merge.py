@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.fp8 import QUANTIZATION
+from skyrl_tx_server.files.json_file import write_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
@@ -50,7 +51,7 @@ def write_merged(
         config["tie_word_embeddings"] = False
     if dtype:
         config["dtype"] = dtype
-    _write(output / "config.json", config)
+    write_json(output / "config.json", config)
     index = output / "model.safetensors.index.json"
     if index.is_file():
         table = _read(index)
@@ -58,7 +59,7 @@ def write_merged(
         table["weight_map"] = {
             name: file for name, file in table["weight_map"].items() if not base.is_scale(name)
         } | head
-        _write(index, table)
+        write_json(index, table)
 
 
 def merged_bytes(base: BaseTensors) -> int:
@@ -82,7 +83,3 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
 
 def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,6 @@ tensors have one dtype.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
-from skyrl_tx_server.files.json_file import read_json_object
+from skyrl_tx_server.files.json_file import read_json_object, write_json
 
 PREFIX, HEAD = "base_model.model.", "lm_head"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,7 +85,7 @@ def write_adapter(
         "modules_to_save": None,
     }
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / CONFIG, config)
 
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:

@@ -112,4 +112,4 @@ async def housekeep(state: AppState) -> None:
         except (ServerError, OSError) as error:
             logger.warning("%s has expired and cannot be deleted; delete it by hand: %s", path, error)
         state.run_index.forget(path, generation)
-    await asyncio.to_thread(state.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())
+    await asyncio.to_thread(state.checkpoints.derived_files.sweep, downloads.KEEP_UNUSED_FOR.total_seconds())

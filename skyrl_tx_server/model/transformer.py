@@ -114,10 +114,10 @@ def layer[Aux](
         return shard_batch(config, attended, features="tensor"), aux
 
     specs = {field: PartitionSpec(*weight.spec[1:]) for field, weight in stack.weights.items()}
-    rope = ropes[stack.attention.rope]
-    return family_of(config).layer(
-        config, shard_batch(config, x), gathered(config, specs, params), adapter, rope, attend_and_return
-    )
+    x, params = shard_batch(config, x), gathered(config, specs, params)
+    family, rope = family_of(config), ropes[stack.attention.rope]
+    x, aux = family.attention_block(config, x, params, adapter, rope, attend_and_return)
+    return family.mlp_block(config, x, params, adapter), aux
 
 
 def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:

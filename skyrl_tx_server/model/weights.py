@@ -5,7 +5,6 @@ This file is long because reading and writing use one description of the tensors
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
-from skyrl_tx_server.files.json_file import read_json_object
+from skyrl_tx_server.files.json_file import read_json_object, write_json
 from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
@@ -197,9 +196,7 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
         for field, weight in stack.weights.items():
             tensors |= _tensors_of(stack, weight, layers[field])
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    (model_dir / "config.json").write_text(
-        json.dumps(config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8"
-    )
+    write_json(model_dir / "config.json", config_json(config, str(host.embed.dtype)))
 
 
 def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, np.ndarray]:

@@ -55,10 +55,10 @@ class AdapterCache:
         self._max_lora_rank = max_lora_rank
         self._read = read
         # ephemeral snapshots, least recently used first; a thread copies them to host memory
-        self._in_host_memory: dict[str, Future[Adapter]] = {}
+        self.in_host_memory: dict[str, Future[Adapter]] = {}
         self._copier = ThreadPoolExecutor(1, "snapshots")
         # the LoRA slot of each snapshot on the device, least recently used first
-        self._slots: dict[str, int] = {}
+        self.on_device: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()  # number of sequences that need the LoRA slot of a snapshot
         self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
@@ -76,16 +76,6 @@ class AdapterCache:
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
     @property
-    def on_device(self) -> list[str]:
-        """The snapshots in LoRA slots, least recently used first."""
-        return list(self._slots)
-
-    @property
-    def in_host_memory(self) -> list[str]:
-        """The snapshots with a copy in host memory, least recently used first."""
-        return list(self._in_host_memory)
-
-    @property
     def in_use(self) -> list[str]:
         """The snapshots that running or paused sequences use."""
         return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
@@ -97,7 +87,7 @@ class AdapterCache:
             raise ConflictError(
                 f"sampler weights {weights} are in use and cannot be replaced; save under another name"
             )
-        if weights in self._slots:
+        if weights in self.on_device:
             self._evict(weights)
         if not is_on_disk(weights):
             self._store_in_host_memory(weights, adapter)
@@ -118,20 +108,21 @@ class AdapterCache:
         """
         if weights is None:
             return BASE_SLOT
-        if weights in self._in_host_memory:
-            self._in_host_memory[weights] = self._in_host_memory.pop(weights)
-        if weights in self._slots:
-            self._slots[weights] = self._slots.pop(weights)
+        if weights in self.in_host_memory:
+            self.in_host_memory[weights] = self.in_host_memory.pop(weights)
+        if weights in self.on_device:
+            self.on_device[weights] = self.on_device.pop(weights)
         else:
             adapter = self._fetch(weights)
             slot = self._free_slot()
             if slot is None:
                 raise CapacityError(
-                    f"all {len(self._slots)} LoRA slots are in use; start the server with a larger max_loras"
+                    f"all {len(self.on_device)} LoRA slots are in use; start the server with a larger "
+                    "max_loras"
                 )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1
-        return self._slots[weights]
+        return self.on_device[weights]
 
     def unpin(self, weights: str | None) -> None:
         if weights is None:
@@ -164,39 +155,39 @@ class AdapterCache:
     def drop(self, weights: str) -> None:
         """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if it is not in
         memory."""
-        if weights not in self._in_host_memory and weights not in self._slots:
+        if weights not in self.in_host_memory and weights not in self.on_device:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
             self._dropped.add(weights)
             return
         self._dropped.discard(weights)
-        self._in_host_memory.pop(weights, None)
-        if weights in self._slots:
+        self.in_host_memory.pop(weights, None)
+        if weights in self.on_device:
             self._evict(weights)
 
     def stats(self) -> dict[str, object]:
         return {
-            "snapshots_on_device": len(self._slots),
-            "snapshots_in_host_memory": len(self._in_host_memory),
+            "snapshots_on_device": len(self.on_device),
+            "snapshots_in_host_memory": len(self.in_host_memory),
         }
 
     def _store_in_host_memory(self, weights: str, adapter: Adapter) -> None:
         """Copy the adapter to host memory in a thread. The arrays stay on the device until the copy is
         complete. With several processes, wait for the copy, because all processes take part in it."""
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(adapter))
-        self._in_host_memory.pop(weights, None)
-        for unused in [name for name in self._in_host_memory if not self._is_used(name)]:
+        self.in_host_memory.pop(weights, None)
+        for unused in [name for name in self.in_host_memory if not self._is_used(name)]:
             if self._free_host_bytes() >= needed:
                 break
             logger.warning("dropped the sampler snapshot %s because host memory is full", unused)
-            del self._in_host_memory[unused]
-        copy = self._in_host_memory[weights] = self._copier.submit(to_host, adapter)
+            del self.in_host_memory[unused]
+        copy = self.in_host_memory[weights] = self._copier.submit(to_host, adapter)
         if jax.process_count() > 1:
             wait([copy])
 
     def _fetch(self, weights: str) -> Adapter:
-        if weights in self._in_host_memory:
-            return self._in_host_memory[weights].result()
+        if weights in self.in_host_memory:
+            return self.in_host_memory[weights].result()
         if not is_on_disk(weights):
             raise NotFoundError(
                 f"no sampler weights {weights}: they were never saved, were freed with their session, or "
@@ -213,7 +204,7 @@ class AdapterCache:
     def _free_slot(self) -> int | None:
         """Return a free LoRA slot. Evict a snapshot if necessary. None: all slots are pinned."""
         if not self._free_slots:
-            unused = next((weights for weights in self._slots if not self._pins[weights]), None)
+            unused = next((weights for weights in self.on_device if not self._pins[weights]), None)
             if unused is None:
                 return None
             self._evict(unused)
@@ -224,10 +215,10 @@ class AdapterCache:
             self.arrays, place_adapter(self._config, adapter), np.int32(slot), config=self._config
         )
         self._free_slots.remove(slot)
-        self._slots[weights] = slot
+        self.on_device[weights] = slot
 
     def _evict(self, weights: str) -> None:
-        self._free_slots.append(self._slots.pop(weights))
+        self._free_slots.append(self.on_device.pop(weights))
 
 
 @partial(jax.jit, static_argnames=("config",))

@@ -12,12 +12,10 @@ On the device, the state of sequences is the KV cache and the outputs of the las
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.stages import Lowered
 
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
 from skyrl_tx_server.engine.executor_protocol import (
@@ -30,7 +28,6 @@ from skyrl_tx_server.engine.executor_protocol import (
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import GPU_PREFILL, PREFILL_TILE
-from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.allocation import PageAllocator
 from skyrl_tx_server.sampling.completion import CompletionChecker
@@ -56,62 +53,48 @@ class BatchRunner:
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
+        runner: ModelRunner,
         adapters: AdapterCache,
         *,
         size: CacheSize,
         dp_ranks: int,
         max_context_length: int,
-        steps: int,
-        dtype: np.dtype,
         model_dir: Path,
-        processed_logprobs: bool,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Each of the `dp_ranks` data-parallel ranks has a KV cache of this size. `steps` is the number of
-        decode steps per dispatch."""
+        """Each of the `dp_ranks` data-parallel ranks has a KV cache of this size."""
+        self.runner = runner
         self.pages = PageAllocator(size, dp_ranks)
+        self.num_slots = self.pages.num_slots
+        self.max_partial_prefill_tokens = self.pages.max_partial_prefill_tokens
         self.pool = SequencePool(adapters, self.pages)
-        self.runner = ModelRunner(
-            config,
-            params,
-            adapters,
-            size=size,
-            dp_ranks=dp_ranks,
-            max_context_length=max_context_length,
-            steps=steps,
-            dtype=dtype,
-            processed_logprobs=processed_logprobs,
-        )
-        completion = CompletionChecker(self.pool, self.runner, model_dir=model_dir)
+        completion = CompletionChecker(self.pool, runner, model_dir=model_dir)
         planner = PrefillPlanner(
-            config,
-            adapters,
-            self.pages,
-            self.pool,
-            self.runner,
-            completion,
+            config=config,
+            adapters=adapters,
+            pages=self.pages,
+            pool=self.pool,
+            runner=runner,
+            completion=completion,
             max_context_length=max_context_length,
             ranks=ranks,
         )
-        self.prefiller = Prefiller(planner, adapters, self.pages, self.pool, self.runner, completion)
-        self.pipeline = DecodePipeline(self.pool, self.runner, completion)
+        self.prefiller = Prefiller(
+            planner=planner,
+            adapters=adapters,
+            pages=self.pages,
+            pool=self.pool,
+            runner=runner,
+            completion=completion,
+        )
+        self.pipeline = DecodePipeline(self.pool, runner, completion)
         # the result of a sequence that `restore` has completed; the next `poll` returns it
         self._restored: FinishedSequence | FailedSequence | None = None
-
-    @property
-    def num_slots(self) -> int:
-        return self.pages.num_slots
 
     @property
     def num_running(self) -> int:
         """The number of sequences with a slot, including preempted sequences, whose slots stay reserved."""
         return self.pool.num_running
-
-    @property
-    def max_partial_prefill_tokens(self) -> int:
-        """The maximum total number of tokens of partly computed prompts."""
-        return self.pages.max_partial_prefill_tokens
 
     @property
     def prefills_per_dispatch(self) -> float:
@@ -171,10 +154,6 @@ class BatchRunner:
         """Drop all sequences of a request."""
         self.prefiller.release(request_id)
         self.pool.release(request_id)
-
-    def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of every sampling program."""
-        return self.runner.programs()
 
     def _discard_orphaned(self) -> None:
         """Discard a dispatch in flight whose sequences were all released."""

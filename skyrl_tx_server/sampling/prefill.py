@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,29 +20,21 @@ from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk
 from skyrl_tx_server.sampling.prefill_plan import PlannedChunk, PrefillPlanner, UnfinishedPrompt
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prefiller:
     """Computes the chunks that `PrefillPlanner` plans and starts their sequences."""
 
-    def __init__(
-        self,
-        planner: PrefillPlanner,
-        adapters: AdapterCache,
-        pages: PageAllocator,
-        pool: SequencePool,
-        runner: ModelRunner,
-        completion: CompletionChecker,
-    ) -> None:
-        self._planner = planner
-        self._adapters = adapters
-        self._pages = pages
-        self._pool = pool
-        self._runner = runner
-        self._completion = completion
+    planner: PrefillPlanner
+    adapters: AdapterCache
+    pages: PageAllocator
+    pool: SequencePool
+    runner: ModelRunner
+    completion: CompletionChecker
 
     @property
     def unfinished(self) -> dict[int, UnfinishedPrompt]:
         """The partly computed prompts, by request id."""
-        return self._planner.unfinished
+        return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
@@ -52,7 +44,7 @@ class Prefiller:
         error except SequencesLostError the state of all sequences is unchanged.
         """
         self._check_preempted(requests[0].tenant)
-        planned = self._planner.plan(requests)
+        planned = self.planner.plan(requests)
         chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
         try:
             outputs = iter(self._compute(chunks) if chunks else [])
@@ -63,11 +55,11 @@ class Prefiller:
         except Exception:
             for plan in planned:
                 if isinstance(plan, int):
-                    self._pool.pause_slot(plan)
+                    self.pool.pause_slot(plan)
             raise
         finally:
             for chunk in chunks:
-                self._adapters.unpin(chunk.weights)
+                self.adapters.unpin(chunk.weights)
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
         """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
@@ -76,14 +68,14 @@ class Prefiller:
         Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """
         try:
-            chunk = self._planner.plan_preempted(self._pool.preempted[0])
+            chunk = self.planner.plan_preempted(self.pool.preempted[0])
         except CapacityError:
             return None
         (outputs,) = self._compute([chunk])
         if not chunk.is_last:
-            self._pages.free_chunk(chunk)
+            self.pages.free_chunk(chunk)
             return None
-        del self._pool.preempted[0]
+        del self.pool.preempted[0]
         return next(iter(self._begin(chunk, outputs)), None)
 
     def release(self, request_id: int) -> None:
@@ -91,33 +83,33 @@ class Prefiller:
         self.unfinished.pop(request_id, None)
 
     def _check_preempted(self, tenant: str) -> None:
-        for sequence in self._pool.preempted:
+        for sequence in self.pool.preempted:
             if sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED:
                 raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Run the prefill program and add the pages to the prefix cache. Any error frees the pages."""
         try:
-            outputs = self._runner.prefill(chunks)
+            outputs = self.runner.prefill(chunks)
         except Exception:
             for chunk in chunks:
-                self._pages.free_chunk(chunk)
+                self.pages.free_chunk(chunk)
             raise
         for chunk in chunks:
-            self._pages.insert_chunk(chunk, weights=self._adapters.key(chunk.weights))
+            self.pages.insert_chunk(chunk, weights=self.adapters.key(chunk.weights))
         return outputs
 
     def _settle(self, plan: PlannedChunk, outputs: ChunkOutputs) -> PrefillResult | None:
         """Start the sequences of a request if this chunk is the last one. None: more chunks remain."""
         request, chunk = plan.request, plan.chunk
         key = (request.request_id, request.first)
-        if key in self._pool.paused:
+        if key in self.pool.paused:
             if not chunk.is_last:
-                self._pages.free_chunk(chunk)
+                self.pages.free_chunk(chunk)
                 return None
-            sequence, _ = self._pool.paused.pop(key)
-            self._adapters.pin(sequence.weights)
-            self._adapters.release(sequence.weights)
+            sequence, _ = self.pool.paused.pop(key)
+            self.adapters.pin(sequence.weights)
+            self.adapters.release(sequence.weights)
             return replace(_resumed(request), finished=self._begin(chunk, outputs))
         op, request_id = request.op, request.request_id
         if request_id not in self.unfinished:
@@ -129,11 +121,11 @@ class Prefiller:
             prompt.logprobs[chunk.cached + 1 : chunk.length + 1] = outputs.logprobs
             prompt.num_scored = chunk.length
         if not chunk.is_last:
-            self._pages.free_chunk(chunk)
+            self.pages.free_chunk(chunk)
             return None
         del self.unfinished[request_id]
         for sequence in chunk.sequences:
-            self._adapters.pin(sequence.weights)
+            self.adapters.pin(sequence.weights)
         return PrefillResult(
             prompt_logprobs=_prompt_logprobs(op, prompt.logprobs) if chunk.wants_logprobs else None,
             prompt_cache_hit_tokens=prompt.hit_tokens,
@@ -145,9 +137,9 @@ class Prefiller:
     def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
         """Put the sequences of a chunk into their slots. Return the results of the sequences that their first
         token completes."""
-        self._pool.begin(chunk)
+        self.pool.begin(chunk)
         sampled = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
-        results = [self._completion.append(slot, [token], [logprob]) for slot, token, logprob in sampled]
+        results = [self.completion.append(slot, [token], [logprob]) for slot, token, logprob in sampled]
         return [result for result in results if result is not None]
 
 

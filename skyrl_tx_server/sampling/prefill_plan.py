@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -55,30 +55,19 @@ type PlannedPrefill = PlannedChunk | int
 """A chunk to compute, or the slot of a paused sequence that continues with its pages."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPlanner:
     """Plans chunks without computing them, and pins their adapters."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        adapters: AdapterCache,
-        pages: PageAllocator,
-        pool: SequencePool,
-        runner: ModelRunner,
-        completion: CompletionChecker,
-        *,
-        max_context_length: int,
-        ranks: RankGroup,
-    ) -> None:
-        self._config = config
-        self._adapters = adapters
-        self._pages = pages
-        self._pool = pool
-        self._runner = runner
-        self._completion = completion
-        self._max_context_length = max_context_length
-        self._ranks = ranks
-        self.unfinished: dict[int, UnfinishedPrompt] = {}  # by request_id
+    config: ModelConfig
+    adapters: AdapterCache
+    pages: PageAllocator
+    pool: SequencePool
+    runner: ModelRunner
+    completion: CompletionChecker
+    max_context_length: int
+    ranks: RankGroup
+    unfinished: dict[int, UnfinishedPrompt] = field(default_factory=dict)  # by request_id
 
     def plan(self, requests: Sequence[PrefillRequest]) -> list[PlannedPrefill]:
         """Plan the requests in order. Stop at the first request that cannot be computed together with the
@@ -87,7 +76,7 @@ class PrefillPlanner:
         try:
             for request in requests:
                 chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
-                plan = self._pool.resume((request.request_id, request.first), chunks)
+                plan = self.pool.resume((request.request_id, request.first), chunks)
                 if plan is None:
                     plan = self._plan_request(request, chunks)
                 if plan is None:
@@ -99,10 +88,10 @@ class PrefillPlanner:
         except Exception:
             for plan in planned:
                 if isinstance(plan, PlannedChunk):
-                    self._pages.free_chunk(plan.chunk)
-                    self._adapters.unpin(plan.chunk.weights)
+                    self.pages.free_chunk(plan.chunk)
+                    self.adapters.unpin(plan.chunk.weights)
                 else:
-                    self._pool.pause_slot(plan)
+                    self.pool.pause_slot(plan)
             raise
         return planned
 
@@ -117,23 +106,23 @@ class PrefillPlanner:
     def _plan_request(self, request: PrefillRequest, planned: Sequence[PrefillChunk]) -> PlannedChunk | None:
         """Plan the next chunk of a request. None: it must not be computed together with the `planned`
         chunks."""
-        paused = self._pool.paused.get((request.request_id, request.first))
+        paused = self.pool.paused.get((request.request_id, request.first))
         if paused is not None:
             return self._plan_paused(request, paused[0], planned)
         op = request.op
-        stop_tokens = stop_tokens_of(op.settings, self._config)
-        self._completion.prepare(op.settings)
+        stop_tokens = stop_tokens_of(op.settings, self.config)
+        self.completion.prepare(op.settings)
         max_tokens, seed = op.settings.max_tokens, op.settings.seed
         if max_tokens is None:
-            max_tokens = self._max_context_length - len(op.prompt)
+            max_tokens = self.max_context_length - len(op.prompt)
         if seed is None:
-            seed = self._ranks.broadcast_from_rank0(lambda: secrets.randbits(64))
+            seed = self.ranks.broadcast_from_rank0(lambda: secrets.randbits(64))
         wants_logprobs = op.prompt_logprobs and request.first == 0
         limit = len(op.prompt) - 1
         if wants_logprobs:  # cached tokens have no logprobs, except those of earlier chunks of this prompt
             unfinished = self.unfinished.get(request.request_id)
             limit = unfinished.num_scored if unfinished else 0
-        adapter_slot = self._adapters.pin(op.weights)
+        adapter_slot = self.adapters.pin(op.weights)
         sequences = [
             SequenceState(
                 request_id=request.request_id,
@@ -156,14 +145,14 @@ class PrefillPlanner:
                 op.prompt, sequences, limit=limit, wants_logprobs=wants_logprobs, planned=planned
             )
             if chunk is not None and chunk.is_last and request.first == 0:
-                topk, targets = self._runner.score_prompt(op, adapter_slot)
+                topk, targets = self.runner.score_prompt(op, adapter_slot)
         except Exception:
             if chunk is not None:
-                self._pages.free_chunk(chunk)
-            self._adapters.unpin(op.weights)
+                self.pages.free_chunk(chunk)
+            self.adapters.unpin(op.weights)
             raise
         if chunk is None:
-            self._adapters.unpin(op.weights)
+            self.adapters.unpin(op.weights)
             return None
         return PlannedChunk(request=request, chunk=chunk, topk=topk, targets=targets)
 
@@ -173,8 +162,8 @@ class PrefillPlanner:
         """Plan the next chunk of a paused sequence that has lost its pages, or whose rank has no free
         slot."""
         text = sequence.text
-        self._pool.reclaim_paused(sequence.key)
-        sequence.adapter_slot = self._adapters.pin(sequence.weights)
+        self.pool.reclaim_paused(sequence.key)
+        sequence.adapter_slot = self.adapters.pin(sequence.weights)
         chunk = None
         try:
             chunk = self._allocate(
@@ -183,11 +172,11 @@ class PrefillPlanner:
                 limit=len(text) - 1,
                 wants_logprobs=False,
                 planned=planned,
-                keep_spare=self._pool.num_running > 0,
+                keep_spare=self.pool.num_running > 0,
             )
         finally:
             if chunk is None:
-                self._adapters.unpin(sequence.weights)
+                self.adapters.unpin(sequence.weights)
         return chunk and PlannedChunk(request=request, chunk=chunk)
 
     def _allocate(
@@ -207,9 +196,9 @@ class PrefillPlanner:
         a longer prefix. Raises CapacityError, without allocating any page, if there are too few.
         """
         weights = sequences[0].weights
-        free = self._pool.free_slots(planned)
-        prefix, prefix_cache = self._pages.find_prefix(
-            self._adapters.key(weights), tokens, limit=limit, free_slots=free
+        free = self.pool.free_slots(planned)
+        prefix, prefix_cache = self.pages.find_prefix(
+            self.adapters.key(weights), tokens, limit=limit, free_slots=free
         )
         future_prefix = max(
             (
@@ -219,7 +208,7 @@ class PrefillPlanner:
             ),
             default=0,
         )
-        max_tiles = self._runner.prefill_layout.shapes.max_tiles_between_decodes - sum(
+        max_tiles = self.runner.prefill_layout.shapes.max_tiles_between_decodes - sum(
             len(chunk.tiles) for chunk in planned
         )
         if not max_tiles or num_tiles(len(tokens) - future_prefix) < num_tiles(len(tokens) - prefix.length):
@@ -230,11 +219,11 @@ class PrefillPlanner:
         slots = list(chain.from_iterable(free[cache] for cache in nearest))[: len(beginning) or 1]
         spare_pages: dict[PrefixCache, int] = {}
         if keep_spare:
-            spare_pages = {cache: self._pages.size.slots - len(free[cache]) + 1 for cache in free}
+            spare_pages = {cache: self.pages.size.slots - len(free[cache]) + 1 for cache in free}
         while True:
             try:
                 block_tables = allocate_block_tables(
-                    [self._pages.cache_of(slot) for slot in slots],
+                    [self.pages.cache_of(slot) for slot in slots],
                     length,
                     prefix=prefix,
                     prefix_cache=prefix_cache,
@@ -243,7 +232,7 @@ class PrefillPlanner:
                 )
                 break
             except CapacityError:
-                if not self._pool.reclaim():
+                if not self.pool.reclaim():
                     raise
         return PrefillChunk(
             tokens=tokens,

@@ -3,10 +3,8 @@ Moving a model between them does not change its values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import jax
+from flax import struct
 
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
 from skyrl_tx_server.engine.operations import LoraSpec
@@ -16,27 +14,19 @@ from skyrl_tx_server.model.mesh import put, to_host
 from skyrl_tx_server.training.train_step import AdamState
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingModel:
     """A training model. Every operation replaces the record by a new one."""
 
-    lora: LoraSpec
+    lora: LoraSpec = struct.field(pytree_node=False)
     adapter: Adapter  # float32
     adam: AdamState
     mask: Adapter  # see `trainable_mask`
     gradient: Adapter | None = None  # accumulated since the last optimizer step; None: zero
 
-    def arrays(self) -> tuple[Adapter, AdamState, Adapter, Adapter | None]:
-        return self.adapter, self.adam, self.mask, self.gradient
-
-    def moved(self, move: Callable[[object], object]) -> TrainingModel:
-        """Return the model with the arrays that `move` returns for `arrays()`."""
-        adapter, adam, mask, gradient = move(self.arrays())  # type: ignore[misc]
-        return TrainingModel(lora=self.lora, adapter=adapter, adam=adam, mask=mask, gradient=gradient)
-
     @property
     def num_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays()))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
 class TrainingModelPool:
@@ -61,7 +51,7 @@ class TrainingModelPool:
         if model_id in self._in_host_memory:
             self._make_room()
             model, shardings = self._in_host_memory.pop(model_id)
-            self._device[model_id] = model.moved(lambda arrays: put(arrays, shardings))
+            self._device[model_id] = put(model, shardings)
         elif model_id in self._device:
             self._device[model_id] = self._device.pop(model_id)
         else:
@@ -97,7 +87,7 @@ class TrainingModelPool:
                     f"{self._limit} models are on the device (max_models), and host memory has {free >> 20} "
                     f"MiB free, but moving a model there takes {model.num_bytes >> 20} MiB; unload a model"
                 )
-            self._in_host_memory[model_id] = model.moved(to_host), _shardings(model)
+            self._in_host_memory[model_id] = to_host(model), _shardings(model)
             del self._device[model_id]
 
 
@@ -105,12 +95,9 @@ def _shardings(model: TrainingModel) -> object:
     """Return the shardings of the arrays, with which `put` moves the arrays back to the devices. None: the
     arrays are uncommitted, as on one device. Committed arrays would recompile every program that was
     compiled for uncommitted arrays."""
-    arrays = model.arrays()
-    return (
-        jax.tree.map(lambda leaf: leaf.sharding, arrays)
-        if any(leaf.committed for leaf in jax.tree.leaves(arrays))
-        else None
-    )
+    if any(leaf.committed for leaf in jax.tree.leaves(model)):
+        return jax.tree.map(lambda leaf: leaf.sharding, model)
+    return None
 
 
 def available_host_bytes() -> int:

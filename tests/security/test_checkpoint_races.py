@@ -206,7 +206,7 @@ async def test_derived_files_are_removed_with_their_checkpoint(
     await housekeep(context)
     assert len(list(derived.iterdir())) == 1
     (derived / ".new-of-a-killed-server").mkdir()
-    context.checkpoints.sweep_derived(-60.0)
+    context.checkpoints.derived_files.sweep(-60.0)
     assert list(derived.iterdir()) == []
     assert await archived_version(http) == 2
     assert (await http.delete(URL)).status_code == 204

@@ -104,7 +104,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     with pytest.raises(ConflictError, match="sampler weights a are in use"):
         save(cache, "a")
     save(cache, *"cd")
-    assert cache.on_device == ["a", "d"]
+    assert list(cache.on_device) == ["a", "d"]
     cache.pin("d")
     save(cache, "e")  # all slots are pinned, so a later `pin` loads e
     with pytest.raises(CapacityError, match="a larger max_loras"):
@@ -112,7 +112,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     for name in "ad":
         cache.unpin(name)
     assert pinned_values(cache, "a") == {97.0} and pinned_values(cache, "e") == {101.0}
-    assert cache.on_device == ["a", "e"]
+    assert list(cache.on_device) == ["a", "e"]
 
 
 def test_a_pinned_snapshot_is_dropped_when_it_is_unpinned() -> None:
@@ -140,18 +140,18 @@ def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
     for name in "bcb":
         pinned_values(cache, name)
     save(cache, "d")  # a is the least recently used, but pinned
-    assert cache.in_host_memory == ["a", "b", "d"]
+    assert list(cache.in_host_memory) == ["a", "b", "d"]
     cache.unpin("a")
     cache.put("tinker://run/sampler_weights/e", adapter(5.0))
     assert len(cache.in_host_memory) == 3, "a tinker:// snapshot has no copy in host memory"
     for _ in range(2):
         save(cache, "d")  # replaces the earlier snapshot of this name
-    assert cache.in_host_memory == ["a", "b", "d"]
+    assert list(cache.in_host_memory) == ["a", "b", "d"]
 
 
 def test_a_snapshot_that_is_only_on_the_device_can_be_dropped() -> None:
     cache = open_cache(lambda cache: 0)
     save(cache, *"ab")
-    assert cache.in_host_memory == ["b"] and pinned_values(cache, "a") == {97.0}
+    assert list(cache.in_host_memory) == ["b"] and pinned_values(cache, "a") == {97.0}
     cache.drop("a")
-    assert cache.on_device == ["b"]
+    assert list(cache.on_device) == ["b"]

@@ -15,7 +15,7 @@ from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.weights import load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
-from skyrl_tx_server.sampling.model_runner import CacheSize
+from skyrl_tx_server.sampling.model_runner import CacheSize, ModelRunner
 from tests.fakes.tiny_model import make_model
 
 STEPS, CONTEXT = 16, 192
@@ -34,17 +34,26 @@ def runner(tmp_path: Path) -> BatchRunner:
     adapters = AdapterCache(
         config, max_lora_rank=2, slots=1, dtype=dtype, read=read, free_host_bytes=lambda: 1 << 60
     )
-    return BatchRunner(
+    size = CacheSize(slots=2, pages=1 + 5, page_bytes=1, context_pages=3, copied_pages=3)
+    model_runner = ModelRunner(
         config,
         load_params(model_dir, config, dtype),
         adapters,
-        size=CacheSize(slots=2, pages=1 + 5, page_bytes=1, context_pages=3, copied_pages=3),
+        size=size,
         dp_ranks=2,
         max_context_length=CONTEXT,
         steps=STEPS,
         dtype=dtype,
-        model_dir=model_dir,
         processed_logprobs=False,
+    )
+    return BatchRunner(
+        config,
+        model_runner,
+        adapters,
+        size=size,
+        dp_ranks=2,
+        max_context_length=CONTEXT,
+        model_dir=model_dir,
     )
 
 

@@ -5,11 +5,11 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.server.test_how_to_server import apply, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "add-a-loss.md").read_text()
@@ -49,27 +49,6 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def patches() -> list[str]:
     return re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def apply(patch: str, directory: Path) -> None:
-    """Apply a patch whose hunks have titles instead of line numbers: each hunk's context must occur once in
-    the file."""
-    header, *hunks = re.split(r"^@@.*@@\n", patch, flags=re.MULTILINE)
-    path = directory / header.splitlines()[1].removeprefix("+++ b/")
-    for hunk in hunks:
-        lines = hunk.splitlines(keepends=True)
-        context = "".join(line[1:] for line in lines if line[0] == " ")
-        text = path.read_text()
-        assert text.count(context) == 1, f"{path.name}: the context must occur once:\n{context}"
-        path.write_text(text.replace(context, "".join(line[1:] for line in lines if line[0] in " +")))
-
-
-def run(directory: Path, *arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
 
 
 def test_the_page_changes_at_most_four_files() -> None:

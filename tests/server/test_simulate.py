@@ -89,7 +89,7 @@ def test_the_predicted_flops_of_a_step_match_its_program(
         max_num_seqs=8,
         max_context_length=512,
     )
-    programs = dict(DeviceExecutor(settings).sampler.programs())
+    programs = dict(DeviceExecutor(settings).sampler.runner.programs())
     counts = present(programs["decode_steps, 8 sequences"].cost_analysis())
     model = ModelSize(
         weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers

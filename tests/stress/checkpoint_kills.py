@@ -49,7 +49,7 @@ def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
         (GONE, lambda: store.delete(PATH)),
         (3, lambda: save_version(store, PATH, 3)),
         (3, lambda: archived_version(store)),
-        (3, lambda: store.sweep_derived(-60.0)),
+        (3, lambda: store.derived_files.sweep(-60.0)),
         (4, lambda: save_version(store, PATH, 4)),
     ]
 
@@ -111,7 +111,7 @@ def check(directory: Path, num_acknowledged: int) -> None:
     assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, (
         "the folder of the checkpoint contains other files"
     )
-    store.sweep_derived(-60.0)
+    store.derived_files.sweep(-60.0)
     assert list((directory / ".derived").iterdir()) == [], "files for downloads remain"
 
 

@@ -46,8 +46,7 @@ async def cancel_future(state: AppState, request: Request) -> Reply:
     decode dispatch. Any other running operation finishes, and its result is discarded."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     state.futures.cancel(request_id)
     return None
 

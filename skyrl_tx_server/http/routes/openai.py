@@ -198,7 +198,7 @@ async def _complete_reply(
                     **({"token_ids": ids} if reply_format.sampling.token_ids else {}),
                 }
             )
-    body = header.with_choices(choices) | {"usage": _usage(ops, results)}
+    body = header.with_choices(choices) | {"usage": usage(ops, results)}
     if reply_format.sampling.token_ids:
         prompts = [op.prompt.tolist() for op in ops]
         body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
@@ -223,7 +223,7 @@ async def _streamed_reply(state: AppState, reply_format: ReplyFormat, op: Sample
                     for chunk in choices.chunks(delta):
                         yield _event(chunk)
             if reply_format.sampling.include_usage:
-                yield _event(header.with_choices([]) | {"usage": _usage([op], results)})
+                yield _event(header.with_choices([]) | {"usage": usage([op], results)})
             yield "data: [DONE]\n\n"
         except ServerError as error:
             yield _event(error_json(error))
@@ -238,14 +238,6 @@ def _opening_chunks(header: Header, reply_format: ReplyFormat, op: Sample) -> It
     if opening is not None:
         for index in range(op.num_samples):
             yield header.with_choices([{"index": index, **opening, "logprobs": None, "finish_reason": None}])
-
-
-def _usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, object]:
-    return usage(
-        sum(len(op.prompt) for op in ops),
-        sum(len(sequence.tokens) for result in results for sequence in result.sequences),
-        sum(result.prompt_cache_hit_tokens for result in results),
-    )
 
 
 def _event(body: Mapping[str, object]) -> str:

@@ -47,8 +47,7 @@ async def create_model(state: AppState, request: Request) -> Reply:
     user_metadata = fields.metadata("user_metadata")
     check_optimizer_config(fields)
     lora = parse_lora(fields.mapping("lora_config"), state.limits, user_metadata)
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     model_id = state.registry.model_id(session_id, model_seq_id)
     return begin_model(
         state,
@@ -180,8 +179,7 @@ async def optim_step(state: AppState, request: Request) -> Reply:
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     adam = parse_adam(fields)
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
     op = OptimStep(model_id=model_id, adam=adam)
     return submit(state, model, lambda: state.engine.submit(op), kind="optim_step", seq_id=seq_id)

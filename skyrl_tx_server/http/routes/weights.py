@@ -56,21 +56,11 @@ async def save_weights(state: AppState, request: Request) -> Reply:
     overwrite = fields.flag("overwrite", False)
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
     path = checkpoint_path_of(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
-    return save_named(
-        state,
-        model,
-        op,
-        path,
-        kind="save_weights",
-        seq_id=seq_id,
-        ttl_seconds=ttl_seconds,
-        overwrite=overwrite,
-    )
+    return save_named(state, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds)
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
@@ -85,8 +75,7 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     # Every save is a snapshot of the current weights. "inflight" would also permit newer weights.
     kind = fields.optional_text("kind")
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     if kind not in (None, "snapshot", "inflight"):
         raise UserError(f"save_weights_for_sampler: kind {kind!r} is unknown; use 'snapshot'")
     model = state.registry.model(model_id)
@@ -152,10 +141,10 @@ def save_named(
     kind: str,
     seq_id: int | None,
     ttl_seconds: int | None,
-    overwrite: bool = False,
 ) -> Reply:
-    """Save the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
+    """Save the checkpoint `path`, which must not exist unless `op` overwrites it. It expires after
     `ttl_seconds`."""
+    overwrite = isinstance(op, SaveWeights) and op.overwrite
 
     def start() -> Future[WeightsSaved]:
         if not overwrite and state.checkpoints.exists(path):
@@ -196,8 +185,7 @@ async def load_weights(state: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore("type", "weights_access_token")  # this server has no access tokens
-    fields.finish()
+    fields.finish(ignored=("type", "weights_access_token"))  # this server has no access tokens
     if base_model is not None:
         state.check_base_model(base_model)
     lora = _training_checkpoint(state, path)

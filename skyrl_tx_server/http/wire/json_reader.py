@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from skyrl_tx_server.errors import UserError
 
@@ -137,13 +138,10 @@ class JsonReader:
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
 
-    def ignore(self, *names: str) -> None:
-        """Mark fields that cannot change a result as read."""
-        self._read.update(names)
-
-    def finish(self) -> None:
-        """Raise UserError for fields that were not read, because they might change the result."""
-        unknown = sorted(set(self._values) - self._read)
+    def finish(self, *, ignored: Collection[str] = ()) -> None:
+        """Raise UserError for fields that were not read, because they might change the result. The `ignored`
+        fields cannot change it."""
+        unknown = sorted(set(self._values) - self._read - {*ignored})
         if unknown:
             raise UserError(f"{self._where}: unknown field {listed(unknown)}; remove it")
 

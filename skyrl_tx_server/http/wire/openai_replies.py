@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_tx_server.engine.operations import Sample, StopReason
+from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.http.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
 from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
@@ -160,7 +160,10 @@ def new_header(prefix: str, kind: str, model: str) -> Header:
     return Header(id=f"{prefix}-{uuid.uuid4().hex}", object=kind, created=int(time.time()), model=model)
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, object]:
+    prompt_tokens = sum(len(op.prompt) for op in ops)
+    completion_tokens = sum(len(sequence.tokens) for result in results for sequence in result.sequences)
+    cached_tokens = sum(result.prompt_cache_hit_tokens for result in results)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -109,10 +109,9 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
-    fields.ignore("parallel_tool_calls")
     sampling = _sampling(fields, limits, logprobs=logprobs, max_tokens=_max_tokens(fields))
     template_kwargs = fields.mapping("chat_template_kwargs")
-    fields.finish()
+    fields.finish(ignored=(*IGNORED_FIELDS, "parallel_tool_calls"))
     return ChatRequest(sampling=sampling, messages=messages, tools=tools, template_kwargs=template_kwargs)
 
 
@@ -136,7 +135,7 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     prompts = _prompts(fields.value("prompt"), limits)
     if sampling.stream and len(prompts) > 1:
         raise UserError("completions: stream=true takes one prompt; send one request for each")
-    fields.finish()
+    fields.finish(ignored=IGNORED_FIELDS)
     return CompletionRequest(sampling=sampling, prompts=prompts)
 
 
@@ -169,9 +168,7 @@ def _sampling(
         raise UserError(f"n={num_samples} must lie between 1 and {MAX_CHOICES}")
     options = JsonReader(fields.mapping("stream_options"), "stream_options")
     include_usage = options.flag("include_usage", False)
-    options.ignore("include_obfuscation")
-    options.finish()
-    fields.ignore(*IGNORED_FIELDS)
+    options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
         # OpenAI's `stop` adds to the model's end tokens; Tinker's `stop` replaces them.
@@ -225,8 +222,7 @@ def _message(index: int, message: object) -> dict[str, object]:
     fields.refuse("images", "this model reads text")
     if fields.optional_text("refusal", max_length=None):
         raise UserError(f"{where}: refusal is not supported by this server; put its text into content")
-    fields.ignore(*IGNORED_MESSAGE_FIELDS)
-    fields.finish()
+    fields.finish(ignored=IGNORED_MESSAGE_FIELDS)
     return message_json
 
 

@@ -35,8 +35,6 @@ class SampleRequest:
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields = JsonReader(body, "asample")
     fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
-    # Only the loss stable_reinforce reads stability records, and the server rejects this loss.
-    fields.ignore("type", "record_stability_info")
     num_samples = fields.optional_integer("num_samples")
     targets = fields.value("target_prompt_logprobs")
     sampler_id, seq_id = fields.optional_text("sampling_session_id"), fields.optional_integer("seq_id")
@@ -52,7 +50,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         target_prompt_tokens=None if targets is None else parse_cells(targets, "target_prompt_logprobs"),
         prompt_logprobs_last_n=fields.optional_integer("prompt_logprobs_last_n"),
     )
-    fields.finish()
+    # Only the loss stable_reinforce reads stability records, and the server rejects this loss.
+    fields.finish(ignored=("type", "record_stability_info"))
     if not 1 <= op.num_samples <= MAX_SAMPLES_PER_REQUEST:
         raise UserError(
             f"asample: num_samples={op.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -114,17 +114,9 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
             f"(tinker.AdamParams)"
         )
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
-    default = AdamSettings()
-    adam = AdamSettings(
-        learning_rate=params.number("learning_rate", default.learning_rate),
-        beta1=params.number("beta1", default.beta1),
-        beta2=params.number("beta2", default.beta2),
-        eps=params.number("eps", default.eps),
-        weight_decay=params.number("weight_decay", default.weight_decay),
-        grad_clip_norm=params.number("grad_clip_norm", default.grad_clip_norm),
-    )
-    params.ignore("type")
-    params.finish()
+    defaults = asdict(AdamSettings())
+    adam = AdamSettings(**{name: params.number(name, default) for name, default in defaults.items()})
+    params.finish(ignored=("type",))
     if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
         raise UserError("adam_params: learning_rate, weight_decay and grad_clip_norm must not be negative")
     if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 0):
@@ -162,8 +154,7 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
         forward_only=forward_only,
     )
     inner.finish()
-    fields.ignore("type")
-    fields.finish()
+    fields.finish(ignored=("type",))
     if not data:
         raise UserError("forward_backward: data is empty; send at least one datum")
     return TrainRequest(seq_id=seq_id, op=op)

@@ -206,16 +206,10 @@ def first_weights(config: ModelConfig) -> dict[str, Weight]:
     return attention_weights(config) | mlp_weights(config, width=config.experts.dense_width)
 
 
-def layer[Aux](
-    config: ModelConfig,
-    x: jax.Array,
-    params: LayerParams,
-    adapter: Mapping[str, LoraWeights] | None,
-    rope: Rope,
-    attend: Attend[Aux],
-) -> tuple[jax.Array, Aux]:
-    x, aux = add_latent_attention(config, x, params, adapter, rope, attend)
-    return (add_experts if "router" in params else add_mlp)(config, x, params, adapter), aux
+def add_experts_or_mlp(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+) -> jax.Array:
+    return (add_experts if "router" in params else add_mlp)(config, x, params, adapter)
 
 
 def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
@@ -307,7 +301,8 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     weights=weights,
     first_weights=first_weights,
-    layer=layer,
+    attention_block=add_latent_attention,
+    mlp_block=add_experts_or_mlp,
     expected={
         "attention_bias": False,
         "hidden_act": "silu",

@@ -94,7 +94,7 @@ class Stack:
     attention: AttentionSpec
 
 
-class Layer(Protocol):
+class AttentionBlock(Protocol):
     def __call__[Aux](
         self,
         config: ModelConfig,
@@ -104,9 +104,13 @@ class Layer(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """Return x [B, T, D] after one layer, and the `aux` of `attend`. `adapter` is the adapter of the
+        """Return x [B, T, D] plus its attention, and the `aux` of `attend`. `adapter` is the adapter of the
         layer: one for the batch, or all LoRA slots with the indices of the batch."""
         ...
+
+
+type MlpBlock = Callable[[ModelConfig, jax.Array, LayerParams, Mapping[str, LoraWeights] | None], jax.Array]
+"""(config, x [B, T, D], weights of the layer, its adapter) -> x plus the output of the MLP."""
 
 
 def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
@@ -116,36 +120,6 @@ def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
         rope=config.rope,
         sliding_window=config.sliding_windows[layer] if config.sliding_windows else None,
     )
-
-
-def decoder_layer[Aux](
-    config: ModelConfig,
-    x: jax.Array,
-    params: LayerParams,
-    adapter: Mapping[str, LoraWeights] | None,
-    rope: Rope,
-    attend: Attend[Aux],
-) -> tuple[jax.Array, Aux]:
-    """Apply the layer of dense models: self-attention and a gated MLP."""
-    x, aux = add_self_attention(config, x, params, adapter, rope, attend)
-    return add_mlp(config, x, params, adapter), aux
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """A family of models."""
-
-    architecture: str  # the name of the class in Hugging Face
-    weights: Callable[[ModelConfig], dict[str, Weight]]
-    layer: Layer = decoder_layer
-    expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
-    attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
-    default_head_dim: int | None = None  # None: hidden size / heads
-    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None
-    """The weights of the first `Experts.dense_layers` layers. None: the family has no such layers."""
-    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
-    """(config.json, the configuration with the entries that all families share) -> the configuration."""
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
 
 
 # --- blocks
@@ -281,3 +255,21 @@ def mlp(
     return project(
         config, jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down)
     )[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A family of models."""
+
+    architecture: str  # the name of the class in Hugging Face
+    weights: Callable[[ModelConfig], dict[str, Weight]]
+    attention_block: AttentionBlock = add_self_attention
+    mlp_block: MlpBlock = add_mlp
+    expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
+    attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
+    default_head_dim: int | None = None  # None: hidden size / heads
+    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None
+    """The weights of the first `Experts.dense_layers` layers. None: the family has no such layers."""
+    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
+    """(config.json, the configuration with the entries that all families share) -> the configuration."""
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`

@@ -6,36 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from skyrl_tx_server.model.experts import add_experts, expert_weights
-from skyrl_tx_server.model.families.layer_spec import (
-    Attend,
-    Family,
-    LayerParams,
-    Weight,
-    add_self_attention,
-)
+from skyrl_tx_server.model.families.layer_spec import Family, Weight
 from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, normed_attention_weights
-from skyrl_tx_server.model.layers import Rope
-from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
     return normed_attention_weights(config) | expert_weights(config)
-
-
-def layer[Aux](
-    config: ModelConfig,
-    x: jax.Array,
-    params: LayerParams,
-    adapter: Mapping[str, LoraWeights] | None,
-    rope: Rope,
-    attend: Attend[Aux],
-) -> tuple[jax.Array, Aux]:
-    x, aux = add_self_attention(config, x, params, adapter, rope, attend)
-    return add_experts(config, x, params, adapter), aux
 
 
 def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
@@ -61,7 +39,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     weights=weights,
-    layer=layer,
+    mlp_block=add_experts,
     expected={**EXPECTED, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     default_head_dim=HEAD_DIM,
     read=read,

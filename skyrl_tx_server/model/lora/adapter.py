@@ -176,10 +176,12 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
             return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None))
         return everywhere
 
-    def module_shardings(weight: Weight, module: LoraWeights) -> LoraWeights:
-        return jax.tree.map(partial(sharding, experts=weight.experts), module)
+    modules = adapted_modules(config, adapter)
 
-    return _map_modules(config, module_shardings, adapter)
+    def module_shardings(weight: Weight, layer_shape: tuple[int, ...]) -> LoraWeights:
+        return jax.tree.map(partial(sharding, experts=weight.experts), next(modules)[1])
+
+    return _make_adapter(config, module_shardings)
 
 
 def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
@@ -190,16 +192,6 @@ def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]],
         for stack in adapted_stacks(config)
     )
     return Adapter(layers=layers, head=make(head_weight(config), ()))
-
-
-def _map_modules(
-    config: ModelConfig, change: Callable[[Weight, LoraWeights], LoraWeights], adapter: Adapter
-) -> Adapter:
-    layers = tuple(
-        {field: change(weight, modules[field]) for field, weight in stack.weights.items()}
-        for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True)
-    )
-    return Adapter(layers=layers, head=change(head_weight(config), adapter.head))
 
 
 def _zeros(weight: Weight, config: ModelConfig, layer_shape: tuple[int, ...], max_rank: int) -> LoraWeights:
