@@ -1,9 +1,13 @@
-"""`agent-trainer show RUN [STEP | TASK | TRIAL]`: print the rollouts of a run, which may still be running.
+"""`agent-trainer show RUN [STEP | TASK | TRIAL] [STEP]`: print the rollouts of a run, which may be running.
 
 show RUN            a row per step and evaluation
 show RUN 12         the trials of step 12; eval_000012 shows those of the evaluation only
 show RUN my-task    the trials of a task in all steps
 show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantage and how it ended
+show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
+
+The trials of a task have the same names in all evaluations. Without a second STEP, the latest trial of a name
+is printed, with a line that lists the others.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ from src.cli.program import run_program
 from src.core.errors import ConfigError
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.played_groups import SOLVED
+from src.records.journal import RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
-from src.records.rollout_store import find_rollout
+from src.records.rollout_store import find_rollouts
 from src.records.run_folder import CONFIG_FILE
 
 FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # the names of the files in rollouts/
-USAGE = "show RUN [STEP | TASK | TRIAL]"
+USAGE = "show RUN [STEP | TASK | TRIAL] [STEP]"
 
 
 class RolloutLine(TypedDict):
@@ -79,16 +84,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if not 1 <= len(argv) <= 2:
-        raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
+    if not 1 <= len(argv) <= 3:
+        raise ConfigError(f"show takes a run, one step, task or trial, and a second step; write {USAGE}")
     console = terminal()
     for content in shown(*argv):
         console.print(content)
     return 0
 
 
-def shown(run: str, selected: str | None = None) -> Iterator[RenderableType]:
-    """Yield the contents to print. Raises ConfigError if there is no such run, step, task or trial."""
+def shown(run: str, selected: str | None = None, step: str | None = None) -> Iterator[RenderableType]:
+    """Yield the contents to print. `step` limits them to a step or evaluation, None: all.
+
+    Raises ConfigError if there is no such run, step, task or trial.
+    """
     folder = Path(run).expanduser().resolve()
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} has no {CONFIG_FILE}; give the folder of a run")
@@ -96,25 +104,32 @@ def shown(run: str, selected: str | None = None) -> Iterator[RenderableType]:
     if selected is None:
         yield overview(trials)
         return
+    trials = [trial for trial in trials if step is None or _is_in(step, trial.name, trial.step)]
     conditions: tuple[Callable[[RecordedTrial], bool], ...] = (
-        lambda trial: selected.isdecimal() and trial.step == int(selected),
-        lambda trial: selected == trial.name,
+        lambda trial: _is_in(selected, trial.name, trial.step),
         lambda trial: selected == trial.line["task"],
     )
     for condition in conditions:
         if matching := [trial for trial in trials if condition(trial)]:
             yield trial_table(matching)
             return
-    stored = find_rollout(folder, selected)
-    if stored is None:
+    stored = [
+        (key, result)
+        for key, result in find_rollouts(folder, selected)
+        if step is None or _is_in(step, _file_name(key), key.step)
+    ]
+    if not stored:
+        where = "" if step is None else f" in {step}"
         raise ConfigError(
-            f"{folder.name} has no step, task or trial {selected!r}; agent-trainer show {run} "
+            f"{folder.name} has no step, task or trial {selected!r}{where}; agent-trainer show {run} "
             "lists its finished steps"
         )
-    key, result = stored
+    key, result = stored[-1]
     yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
-    recorded = next((trial for trial in trials if trial.line["trial"] == selected), None)
-    yield from rollout(result, recorded)
+    if others := [_file_name(other) for other, _ in stored[:-1]]:
+        yield Text(f"other trials of this name: {', '.join(others)}; write show RUN TRIAL {others[-1]}")
+    named = [trial for trial in trials if (trial.line["trial"], trial.name) == (selected, _file_name(key))]
+    yield from rollout(result, named[0] if named else None)
 
 
 def recorded_trials(folder: Path) -> list[RecordedTrial]:
@@ -201,6 +216,16 @@ def turn_lines(number: int, turn: Turn) -> Iterator[Text]:
     )
     pairs = zip(turn.completion_ids, logprobs, strict=True)
     yield Text("  " + " ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), "dim")
+
+
+def _is_in(step: str, name: str, number: int) -> bool:
+    """Return whether `step`, a number or the name of a file, selects the file `name` of step `number`."""
+    return step == name or (step.isdecimal() and int(step) == number)
+
+
+def _file_name(key: RolloutKey) -> str:
+    """Return the name of the file in rollouts/. Further batches of dynamic sampling belong to their step."""
+    return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
 
 
 def _table(*headings: str) -> Table:

@@ -21,7 +21,7 @@ MODULES = {
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
     "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run"),
     "chat": ("src.evaluate.chat", "Chat with a checkpoint, or with chat RUN the policy of a run"),
-    "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
+    "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL] [STEP]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,19 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that evaluate the last checkpoint of a run on its held-out tasks.
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
-    Raises ConfigError if the folder has no run of the trainer.
+    The files are written to a new folder in `evaluations/` of the run, unless `changes` set `log_path` or
+    `logs_dir`. Raises ConfigError if the folder has no run of the trainer.
     """
     options = _saved(run)
     if SUPERVISED in options:
         raise ConfigError(f"{run} is a run of sft, without tasks; write evaluate checkpoint={run} env=...")
     values = _shared_values(options, EvaluateConfig)
     values["n_samples"] = options.get("eval_group_size") or options.get("group_size")
-    folder = str(Path(run).expanduser().resolve())
+    folder, pairs = str(Path(run).expanduser().resolve()), _pairs(changes, "evaluate")
     arguments = _changed(values, EvaluateConfig)
-    arguments |= {"checkpoint": folder, "held_out_of": folder} | _pairs(changes, "evaluate")
+    if not pairs.keys() & {"log_path", "logs_dir"}:
+        arguments["log_path"] = f"{folder}/evaluations/{datetime.now():%Y%m%d-%H%M%S}"
+    arguments |= {"checkpoint": folder, "held_out_of": folder} | pairs
     return [f"{name}={value}" for name, value in arguments.items()]
 
 

@@ -49,7 +49,9 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         doc="Let the model think before each answer, if its chat template has the variable enable_thinking",
     )
     log_path: str | None = chz.field(
-        default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
+        default=None,
+        doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>, or with agent-trainer "
+        "evaluate RUN: RUN/evaluations/<date>",
     )
     max_failure_rate: float = chz.field(
         default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"

@@ -80,10 +80,12 @@ def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> di
 def report(results: Mapping[str, Any], printer: Printer) -> None:
     """Print the results of all tasks, of each domain if there are few, and statistics of the trials."""
     metrics = results["metrics"]
-    report_section(results, "test/env/all", metrics, printer)
+    is_partial = any(reward not in (0, 1) for task in results["tasks"] for reward in task["rewards"])
+    report_section(results, "test/env/all", metrics, printer, has_partial_rewards=is_partial)
     for name, section in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
         printer.say(f"{name}:")
-        report_section(section, f"test/env/{name}", metrics, printer, indent="  ")
+        prefix = f"test/env/{name}"
+        report_section(section, prefix, metrics, printer, has_partial_rewards=is_partial, indent="  ")
     prefix = "test/env/all/stop_reason/"
     stops = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
     calls = metrics.get("test/env/all/tool_calls")
@@ -108,13 +110,25 @@ def report_section(
     metrics: Mapping[str, float],
     printer: Printer,
     *,
+    has_partial_rewards: bool,
     indent: str = "",
 ) -> None:
-    """Print rates, no-op success, success with and without writing actions, and failure patterns."""
-    for name, rate in section["rates"].items():
-        printer.say(
-            f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {formatted(Estimate(**rate))}"
-        )
+    """Print the mean reward if rewards are partial, rates, no-op success, success with and without writing
+    actions, and failure patterns.
+
+    Failure patterns describe the calls of an agent, so they are not printed for an environment that reports
+    no `tool_calls`.
+    """
+    if has_partial_rewards:
+        printer.say(f"{indent}mean reward: {metrics[f'{prefix}/reward/total']:.3f}")
+    for part, sign in (("_at_", "@"), ("_hat_", "^")):
+        rates = {
+            name.replace(part, sign): Estimate(**rate)
+            for name, rate in section["rates"].items()
+            if part in name
+        }
+        if rates:
+            printer.say(f"{indent}{formatted_rates(rates)}")
     if section["noop_success"] is not None:
         printer.say(f"{indent}doing nothing: {formatted(Estimate(**section['noop_success']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
@@ -124,7 +138,7 @@ def report_section(
     if parts:
         printer.say(f"{indent}solved: {', '.join(parts)}")
     counts = sorted(((count, name) for name, count in section["patterns"].items() if count), reverse=True)
-    if counts:
+    if counts and f"{prefix}/tool_calls" in metrics:
         listed = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in counts)
         printer.say(f"{indent}of {section['num_failed']} failed trials: {listed}")
 
@@ -180,7 +194,20 @@ def compare(
 
 
 def formatted(estimate: Estimate) -> str:
-    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}] over {estimate.num_tasks} tasks"
+    return f"{interval(estimate)} over {estimate.num_tasks} tasks"
+
+
+def formatted_rates(rates: Mapping[str, Estimate]) -> str:
+    """Return all rates in one line. The number of tasks is written once if it is the same for all."""
+    num_tasks = {rate.num_tasks for rate in rates.values()}
+    if len(num_tasks) > 1:
+        return ", ".join(f"{name}: {formatted(rate)}" for name, rate in rates.items())
+    listed = ", ".join(f"{name}: {interval(rate)}" for name, rate in rates.items())
+    return f"{listed} over {num_tasks.pop()} tasks"
+
+
+def interval(estimate: Estimate) -> str:
+    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"
 
 
 def read_results(path: Path) -> Mapping[str, Any]:

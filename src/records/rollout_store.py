@@ -156,15 +156,23 @@ def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, Finis
     return dict(read_lines(path, LINE, rollout_of))
 
 
-def find_rollout(log_path: Path, trial_name: str) -> tuple[RolloutKey, Trajectory | TrialFailure] | None:
-    """Return the rollout with the name of a trial; None if the run has none."""
-    for path in sorted((log_path / "finished").glob("*_*.jsonl")):
+def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Trajectory | TrialFailure]]:
+    """Return the rollouts with the name of a trial, in the order in which they were played.
+
+    The trials of a task have the same names in all evaluations of a run. The evaluation of a step follows
+    its training.
+    """
+    results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
+    for path in (log_path / "finished").glob("*_*.jsonl"):
         purpose, _, step = path.stem.rpartition("_")
         if step.isdecimal() and trial_name.encode() in path.read_bytes():
-            for key, rollout in read_rollouts(path, purpose, int(step)).items():
-                if rollout.result.trial_name == trial_name:
-                    return key, rollout.result
-    return None
+            rollouts = read_rollouts(path, purpose, int(step))
+            results += [
+                (key, rollout.result)
+                for key, rollout in rollouts.items()
+                if rollout.result.trial_name == trial_name
+            ]
+    return sorted(results, key=lambda item: (item[0].step, item[0].purpose == "eval"))
 
 
 def any_graded(log_path: Path) -> bool:

@@ -5,10 +5,12 @@ import json
 import math
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from skyrl_tx_server.training.losses import LossInputs, LossTerms
 from tests.server.test_how_to_server import apply, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,13 @@ def patches() -> list[str]:
 
 def test_the_page_changes_at_most_four_files() -> None:
     assert len({patch.splitlines()[1] for patch in patches()}) <= 4
+
+
+def test_the_page_lists_every_field_of_loss_terms() -> None:
+    names = {field.name for field in fields(LossTerms)} - {"inputs"}
+    names |= {f"inputs.{field.name}" for field in fields(LossInputs)}
+    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    assert names <= {name for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def test_the_patched_server_accepts_and_computes_the_new_loss(patched: Path) -> None:

@@ -15,7 +15,7 @@ from scripts.running_server import ServedModels
 from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
 from src.cli.command_line import parse, parse_as
 from src.cli.environment_variables import with_local_model
-from src.cli.saved_options import resumed_arguments
+from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
@@ -120,6 +120,17 @@ def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
     split = environment_of(config)
     assert split.eval_tasks == ["a", "b*"] and split.tasks_dir == "tasks"
     assert command_line("evaluate", ["model_name=m"]) == ["src.evaluate", "model_name=m"]
+
+
+def test_evaluate_writes_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_of(folder)
+    written_to = [
+        parse_as(EvaluateConfig, evaluated_arguments(str(folder), changes)).log_path
+        for changes in ([], ["log_path=/elsewhere"], [f"logs_dir={tmp_path}"])
+    ]
+    assert written_to[0] is not None and Path(written_to[0]).parent == folder / "evaluations"
+    assert written_to[1:] == ["/elsewhere", None]
 
 
 @pytest.mark.parametrize(

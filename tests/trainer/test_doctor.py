@@ -25,6 +25,7 @@ GOOD = {
     "env/all/by_group/frac_mixed": [0.5] * 9,
     "env/all/by_group/frac_all_bad": [0.4] * 9,
     "env/all/by_group/frac_all_good": [0.1] * 9,
+    "optim/num_substeps": [1.0] * 9,
     "optim/kl_sample_train_v2": [0.001] * 9,
 }
 CONFIG = {"model_name": "org/name", "env": "my:env", "learning_rate": 1e-4, "max_tokens": 100}
@@ -54,7 +55,7 @@ def problems(path: Path) -> dict[str, Finding]:
 def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_of(tmp_path / "run"))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and all(line.startswith("ok ") for line in lines)
+    assert len(lines) == 7 and all(line.startswith("ok ") for line in lines)
     assert "ok      reward: 0.107 in the first third of 9 steps, 0.607 in the last" in lines
 
 
@@ -71,6 +72,12 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
             {"env__all__by_group__frac_mixed": [0.1] * 9},
             ProblemName.GROUPS_ALIKE,
             "10% of the groups of the last 9 steps have differing rewards; 40% are all low; 10% are all high",
+            "resume {run} dynamic_sampling=filter",
+        ),
+        (
+            {"optim__num_substeps": [0.0, 4.0] * 4 + [0.0]},
+            ProblemName.NO_UPDATE,
+            "5 of the last 9 steps did not change the weights",
             "resume {run} dynamic_sampling=filter",
         ),
         (

@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ class Bench:
         self._solves, self.lost = solves, lost
         self.tasks = TASKS
         self.noop_rewards = {}
+        self.metrics = {}
 
     async def go(self, *options):
         config = parse_as(EvaluateConfig, [*SERVER, f"log_path={self.path}", *options])
@@ -71,7 +73,8 @@ class Bench:
             if (trial.task.id, member) in self.lost:
                 return failure(trial.task.id, FailureKind.BACKEND, "gone")
             reward = float(self._solves(checkpoint, trial.task.id, member))
-            return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
+            played = trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
+            return replace(played, metrics=self.metrics)
 
         yield Evaluated(
             policy=UnusedPolicy(0),
@@ -103,7 +106,9 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     ]
     assert results["metrics"]["test/env/all/turns"] == 1
     text = bench.text.getvalue()
-    assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "stop reasons: stop 100%" in text
+    assert "\npass@1: 50.0% [21.5%, 78.5%], pass@2: 83.3% [" in text and "\npass^1: 50.0% [" in text
+    assert "], pass^4: 0.0% [0.0%, 32.4%] over 8 tasks\n" in text and "stop reasons: stop 100%" in text
+    assert "mean reward" not in text
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
@@ -136,6 +141,7 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
         for n in (0, 1)
     ]
     bench.noop_rewards = {"air/0": 0.0, "air/1": 1.0, "shop/0": 0.0, "shop/1": 0.0}
+    bench.metrics = {"tool_calls": 1.0}
     await bench.go("n_samples=2")
     results = bench.results()
     assert {name: block["rates"]["pass_hat_2"]["value"] for name, block in results["domains"].items()} == {
@@ -161,12 +167,22 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
     )
     lines = bench.text.getvalue().splitlines()
     shop = lines[lines.index("shop:") + 1 :]
-    assert shop[1].startswith("  pass^1: 50.0% [") and shop[4].startswith("  doing nothing: 0.0% [")
+    assert shop[1].startswith("  pass^1: 50.0% [") and shop[2].startswith("  doing nothing: 0.0% [")
     assert (
         "  solved: 50.0% of trials of tasks that need a writing action, "
         "50.0% of trials of tasks that need none" in shop
     )
     assert "  of 2 failed trials: false completion 2" in shop
+
+
+async def test_partial_rewards_are_reported_without_failure_patterns(tmp_path):
+    """The environment reports no calls, so `false completion` has no meaning."""
+    bench = Bench(tmp_path, lambda checkpoint, task, member: member / 2)
+    await bench.go("n_samples=2")
+    lines = bench.text.getvalue().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("mean reward"))
+    assert lines[first] == "mean reward: 0.250" and lines[first + 1].startswith("pass@1: 0.0% [")
+    assert "failed trials" not in bench.text.getvalue()
 
 
 async def test_a_partial_grading_is_never_called_pass(tmp_path):
@@ -182,7 +198,7 @@ async def test_a_partial_grading_is_never_called_pass(tmp_path):
     assert not {"test/pass_at_1", "test/pass_hat_1", "test/env/retail/pass_at_1"} & set(
         bench.results()["metrics"]
     )
-    assert "\nenv_pass^2: " in bench.text.getvalue() and "\npass" not in bench.text.getvalue()
+    assert "\nenv_pass^1: " in bench.text.getvalue() and "\npass" not in bench.text.getvalue()
 
 
 async def test_an_unknown_noop_reward_is_left_out(tmp_path):

@@ -90,12 +90,34 @@ def test_a_trial_shows_its_conversation_tokens_and_logprobs(run: Path):
     assert "not graded, verifier: no [reward]\nmore" in printed(run, "b__1")
 
 
+def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
+    rollouts = FinishedRollouts(run, Journal(run))
+    for step, reward in ((0, 0.25), (3, 0.75)):
+        played = replace(trajectory("a", reward, [turn([1], [7])]), trial_name="a__e")
+        key = RolloutKey(purpose="eval", step=step, task="a", member=0)
+        rollouts.add(key, FinishedRollout(result=played, seed=3, attempts=1))
+        record_groups(
+            run / "rollouts" / f"eval_{step:06d}.jsonl",
+            [TrajectoryGroup(task=task("a"), trajectories=[played])],
+            {("a", "a__e"): float(step)},
+        )
+    latest = printed(run, "a__e")
+    assert "a__e: task a, eval 3, member 0" in latest and "reward 0.75" in latest and "advantage 3" in latest
+    assert "other trials of this name: eval_000000; write show RUN TRIAL eval_000000" in latest
+    assert "advantage 0.5" in printed(run, "a__1", "step_000001")
+    for selection in ("eval_000000", "0"):
+        first = printed(run, "a__e", selection)
+        assert "reward 0.25" in first and "advantage 0" in first and "other trials" not in first
+    assert [row[:2] for row in rows(printed(run, "a", "eval_000003"))[1:]] == [["eval_000003", "a__e"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["RUN", "c"], "has no step, task or trial 'c'; agent-trainer show"),
         (["RUN/none"], "has no config.json; give the folder of a run"),
-        ([], "show takes a run and one step, task or trial"),
+        (["RUN", "a__1", "eval_000001"], "has no step, task or trial 'a__1' in eval_000001; agent-trainer"),
+        ([], "show takes a run, one step, task or trial, and a second step; write show RUN"),
     ],
 )
 def test_a_mistake_gives_a_one_line_error(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):

@@ -10,6 +10,7 @@ NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant a
 SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
 RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small
 MIN_MIXED_GROUPS = 0.2  # below it, more than four of five rollouts are in groups without a gradient
+MAX_WITHOUT_UPDATE = 0.1  # share of steps; the rollouts of such a step are played in vain
 KL_GROWTH = 2.0  # mean of the last third of the steps divided by the mean of the first third
 MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below it stable
 MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by a factor of e^10
@@ -23,6 +24,7 @@ MIN_FREE_GIB = (
 class ProblemName(StrEnum):
     REWARD_FLAT = "reward flat"
     GROUPS_ALIKE = "groups all alike"
+    NO_UPDATE = "steps without an update"
     KL_RISING = "KL rising"
     TRUNCATED = "truncated answers"
     FAILURES = "infrastructure failures"
@@ -61,6 +63,14 @@ PROBLEMS: dict[ProblemName, Problem] = {
         "steps",
         meaning="The rewards of most groups are equal, so they have zero advantages and train nothing: the "
         "tasks are too hard or too easy.",
+        command="agent-trainer resume {run} dynamic_sampling=filter",
+    ),
+    ProblemName.NO_UPDATE: Problem(
+        sign=f"`optim/num_substeps` is 0 in more than {MAX_WITHOUT_UPDATE:.0%} of the last {RECENT_STEPS} "
+        "steps",
+        meaning="In these steps the rewards of every group were equal, or no group passed the filters, so "
+        "the weights did not change. Choose easier or harder tasks or a reward with more values, or sample "
+        "further tasks in such a step.",
         command="agent-trainer resume {run} dynamic_sampling=filter",
     ),
     ProblemName.KL_RISING: Problem(

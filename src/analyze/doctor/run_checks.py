@@ -19,6 +19,7 @@ from src.analyze.doctor.problems import (
     MAX_FAILED,
     MAX_SAMPLER_KL,
     MAX_TRUNCATED,
+    MAX_WITHOUT_UPDATE,
     MIN_MIXED_GROUPS,
     MIN_STEPS,
     NOISE_ERRORS,
@@ -113,6 +114,18 @@ def groups(run: CheckedRun) -> Finding:
     return problem_finding(ProblemName.GROUPS_ALIKE, "; ".join([measured, *parts]), run=str(run.path))
 
 
+def updates(run: CheckedRun) -> Finding:
+    """Compare the share of steps that did not change the weights with MAX_WITHOUT_UPDATE."""
+    recent = run.metric("optim/num_substeps")[-RECENT_STEPS:]
+    if not recent:
+        return Finding(name="updates", measured="no finished step yet")
+    num_without = recent.count(0)
+    measured = f"{num_without} of the last {len(recent)} steps did not change the weights"
+    if num_without <= MAX_WITHOUT_UPDATE * len(recent):
+        return Finding(name="updates", measured=measured)
+    return problem_finding(ProblemName.NO_UPDATE, measured, run=str(run.path))
+
+
 def kl(run: CheckedRun) -> Finding:
     """Compare the KL divergences of the last third of the steps with KL_LIMITS and with the first third."""
     measurements = []
@@ -179,7 +192,7 @@ def memory(run: CheckedRun) -> Finding:
     return Finding(name="memory", measured=f"no failed allocation in {searched}" if logs else searched)
 
 
-CHECKS: Sequence[Callable[[CheckedRun], Finding]] = (reward, groups, kl, truncated, failures, memory)
+CHECKS: Sequence[Callable[[CheckedRun], Finding]] = (reward, groups, updates, kl, truncated, failures, memory)
 
 
 def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
