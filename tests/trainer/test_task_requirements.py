@@ -61,6 +61,22 @@ def test_verifiers_that_lack_the_internet_are_logged(
 
 
 @needs_sandbox
+def test_an_image_that_the_sandbox_replaces_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, image in (("one", "python:3.12-slim"), ("two", "debian:bookworm-slim AS base"), ("three", "a")):
+        (task(tmp_path, name) / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\n")
+    with caplog.at_level(logging.WARNING):
+        assert len(source(tmp_path).train) == 3
+    lines = [record.getMessage() for record in caplog.records if "image" in record.getMessage()]
+    warning = (
+        "the sandbox uses the programs of this machine in place of the image {}; "
+        "environment_type=docker uses the image (1 of 3 tasks: {})"
+    )
+    assert lines == [warning.format("python:3.12-slim", "one"), warning.format("a", "three")]
+
+
+@needs_sandbox
 def test_tasks_that_request_a_missing_network_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
