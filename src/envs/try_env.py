@@ -30,7 +30,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from src.cli.command_line import help_for, parse_as
+from src.cli.command_line import help_for, parse_as, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
@@ -45,6 +45,7 @@ from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
+from src.envs.try_server import with_backend, with_fitting_lengths, with_local_server
 from src.learning.played_groups import SOLVED
 from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
@@ -332,9 +333,15 @@ def _run(argv: Sequence[str]) -> int:
     statuses: list[int] = []
     console = terminal()
     with exit_on_signal():
-        argv = with_config_files(argv)
-        load_environment(argv)
-        config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
+        typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
+        load_environment(typed)
+        argv = with_backend(typed)
+        load_environment(argv)  # the file of a backend that `with_backend` has added
+        argv = asyncio.run(with_local_server(with_server_from_environment(argv), typed))
+        config = parse_as(TryConfig, argv := with_local_model(argv))
+        if config.uses_backend:
+            argv = asyncio.run(with_fitting_lengths(argv, config.environment))
+            config = parse_as(TryConfig, argv)
         status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
         return status or statuses[0]
 
