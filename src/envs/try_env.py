@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Literal
 
@@ -243,8 +244,11 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
         tasks = chosen_tasks([*source.train, *source.eval], config.tasks)[: config.n_tasks]
         slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
         with tempfile.TemporaryDirectory() as folder:
+            trials = [(task, member) for task in tasks for member in range(config.n_samples)]
+            unprinted = list(range(len(trials)))
+            panels: dict[int, Panel] = {}  # of finished trials that follow an unfinished one
 
-            async def play(task: Task, member: int) -> Trajectory | TrialFailure:
+            async def play(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
                 async with slots:
                     trial = source.trial(
                         task,
@@ -254,22 +258,20 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                         member=member,
                     )
                     result = await trial.run(policy_for(task))
-                console.print(trial_panel(task, member, result, with_messages=config.kind != "typed"))
+                panels[number] = trial_panel(task, member, result, with_messages=config.kind != "typed")
+                while unprinted and unprinted[0] in panels:
+                    console.print(panels.pop(unprinted.pop(0)))
                 return result
 
-            groups: list[TrajectoryGroup] = []
-            results = await asyncio.gather(
-                *(play(task, member) for task in tasks for member in range(config.n_samples))
-            )
-            for number, task in enumerate(tasks):
-                members = results[number * config.n_samples : (number + 1) * config.n_samples]
-                groups.append(
-                    TrajectoryGroup(
-                        task=task,
-                        trajectories=[member for member in members if isinstance(member, Trajectory)],
-                        failures=[member for member in members if isinstance(member, TrialFailure)],
-                    )
-                )
+            results = await asyncio.gather(*(play(number, *trial) for number, trial in enumerate(trials)))
+    groups = [
+        TrajectoryGroup(
+            task=task,
+            trajectories=[member for member in members if isinstance(member, Trajectory)],
+            failures=[member for member in members if isinstance(member, TrialFailure)],
+        )
+        for task, members in zip(tasks, batched(results, config.n_samples), strict=True)
+    ]
     for content in summary(groups, config):
         console.print(content)
     is_working = any(
@@ -335,13 +337,11 @@ def _run(argv: Sequence[str]) -> int:
     with exit_on_signal():
         typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
         load_environment(typed)
-        argv = with_backend(typed)
-        load_environment(argv)  # the file of a backend that `with_backend` has added
+        load_environment(argv := with_backend(typed))  # the file of an added backend
         argv = asyncio.run(with_local_server(with_server_from_environment(argv), typed))
         config = parse_as(TryConfig, argv := with_local_model(argv))
         if config.uses_backend:
-            argv = asyncio.run(with_fitting_lengths(argv, config.environment))
-            config = parse_as(TryConfig, argv)
+            config = parse_as(TryConfig, asyncio.run(with_fitting_lengths(argv, config.environment)))
         status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
         return status or statuses[0]
 
