@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
+from types import TracebackType
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
@@ -27,6 +28,18 @@ def described(error: BaseException) -> str:
         return text
     frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
     return f"{text} ({_shown(Path(frame.filename))}:{frame.lineno} in {frame.name})"
+
+
+def users_exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
+    """Return the `exc_info` with which a log record shows `error`.
+
+    The traceback starts at the first frame outside this package and installed libraries. It is complete if
+    there is no such frame.
+    """
+    users_part = error.__traceback__
+    while users_part is not None and not _is_users(users_part.tb_frame.f_code.co_filename):
+        users_part = users_part.tb_next
+    return type(error), error, users_part or error.__traceback__
 
 
 def _is_users(filename: str) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from src.core.errors import AgentFault, BackendError, EnvServerError, TrainerError, boundary
-from src.core.exception_origin import described
+from src.core.exception_origin import described, users_exc_info
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.policy.chat import Chat, Message
@@ -119,7 +119,8 @@ async def run_episode(
         try:
             await episode.play()
         except AgentFault as fault:
-            logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=True)
+            shown = users_exc_info(fault.__cause__ or fault)
+            logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
             episode.set_zero_reward(fault)
         json.dumps(episode.conversation)  # The run folder stores the messages as JSON.
     except BackendError as error:
@@ -127,7 +128,7 @@ async def run_episode(
     except EnvServerError as error:
         failure = (FailureKind.ENV_SERVER, str(error))
     except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
-        logger.warning("%s: the environment failed", task_id, exc_info=True)
+        logger.warning("%s: the environment failed", task_id, exc_info=users_exc_info(error))
         failure = (episode.failure_kind, described(error))
     finally:
         await _close(env)

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from src.cli.command_line import help_for, parse_as
+from src.cli.command_line import help_for, parse_as, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
@@ -45,6 +46,7 @@ from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
+from src.envs.try_server import with_backend, with_fitting_lengths, with_local_server
 from src.learning.played_groups import SOLVED
 from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
@@ -242,8 +244,11 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
         tasks = chosen_tasks([*source.train, *source.eval], config.tasks)[: config.n_tasks]
         slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
         with tempfile.TemporaryDirectory() as folder:
+            trials = [(task, member) for task in tasks for member in range(config.n_samples)]
+            unprinted = list(range(len(trials)))
+            panels: dict[int, Panel] = {}  # of finished trials that follow an unfinished one
 
-            async def play(task: Task, member: int) -> Trajectory | TrialFailure:
+            async def play(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
                 async with slots:
                     trial = source.trial(
                         task,
@@ -253,22 +258,20 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                         member=member,
                     )
                     result = await trial.run(policy_for(task))
-                console.print(trial_panel(task, member, result, with_messages=config.kind != "typed"))
+                panels[number] = trial_panel(task, member, result, with_messages=config.kind != "typed")
+                while unprinted and unprinted[0] in panels:
+                    console.print(panels.pop(unprinted.pop(0)))
                 return result
 
-            groups: list[TrajectoryGroup] = []
-            results = await asyncio.gather(
-                *(play(task, member) for task in tasks for member in range(config.n_samples))
-            )
-            for number, task in enumerate(tasks):
-                members = results[number * config.n_samples : (number + 1) * config.n_samples]
-                groups.append(
-                    TrajectoryGroup(
-                        task=task,
-                        trajectories=[member for member in members if isinstance(member, Trajectory)],
-                        failures=[member for member in members if isinstance(member, TrialFailure)],
-                    )
-                )
+            results = await asyncio.gather(*(play(number, *trial) for number, trial in enumerate(trials)))
+    groups = [
+        TrajectoryGroup(
+            task=task,
+            trajectories=[member for member in members if isinstance(member, Trajectory)],
+            failures=[member for member in members if isinstance(member, TrialFailure)],
+        )
+        for task, members in zip(tasks, batched(results, config.n_samples), strict=True)
+    ]
     for content in summary(groups, config):
         console.print(content)
     is_working = any(
@@ -332,9 +335,13 @@ def _run(argv: Sequence[str]) -> int:
     statuses: list[int] = []
     console = terminal()
     with exit_on_signal():
-        argv = with_config_files(argv)
-        load_environment(argv)
-        config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
+        typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
+        load_environment(typed)
+        load_environment(argv := with_backend(typed))  # the file of an added backend
+        argv = asyncio.run(with_local_server(with_server_from_environment(argv), typed))
+        config = parse_as(TryConfig, argv := with_local_model(argv))
+        if config.uses_backend:
+            config = parse_as(TryConfig, asyncio.run(with_fitting_lengths(argv, config.environment)))
         status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
         return status or statuses[0]
 

@@ -74,7 +74,7 @@ def run(config: ValidateConfig) -> int:
                 n_parallel=config.n_parallel_envs,
                 directory=Path(config.logs_dir or scratch).expanduser(),
                 method=option.method,
-                report=lambda result: print(result.line(), flush=True),
+                report=lambda result: print(result.line(logs_dir=config.logs_dir), flush=True),
             )
         )
     methods = {result.task: result.grading for result in results if result.has_scores}

@@ -216,7 +216,7 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
         return read_hashes(path)
     from src.envs.harbor.task_folders import load_tasks  # imports Harbor
 
-    return content_hashes(load_tasks(path, check=lambda folder, config: None))
+    return content_hashes(load_tasks(path, check=lambda folder, config: []))
 
 
 def evaluation_folder(config: EvaluateConfig) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from dataclasses import replace
 from typing import cast
@@ -138,6 +139,14 @@ async def test_an_exception_of_step_is_logged_with_its_line(caplog):
     await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None and "in step" in caplog.text
+
+
+async def test_only_the_traceback_of_the_environment_is_logged(caplog):
+    await play([ValueError("bad state")], ["AB"])
+    [record] = [record for record in caplog.records if record.name.startswith("src.")]
+    assert record.exc_info is not None
+    text = logging.Formatter().formatException(record.exc_info)
+    assert text.count("Traceback") == text.count('File "') == 1 and text.endswith("ValueError: bad state")
 
 
 async def test_a_system_exit_of_step_has_reward_0():

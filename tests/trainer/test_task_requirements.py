@@ -61,6 +61,22 @@ def test_verifiers_that_lack_the_internet_are_logged(
 
 
 @needs_sandbox
+def test_an_image_that_the_sandbox_replaces_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, image in (("one", "python:3.12-slim"), ("two", "debian:bookworm-slim AS base"), ("three", "a")):
+        (task(tmp_path, name) / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\n")
+    with caplog.at_level(logging.WARNING):
+        assert len(source(tmp_path).train) == 3
+    lines = [record.getMessage() for record in caplog.records if "image" in record.getMessage()]
+    warning = (
+        "the sandbox uses the programs of this machine in place of the image {}; "
+        "environment_type=docker uses the image (1 of 3 tasks: {})"
+    )
+    assert lines == [warning.format("python:3.12-slim", "one"), warning.format("a", "three")]
+
+
+@needs_sandbox
 def test_tasks_that_request_a_missing_network_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +143,7 @@ def test_validate_reports_a_verifier_that_lacks_the_internet(
     assert verifier_needs(folder) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("BAD  offline: oracle 0.0, nop 0.0") and line.endswith(
-        "(tests/test.sh needs the internet for `uvx`)"
+    assert line == (
+        "BAD  offline: the solution got 0.0 instead of 1, doing nothing got 0.0; "
+        "tests/test.sh needs the internet for `uvx`"
     )

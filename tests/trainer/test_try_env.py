@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,38 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
+
+# The trial of task a ends after those of b and c.
+LATE_ENV = """
+import asyncio
+from src.core.trajectory import Task
+from src.envs.episodes import EnvSpec, episodes
+from src.envs.message_env import ResetResult, StepResult
+
+ended = set()
+others_have_ended = asyncio.Event()
+
+class Env:
+    def __init__(self, task, seed):
+        self.id = task.id
+
+    async def start(self):
+        return ResetResult(messages=[{"role": "user", "content": "hello"}])
+
+    async def step(self, answer):
+        if self.id == "a":
+            await others_have_ended.wait()
+        return StepResult(reward=1.0, is_done=True)
+
+    async def close(self):
+        ended.add(self.id)
+        if ended >= {"b", "c"}:
+            others_have_ended.set()
+
+def open_env(config, chat):
+    tasks = [Task(id=name, path=__file__) for name in "abc"]
+    return episodes(config, chat, EnvSpec(tasks=tasks, make=Env))
+"""
 
 
 @pytest.fixture
@@ -71,6 +104,14 @@ async def test_the_pass_rate_of_a_model_is_printed(data: str, monkeypatch: pytes
     )
     assert "pass rate (model): 33.3% (1/3 trials)" in text
     assert "tasks whose rewards differ, from which GRPO learns: 1 of 1" in text
+
+
+async def test_trials_are_printed_in_the_order_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "late_env.py").write_text(LATE_ENV)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "answers.txt").write_text("hello\n")
+    text, _ = await run_try_env("env=late_env:open_env", f"answers={tmp_path / 'answers.txt'}")
+    assert re.findall(r"(\w), trial 1: reward 1", text) == ["a", "b", "c"]
 
 
 async def test_the_failure_of_a_reward_function_is_shown(data: str, tmp_path: Path, monkeypatch):

@@ -23,10 +23,27 @@ def test_a_task_that_is_solved_by_doing_nothing_is_unsound(
     assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "ok   count-lines: oracle 1.0, nop 0.0, graded fresh",
-        "BAD  hello-file: oracle 1.0, nop 1.0, graded fresh",
+        "BAD  hello-file: the solution got 1.0, doing nothing got 1.0 instead of 0; "
+        "logs_dir=DIR keeps the output of the verifier",
         f"grading methods recorded in {tmp_path / 'grading.json'}",
         "2 tasks in sandbox: 1 sound, 1 unsound",
     ]
+
+
+def test_a_solution_without_the_full_score_is_reported_with_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(TASKS / "hello-file", tmp_path / "tasks" / "hello-file")
+    always_0 = "#!/bin/bash\necho the file is missing; echo 0 > /logs/verifier/reward.txt\n"
+    (tmp_path / "tasks" / "hello-file" / "tests" / "test.sh").write_text(always_0)
+    logs = tmp_path / "logs"
+    assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox", f"logs_dir={logs}"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "BAD  hello-file: the solution got 0.0 instead of 1, doing nothing got 0.0; "
+        f"{logs} has the output of the verifier"
+    )
+    outputs = [path.read_text() for path in logs.glob("*/verifier/test-stdout.txt")]
+    assert any("the file is missing" in output for output in outputs)
 
 
 def test_a_missing_folder_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,13 +27,18 @@ from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
-from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
+from src.envs.sandbox.task_requirements import (
+    NetworkAccess,
+    image_warning,
+    network_access,
+    read_build_plan,
+)
 
 logger = logging.getLogger(__name__)
 
-# Raises ConfigError for a task that the environment cannot run. Returns a warning for a task that runs, but
-# probably not as its author intended, else None.
-Check = Callable[[Path, TaskConfig], str | None]
+# Raises ConfigError for a task that the environment cannot run. Returns warnings for a task that runs, but
+# probably not as its author intended.
+Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run it with `harbor run`"
 
 
@@ -56,9 +61,9 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
     warnings: dict[str, list[str]] = {}  # task ids by the warning
     for folder in folders:
         try:
-            task, warning = load_task(folder, check=check)
+            task, task_warnings = load_task(folder, check=check)
             tasks.append(task)
-            if warning:
+            for warning in task_warnings:
                 warnings.setdefault(warning, []).append(task.id)
         except ConfigError as error:
             refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
@@ -75,8 +80,8 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
     return tasks
 
 
-def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
-    """Return a task and the warning of `check`. Raises ConfigError if the task is invalid or refused."""
+def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
+    """Return a task and the warnings of `check`. Raises ConfigError if the task is invalid or refused."""
     if not (folder / "task.toml").is_file():
         raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
     _require_single_step_on_linux(folder)
@@ -96,8 +101,8 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
         raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
     if not task.instruction.strip():
         raise ConfigError(f"{folder}: instruction.md is empty")
-    warning = check(folder, task.config)
-    return Task(id=folder.name, path=folder, instruction=task.instruction), warning
+    warnings = check(folder, task.config)
+    return Task(id=folder.name, path=folder, instruction=task.instruction), warnings
 
 
 def _require_single_step_on_linux(folder: Path) -> None:
@@ -130,9 +135,9 @@ def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     )
 
 
-def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
-    """Raise ConfigError if the sandbox cannot run the task. Return a warning if the task or its verifier runs
-    without the network that it probably needs."""
+def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
+    """Raise ConfigError if the sandbox cannot run the task. Return warnings if the task or its verifier runs
+    without the network that it probably needs, or without the programs of its image."""
     environment = config.environment
     if environment.gpus or environment.tpu is not None:
         raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
@@ -151,10 +156,10 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
             raise ConfigError(
                 f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
             )
-    read_build_plan(folder / "environment", environment)
+    plans = [read_build_plan(folder / "environment", environment)]
     verifier_environment = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
-        read_build_plan(definition.directory, definition.config)
+        plans.append(read_build_plan(definition.directory, definition.config))
         verifier_environment = definition.config
     kwargs = options.get("kwargs")
     has_network_option = isinstance(kwargs, Mapping) and kwargs.get("network") is True
@@ -167,14 +172,17 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
             f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "
             f"{why_no_network()}; {USE_DOCKER}"
         )
+    warnings = sorted({warning for plan in plans if (warning := image_warning(plan))})
     if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
-        return (
+        warnings.append(
             f"tests/test.sh needs the internet for `{needed}` and has no network, "
             f"so these tasks score 0; {FIX_VERIFIER}"
         )
-    if NetworkAccess.LACKING in networks:
-        return f"Harbor's default network is public, but these tasks run without one: {why_no_network()}"
-    return None
+    elif NetworkAccess.LACKING in networks:
+        warnings.append(
+            f"Harbor's default network is public, but these tasks run without one: {why_no_network()}"
+        )
+    return warnings
 
 
 FIX_VERIFIER = (
@@ -197,7 +205,7 @@ def verifier_needs(folder: Path) -> str | None:
     return None
 
 
-def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
+def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
     """Raise ConfigError if there is neither an image nor a Dockerfile or docker-compose.yaml, or if Harbor's
     environment refuses the task. Return a warning if the verifier may need the internet and has none."""
     environment = folder / "environment"
@@ -221,11 +229,11 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
         ) from error
     mode = config.verifier.network_mode or config.environment.network_mode
     if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
-        return (
+        return [
             f"tests/test.sh needs the internet for `{needed}`, but task.toml sets no-network, "
             "so these tasks may score 0"
-        )
-    return None
+        ]
+    return []
 
 
 def _listed(names: list[str], limit: int = 10) -> str:

@@ -47,17 +47,31 @@ class TaskValidation:
     def has_scores(self) -> bool:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
-    def line(self) -> str:
-        """Return the line of the report on this task."""
+    def line(self, *, logs_dir: str | None = None) -> str:
+        """Return the line of the report on this task. The trials are kept in `logs_dir`; None: nowhere."""
         if self.oracle is None and not self.is_unsound:
             return (
                 f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it is solvable"
             )
-        oracle = f"none (no {SOLUTION})" if self.oracle is None else self.oracle
+        if self.is_sound:
+            return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {self.grading.name}"
+        oracle = f"there is no {SOLUTION}" if self.oracle is None else _result("the solution", self.oracle, 1)
+        results = [oracle, _result("doing nothing", self.nop, 0)]
         needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
-        reason = f" (tests/test.sh needs the internet for `{needed}`)" if needed else ""
-        status = "ok  " if self.is_sound else "BAD "
-        return f"{status} {self.task.id}: oracle {oracle}, nop {self.nop}, graded {self.grading.name}{reason}"
+        if needed:
+            advice = f"tests/test.sh needs the internet for `{needed}`"
+        elif logs_dir is None:
+            advice = "logs_dir=DIR keeps the output of the verifier"
+        else:
+            advice = f"{logs_dir} has the output of the verifier"
+        return f"BAD  {self.task.id}: {', '.join(results)}; {advice}"
+
+
+def _result(agent: str, result: float | str, expected: int) -> str:
+    """Return a phrase with the score of `agent`, or with the reason for a missing score."""
+    if isinstance(result, str):
+        return f"{agent} got no score ({result})"
+    return f"{agent} got {result}" + ("" if result == expected else f" instead of {expected}")
 
 
 async def validate(

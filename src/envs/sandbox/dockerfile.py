@@ -61,6 +61,7 @@ class BuildPlan:
     steps: tuple[Run | Copy | MakeDirectory, ...] = ()
     environment: Mapping[str, str]
     workdir: str = "/"
+    image: str | None = None  # of the FROM line, which the sandbox does not use; None: no Dockerfile
 
 
 def parse_dockerfile(path: Path) -> BuildPlan:
@@ -71,7 +72,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     environment: dict[str, str] = {}
     arguments: dict[str, str] = {}
     workdir = "/"
-    stages = 0
+    stages, image = 0, ""
 
     for line, instruction, value in _instructions(path):
         try:
@@ -81,6 +82,8 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     stages += 1
                     if stages > 1:
                         raise _refusal(path, line, "build more than one stage")
+                    words = [word for word in shlex.split(value) if not word.startswith("--")]
+                    image = _expand(words[0], variables) if words else ""
                 case "ARG":
                     for item in shlex.split(value):
                         name, _, default = item.partition("=")
@@ -110,7 +113,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
-    return BuildPlan(steps=tuple(steps), environment=environment, workdir=workdir)
+    return BuildPlan(steps=tuple(steps), environment=environment, workdir=workdir, image=image)
 
 
 def why_not_runnable(script: str) -> str | None:

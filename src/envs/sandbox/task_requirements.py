@@ -62,3 +62,13 @@ def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPl
             f"{USE_DOCKER}"
         )
     return BuildPlan(environment={})
+
+
+def image_warning(plan: BuildPlan) -> str | None:
+    """Return a warning if the Dockerfile of a plan starts from an image with other programs than a Debian."""
+    if plan.image is None or DEBIAN_LIKE.match(plan.image):
+        return None
+    return (
+        f"the sandbox uses the programs of this machine in place of the image {plan.image}; "
+        "environment_type=docker uses the image"
+    )

@@ -1,0 +1,102 @@
+"""The server of `python -m src.envs.try_env`: its default, and length limits that its context allows.
+
+All functions return a command line with options that the user has not set.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from src.core.errors import BackendError, ConfigError
+from src.envs.options import EnvironmentOptions
+from src.policy.backend import base_url, check_alive, health_timeout_s, request, require_key
+from src.policy.options import BackendOptions
+
+LOCAL_SERVER = "http://localhost:8000"
+
+
+def with_backend(argv: Sequence[str]) -> list[str]:
+    """Add backend=skyrl-tx if a model plays, no option names an endpoint, and the cloud has no valid key."""
+    values = _values(argv)
+    if not _has_model(values) or values.keys() & {"backend", "skyrl_tx_url", "tinker_base_url"}:
+        return list(argv)
+    try:
+        require_key(BackendOptions(model_name=values["model_name"]))
+    except ConfigError:
+        return [*argv, "backend=skyrl-tx"]
+    return list(argv)
+
+
+async def with_local_server(
+    argv: Sequence[str], typed: Sequence[str], *, url: str = LOCAL_SERVER
+) -> list[str]:
+    """Add skyrl_tx_url=`url` if backend=skyrl-tx has no address.
+
+    Raises ConfigError if no server is ready there. `typed` are the arguments as the user typed them.
+    """
+    values = _values(argv)
+    if not _has_model(values) or values.get("backend") != "skyrl-tx" or "skyrl_tx_url" in values:
+        return list(argv)
+    added = f"skyrl_tx_url={url}"
+    try:
+        await check_alive(url)
+    except BackendError as error:
+        again = [*typed, *(word for word in ("backend=skyrl-tx", added) if word not in typed)]
+        start = f"scripts/start_skyrl_tx.sh {shlex.quote(values['model_name'])}"
+        cloud = "" if "backend" in _values(typed) else "; for the Tinker cloud, set TINKER_API_KEY"
+        raise ConfigError(
+            f"no server is ready at {url}; start one with `{start}`, then type "
+            f"`agent-trainer try {shlex.join(again)}`{cloud}"
+        ) from error
+    print(f"note: the server at {url} is used (backend=skyrl-tx {added})", file=sys.stderr)
+    return [*argv, added]
+
+
+async def with_fitting_lengths(argv: Sequence[str], options: EnvironmentOptions) -> list[str]:
+    """Add the length limits that the context of a server of our own requires. Those in `argv` are kept.
+
+    Raises BackendError if the server does not answer.
+    """
+    if options.backend != "skyrl-tx":
+        return list(argv)
+    await check_alive(base_url(options), timeout_s=health_timeout_s(options))
+    context, values = await _served_context(options), _values(argv)
+    if context is None or context >= options.context_limit or "context_limit" in values:
+        return list(argv)
+    lengths = {"context_limit": context, "max_tokens": min(options.max_tokens, max(1, context // 4))}
+    if "max_tokens" in values or "max_generate_length" in values:
+        del lengths["max_tokens"]
+    if options.env == "harbor":
+        generated = lengths.get("max_tokens", options.length_limits.max_generate_length)
+        longest_input = min(options.max_input_length or context, context - generated)
+        lengths["proactive_summarization_threshold"] = min(
+            options.proactive_summarization_threshold, context // 4, max(0, longest_input // 2)
+        )
+    added = [f"{name}={value}" for name, value in lengths.items() if name not in values]
+    print(f"note: fitted to the server's context of {context} tokens: {' '.join(added)}", file=sys.stderr)
+    return [*argv, *added]
+
+
+async def _served_context(options: EnvironmentOptions) -> int | None:
+    """Return the context of the model. None: the server does not list it, which `connect` reports."""
+    key = require_key(options)
+    assert key is not None  # because backend=skyrl-tx
+    url = f"{base_url(options)}/api/v1/get_server_capabilities"
+    reply = await request(url, key=key, body=None, timeout_s=health_timeout_s(options))
+    try:
+        models = reply.json()["supported_models"]
+        return {model["model_name"]: int(model["max_context_length"]) for model in models}[options.model_name]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _has_model(values: dict[str, str]) -> bool:
+    """Return whether the answers come from a model of a Tinker endpoint."""
+    is_model = values.get("policy", "auto") in ("auto", "model") and "base_url" not in values
+    return is_model and bool(values.get("model_name"))
+
+
+def _values(argv: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (argument.partition("=") for argument in argv)}
