@@ -118,7 +118,10 @@ async def train(
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
     steps_done = folder.checkpoint.batch if folder.checkpoint else 0
-    events.say(f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps")
+    events.say(
+        f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps; "
+        f"loss_fn={config.loss_fn}"
+    )
     if folder.checkpoint is not None:
         events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
     events.say(f"files: {folder.path}")

@@ -107,7 +107,7 @@ async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
-    assert "tasks: 4 to train on, 2 held out; 2 steps" in text
+    assert "tasks: 4 to train on, 2 held out; 2 steps; loss_fn=ppo\n" in text
     assert "[1/2] say-" in text and "/4 solved, 2.0 turns" in text
     assert "step 2/2" in text and "done: 2 steps in" in text and "held-out success:" in text
     assert str(bench.path) in text.splitlines()[-1]
