@@ -70,8 +70,8 @@ def require_trained(log_path: Path) -> None:
     else:
         mean = sum(rewards) / max(1, len(rewards))
         cause = (
-            f"the rewards of every group are equal (mean {mean:.3f}); choose easier or harder tasks, another "
-            "reward or a larger group_size"
+            f"the rewards of every group are equal (mean {shown_reward(mean)}); choose easier or harder "
+            "tasks, another reward or a larger group_size"
         )
     raise NothingTrainedError(f"nothing was trained in {counted(len(num_updates), 'step')}: {cause}")
 
@@ -114,7 +114,7 @@ def outcome(
         noop = "" if success.noop_success is None else f"; doing nothing: {success.noop_success:.1%}"
         rewards = ""
         if success.rewards is not None:
-            rewards = "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
+            rewards = "; mean reward {} before, {} after".format(*map(shown_reward, success.rewards))
         lines.append(
             f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
             f"({100 * (after - before):+.1f} points){rewards}{noop}"
@@ -159,6 +159,15 @@ def signal(name: str, variances: Sequence[float]) -> str:
 
 def success_name(is_partial: bool) -> str:
     return "held-out success, graded in part" if is_partial else "held-out success"
+
+
+def shown_reward(reward: float) -> str:
+    """Return the reward with three significant digits.
+
+    >>> shown_reward(0.00125), shown_reward(0.5), shown_reward(0.6251), shown_reward(1234.5)
+    ('0.00125', '0.5', '0.625', '1234')
+    """
+    return f"{reward:.0f}" if abs(reward) >= 100 else f"{reward:.3g}"
 
 
 def counted(count: int, noun: str) -> str:

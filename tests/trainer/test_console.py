@@ -79,11 +79,26 @@ def test_partial_rewards_are_shown_if_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
     lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
     assert lines[1:] == [
-        ["walk", "0/2", "(0.12)", "0/2", "(0.62)"],
+        ["walk", "0/2", "(0.125)", "0/2", "(0.625)"],
         ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"],
     ]
     (line,) = shown(lambda display: display.group_finished(group("walk", 0.5, 0.75), duration_s=1))
-    assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
+    assert line.endswith("walk: 0/2 solved, reward 0.625, 1.0 turns, 1.0 s")
+
+
+def test_small_rewards_are_shown_with_three_digits(tmp_path):
+    small = group("pick", *[0.0] * 15, 0.016)
+    lines = shown(lambda display: display.evaluation_finished(evaluation(0, small), None))
+    assert lines[1].split() == ["pick", "0/16", "(0.001)"] and lines[2].endswith("; mean reward 0.001")
+    (line,) = shown(lambda display: display.group_finished(small, duration_s=1))
+    assert line.endswith("pick: 0/16 solved, reward 0.001, 1.0 turns, 1.0 s")
+    rates = Success(before=0.0, after=0.0, noop_success=None, rewards=(0.000125, 0.001))
+    assert outcome(rates, [], steps=1, wall_s=1, log_path=tmp_path)[1].endswith(
+        "; mean reward 0.000125 before, 0.001 after"
+    )
+    metrics = {"env/all/reward/total": 0.00125}
+    lines = shown(lambda display: display.step_finished(1, num_steps=1, metrics=metrics))
+    assert lines[-1].split() == ["0.00125"]
 
 
 def test_a_step_is_a_table_that_fits_eighty_columns():
@@ -116,7 +131,7 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
         "s",
     ]
     assert row.split() == [
-        "0.250",
+        "0.25",
         "25%",
         "100%",
         "0",
@@ -173,7 +188,7 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         "a",
     ]
     earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]
-    assert earned == f"{lines[1]}; mean reward 0.300 before, 0.750 after"
+    assert earned == f"{lines[1]}; mean reward 0.3 before, 0.75 after"
     partial = replace(rates, is_partial=True)
     assert outcome(partial, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith(
         "held-out success, graded in part: 25.0% before"
