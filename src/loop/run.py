@@ -86,7 +86,12 @@ async def run(
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
             outcome.require_trained(folder.path)
-    for line in outcome.report(folder.path, wall_s=time.monotonic() - started):
+    for line in outcome.report(
+        folder.path,
+        wall_s=time.monotonic() - started,
+        steps_before=folder.steps_done,
+        options=config,
+    ):
         events.say(line)
     return read_result(folder.path)
 
@@ -117,7 +122,7 @@ async def train(
     """Train every step after the folder's last checkpoint."""
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
-    steps_done = folder.checkpoint.batch if folder.checkpoint else 0
+    steps_done = folder.steps_done
     events.say(
         f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps; "
         f"loss_fn={config.loss_fn}"

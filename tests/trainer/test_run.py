@@ -228,6 +228,24 @@ async def test_each_batch_is_sampled_with_the_weights_of_the_last_step(tmp_path)
     assert played == [(0, 0), (1, 1)]
 
 
+async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+    resumed = Bench(tmp_path)
+    await resumed.go("behavior_if_log_dir_exists=resume", "max_steps=2")
+    assert "done: 1 step (2 of 2) in " in resumed.text.getvalue()
+    finished = Bench(tmp_path)
+    await finished.go("behavior_if_log_dir_exists=resume", "max_steps=2")
+    text = finished.text.getvalue()
+    assert "nothing to do: all 2 steps are finished; add max_steps=4 to train further" in text
+    assert "done:" not in text
+    await finished.go("behavior_if_log_dir_exists=resume")
+    assert "all 2 steps are finished; add n_epochs=2 to train further" in finished.text.getvalue()
+    further = Bench(tmp_path)
+    await further.go("behavior_if_log_dir_exists=resume", "max_steps=4", "n_epochs=2")
+    assert "done: 2 steps (4 of 4) in " in further.text.getvalue()
+
+
 async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     unbroken = Bench(tmp_path / "a")
     await unbroken.go()
