@@ -24,7 +24,7 @@ from src.core.event_loop import LagMeter
 from src.core.shielding import run_to_its_end, to_its_end
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
-from src.evaluate.evaluation import Evaluation, evaluate
+from src.evaluate.evaluation import TaskRewards, evaluate
 from src.evaluate.training_events import TrainingEvents
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
@@ -36,7 +36,7 @@ from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
 from src.records.dumps import dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
-from src.records.rollout_store import FinishedRollouts
+from src.records.rollout_store import FinishedRollouts, graded_rewards
 from src.records.tracking import RunLog
 from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
@@ -131,7 +131,7 @@ class Terminus2RLTrainer:
             steps_done=steps_done,
             stop_timeout_s=config.stop_timeout_s,
         )
-        self._first_evaluation: Evaluation | None = None
+        self._first_evaluation: TaskRewards | None = None
 
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
@@ -169,6 +169,9 @@ class Terminus2RLTrainer:
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
         """Evaluate the initial weights of the process if this evaluation is due and has not been done."""
         step = self.steps_done
+        if step > 0 and (first := self._journal.first_evaluation(until=step)) is not None:
+            rewards = await asyncio.to_thread(graded_rewards, self._log_path, "eval", first)
+            self._first_evaluation = TaskRewards(step=first, rewards=rewards) if rewards else None
         if step == 0:
             if self._config.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
@@ -369,7 +372,7 @@ class Terminus2RLTrainer:
             )
             await self._upload(upload_evaluation, step)
         self._events.evaluation_finished(evaluation, self._first_evaluation)
-        self._first_evaluation = self._first_evaluation or evaluation.without_tokens()
+        self._first_evaluation = self._first_evaluation or evaluation.task_rewards
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
     async def _upload(self, upload: Upload, step: int) -> None:

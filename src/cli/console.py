@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from src.core.trajectory import TrajectoryGroup
-from src.evaluate.evaluation import Evaluation
+from src.evaluate.evaluation import Evaluation, TaskRewards
 from src.learning.played_groups import SOLVED
 from src.loop.outcome import UNGRADED_REASONS, counted, shown_reward, success_name
 
@@ -100,14 +100,14 @@ class Display:
         self.say(f"step {step}/{num_steps}")
         self._show(table)
 
-    def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
+    def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
         """Print a row per held-out task with the first evaluation and this one, then the success rate."""
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
         if first is not None:
             table.add_column(f"step {first.step}", justify="right")
         table.add_column(f"step {evaluation.step}", justify="right")
-        before = {} if first is None else {group.task.id: group.rewards for group in first.groups}
+        before = {} if first is None else first.rewards
         for group in evaluation.groups:
             cells = [] if first is None else [_cell(before.get(group.task.id, []))]
             table.add_row(group.task.id, *cells, _cell(group.rewards))

@@ -77,7 +77,9 @@ def test_the_first_failure_of_each_kind_is_shown_once():
 
 def test_partial_rewards_are_shown_if_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
-    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
+    lines = [
+        line.split() for line in shown(lambda display: display.evaluation_finished(later, first.task_rewards))
+    ]
     assert lines[1:] == [
         ["walk", "0/2", "(0.125)", "0/2", "(0.625)"],
         ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"],
@@ -155,7 +157,9 @@ def test_a_step_without_an_update_omits_its_columns():
 def test_an_evaluation_is_shown_beside_the_first_one():
     first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
     later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))
-    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
+    lines = [
+        line.split() for line in shown(lambda display: display.evaluation_finished(later, first.task_rewards))
+    ]
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]

@@ -246,6 +246,21 @@ async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
     assert "done: 2 steps (4 of 4) in " in further.text.getvalue()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_resumed_run_shows_its_first_evaluation(tmp_path, first):
+    options = ("eval_group_size=2", f"eval_before_train={first == 0}")
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1", *options)
+    resumed = Bench(tmp_path)
+    await resumed.go("behavior_if_log_dir_exists=resume", "max_steps=2", *options)
+    columns = []
+    for text, header in ((bench.text, f"step {first}"), (resumed.text, f"step {first} step 2")):
+        lines = [line.split() for line in text.getvalue().splitlines()]
+        start = lines.index(["held-out", "task", *header.split()]) + 1
+        columns.append([row[:2] for row in lines[start : start + len(HELD_OUT)]])
+    assert columns[0] == columns[1]
+
+
 async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     unbroken = Bench(tmp_path / "a")
     await unbroken.go()
