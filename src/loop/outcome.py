@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +159,14 @@ def last_lines(
         *results,
         f"files: {log_path} ({', '.join(files)})",
     ]
+
+
+def resume_command(log_path: Path) -> str:
+    """Return the command that continues a run, for the current folder of this process."""
+    program = Path(sys.executable).with_name("agent-trainer")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return shlex.join([str(program), "resume", str(log_path)])
 
 
 def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:

@@ -34,6 +34,7 @@ from src.records.uploads import check_upload_url
 from src.rollouts.group_rollout import Rollouts
 from src.rollouts.judge import Judge
 from src.rollouts.pipeline import schedule
+from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
 from src.terminus2_trainer import Terminus2RLTrainer
 
@@ -77,6 +78,7 @@ async def run(
         write_hashes(folder.path, hashes)
         with (
             logging_to_file(folder.path / "logs.log"),
+            shows_resume_command(folder.path, events),
             journal_of_run(folder.path) as journal,
             open_run_log(
                 folder.path, config, name=name, config=chz.asdict(config), is_judged=config.taxonomy_feedback
@@ -170,6 +172,16 @@ async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
         yield Judge(endpoint, config)
     finally:
         await endpoint.close()
+
+
+@contextmanager
+def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
+    """Show the command that continues the run if the block is cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        events.say(f"continue: {outcome.resume_command(log_path)}")
+        raise
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
-from src.loop.outcome import Success, outcome, signals
+from src.loop.outcome import Success, outcome, resume_command, signals
 from src.records.rollout_log import record_groups
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -205,6 +205,16 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         )
         == 2
     )
+
+
+def test_the_resume_command_is_a_program_of_this_environment(monkeypatch):
+    environment = Path(sys.prefix)
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    monkeypatch.setattr(Path, "cwd", lambda: environment.parent)
+    command = resume_command(Path("/runs/my run"))
+    assert command == f"{environment.name}/bin/agent-trainer resume '/runs/my run'"
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/elsewhere"))
+    assert resume_command(Path("/runs/a")) == f"{environment}/bin/agent-trainer resume /runs/a"
 
 
 def test_every_trial_is_a_line_with_its_advantage_or_failure(tmp_path):

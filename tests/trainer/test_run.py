@@ -13,6 +13,7 @@ from src.core.errors import ConfigError, NothingTrainedError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
+from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
@@ -352,6 +353,7 @@ async def test_a_cancelled_run_saves_a_checkpoint_and_can_resume(tmp_path):
     await cancelled_with_version(bench, 1)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False)]
     assert "checkpoint after step 1: tinker://run/weights/000001" in bench.text.getvalue()
+    assert bench.text.getvalue().splitlines()[-1] == f"continue: {resume_command(bench.path)}"
     await bench.go("behavior_if_log_dir_exists=resume")
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
 
