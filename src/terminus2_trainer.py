@@ -43,11 +43,12 @@ from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
+from src.rollouts.wait_notice import WaitNotice
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 5.0  # a message explains a longer wait for the first trials or the first update
+MAY_COMPILE = "the server may compile its programs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,7 @@ class Terminus2RLTrainer:
         self._journal = finished.journal
         self._run_log = run_log
         self._events = events
+        self._wait_notice = WaitNotice(events.say)
         self._log_path = log_path
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
@@ -139,7 +141,10 @@ class Terminus2RLTrainer:
         If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError none is
         saved, because the state of the weights or of the files is unknown.
         """
-        notice = asyncio.get_running_loop().call_later(SLOW_S, self._explain_wait, self._journal.progress)
+        progress = self._journal.progress
+        self._wait_notice.start(
+            "the first trials", explanation=MAY_COMPILE, is_over=lambda: self._journal.progress > progress
+        )
         try:
             policy = await self._policy()
             scorers = await self._open_scorers()
@@ -159,12 +164,7 @@ class Terminus2RLTrainer:
             )
             raise
         finally:
-            notice.cancel()
-
-    def _explain_wait(self, progress: int) -> None:
-        """Explain why no trial has ended yet, unless the journal has advanced from `progress`."""
-        if self._journal.progress == progress:
-            self._events.say("waiting for the first trials; the server may compile its programs")
+            self._wait_notice.stop()
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
         """Evaluate the initial weights of the process if this evaluation is due and has not been done."""
@@ -256,24 +256,20 @@ class Terminus2RLTrainer:
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
         self._is_update_pending = True
-        notice = asyncio.get_running_loop().call_later(SLOW_S, self._say_slow, step)
+        if self._is_first_update:
+            self._wait_notice.start("the first update", explanation=MAY_COMPILE)
+        else:
+            self._wait_notice.start(f"the update of step {step}")
         try:
             metrics = await self._watchdog.answer(
                 self._prepare_and_update(collected, scorers), f"training step {step}"
             )
         finally:
-            notice.cancel()
+            self._wait_notice.stop()
         self._journal.trained(step, groups=collected.trained, state=self._collector.state())
         self.steps_done += 1
         self._is_update_pending = self._is_first_update = False
         return metrics | {"time/update": time.monotonic() - started}
-
-    def _say_slow(self, step: int) -> None:
-        """Explain the wait for the first update of the process, which may include compilation."""
-        if self._is_first_update:
-            self._events.say(
-                f"step {step}: waiting for the first update; the server may compile its programs"
-            )
 
     async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         config, version = self._config, self.steps_done

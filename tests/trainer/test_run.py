@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src import terminus2_trainer
 from src.core.errors import ConfigError, NothingTrainedError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
 from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
+from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -49,8 +49,8 @@ class Bench(FakeRun):
         return Dependencies(source=self.source, backend=self.backend)
 
 
-async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminus2_trainer, "SLOW_S", 0.0)
+async def waits_said(tmp_path, monkeypatch):
+    """Return the lines about waits of a run with updates that take several iterations of the event loop."""
     bench = Bench(tmp_path)
     client = bench.backend.training_client
     fast = client.forward_backward
@@ -62,11 +62,23 @@ async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(client, "forward_backward", slow)
     await bench.go("eval_before_train=false")
-    lines = [line for line in bench.text.getvalue().splitlines() if "waiting for" in line]
-    assert lines == [
+    return [line for line in bench.text.getvalue().splitlines() if "waiting for" in line]
+
+
+async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    assert await waits_said(tmp_path, monkeypatch) == [
         "waiting for the first trials; the server may compile its programs",
-        "step 1: waiting for the first update; the server may compile its programs",
+        "waiting for the first update; the server may compile its programs",
     ]
+
+
+async def test_every_long_update_is_reported_repeatedly(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    monkeypatch.setattr(wait_notice, "REPEAT_S", 0.0)
+    lines = await waits_said(tmp_path, monkeypatch)
+    assert lines.count("still waiting for the first update (0 s)") > 1
+    assert lines.count("still waiting for the update of step 2 (0 s)") > 1
 
 
 @pytest.mark.seed_behaviour(22, 35)
