@@ -24,7 +24,7 @@ from src.core.event_loop import LagMeter
 from src.core.shielding import run_to_its_end, to_its_end
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
-from src.evaluate.evaluation import Evaluation, evaluate
+from src.evaluate.evaluation import TaskRewards, evaluate
 from src.evaluate.training_events import TrainingEvents
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
@@ -36,18 +36,19 @@ from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
 from src.records.dumps import dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
-from src.records.rollout_store import FinishedRollouts
+from src.records.rollout_store import FinishedRollouts, graded_rewards
 from src.records.tracking import RunLog
 from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
+from src.rollouts.wait_notice import WaitNotice
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 5.0  # a message explains a longer wait for the first trials or the first update
+MAY_COMPILE = "the server may compile its programs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,7 @@ class Terminus2RLTrainer:
         self._journal = finished.journal
         self._run_log = run_log
         self._events = events
+        self._wait_notice = WaitNotice(events.say)
         self._log_path = log_path
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
@@ -131,7 +133,7 @@ class Terminus2RLTrainer:
             steps_done=steps_done,
             stop_timeout_s=config.stop_timeout_s,
         )
-        self._first_evaluation: Evaluation | None = None
+        self._first_evaluation: TaskRewards | None = None
 
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
@@ -139,7 +141,10 @@ class Terminus2RLTrainer:
         If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError none is
         saved, because the state of the weights or of the files is unknown.
         """
-        notice = asyncio.get_running_loop().call_later(SLOW_S, self._explain_wait, self._journal.progress)
+        progress = self._journal.progress
+        self._wait_notice.start(
+            "the first trials", explanation=MAY_COMPILE, is_over=lambda: self._journal.progress > progress
+        )
         try:
             policy = await self._policy()
             scorers = await self._open_scorers()
@@ -159,16 +164,14 @@ class Terminus2RLTrainer:
             )
             raise
         finally:
-            notice.cancel()
-
-    def _explain_wait(self, progress: int) -> None:
-        """Explain why no trial has ended yet, unless the journal has advanced from `progress`."""
-        if self._journal.progress == progress:
-            self._events.say("waiting for the first trials; the server may compile its programs")
+            self._wait_notice.stop()
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
         """Evaluate the initial weights of the process if this evaluation is due and has not been done."""
         step = self.steps_done
+        if step > 0 and (first := self._journal.first_evaluation(until=step)) is not None:
+            rewards = await asyncio.to_thread(graded_rewards, self._log_path, "eval", first)
+            self._first_evaluation = TaskRewards(step=first, rewards=rewards) if rewards else None
         if step == 0:
             if self._config.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
@@ -253,24 +256,20 @@ class Terminus2RLTrainer:
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
         self._is_update_pending = True
-        notice = asyncio.get_running_loop().call_later(SLOW_S, self._say_slow, step)
+        if self._is_first_update:
+            self._wait_notice.start("the first update", explanation=MAY_COMPILE)
+        else:
+            self._wait_notice.start(f"the update of step {step}")
         try:
             metrics = await self._watchdog.answer(
                 self._prepare_and_update(collected, scorers), f"training step {step}"
             )
         finally:
-            notice.cancel()
+            self._wait_notice.stop()
         self._journal.trained(step, groups=collected.trained, state=self._collector.state())
         self.steps_done += 1
         self._is_update_pending = self._is_first_update = False
         return metrics | {"time/update": time.monotonic() - started}
-
-    def _say_slow(self, step: int) -> None:
-        """Explain the wait for the first update of the process, which may include compilation."""
-        if self._is_first_update:
-            self._events.say(
-                f"step {step}: waiting for the first update; the server may compile its programs"
-            )
 
     async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         config, version = self._config, self.steps_done
@@ -369,7 +368,7 @@ class Terminus2RLTrainer:
             )
             await self._upload(upload_evaluation, step)
         self._events.evaluation_finished(evaluation, self._first_evaluation)
-        self._first_evaluation = self._first_evaluation or evaluation.without_tokens()
+        self._first_evaluation = self._first_evaluation or evaluation.task_rewards
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
     async def _upload(self, upload: Upload, step: int) -> None:

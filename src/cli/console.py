@@ -17,30 +17,30 @@ from rich.table import Table
 from rich.text import Text
 
 from src.core.trajectory import TrajectoryGroup
-from src.evaluate.evaluation import Evaluation
+from src.evaluate.evaluation import Evaluation, TaskRewards
 from src.learning.played_groups import SOLVED
-from src.loop.outcome import UNGRADED_REASONS, counted, success_name
+from src.loop.outcome import UNGRADED_REASONS, counted, shown_reward, success_name
 
 logger = logging.getLogger(__name__)
 
 PIPE_WIDTH = 160
 MAX_CHARACTERS = 2000  # of a message; the rest is not shown
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
-# The columns of a step's table: heading, metric and format. metrics.jsonl has all metrics.
+# The columns of a step's table: heading, metric and formatter. metrics.jsonl has all metrics.
 SHOWN = (
-    ("reward", "env/all/reward/total", "{:.3f}"),
-    ("solved", "env/all/success", "{:.0%}"),
-    ("mixed", "env/all/by_group/frac_mixed", "{:.0%}"),  # groups with differing rewards
-    ("lost", "trials/ungraded", "{:.0f}"),
-    ("turns", "env/all/turns", "{:.1f}"),
-    ("tokens", "tokens/sampled", "{:.0f}"),
-    ("nll", "sft/nll", "{:.4f}"),
-    ("chats", "sft/chats", "{:.0f}"),
-    ("trained tokens", "sft/trained_tokens", "{:.0f}"),
-    ("grad", "optim/grad_norm", "{:.2g}"),
-    ("KL", "optim/kl_sample_train_v2", "{:.1e}"),  # between sampler and trainer
-    ("play s", "time/rollouts", "{:.1f}"),
-    ("learn s", "time/update", "{:.1f}"),
+    ("reward", "env/all/reward/total", shown_reward),
+    ("solved", "env/all/success", "{:.0%}".format),
+    ("mixed", "env/all/by_group/frac_mixed", "{:.0%}".format),  # groups with differing rewards
+    ("lost", "trials/ungraded", "{:.0f}".format),
+    ("turns", "env/all/turns", "{:.1f}".format),
+    ("tokens", "tokens/sampled", "{:.0f}".format),
+    ("nll", "sft/nll", "{:.4f}".format),
+    ("chats", "sft/chats", "{:.0f}".format),
+    ("trained tokens", "sft/trained_tokens", "{:.0f}".format),
+    ("grad", "optim/grad_norm", "{:.2g}".format),
+    ("KL", "optim/kl_sample_train_v2", "{:.1e}".format),  # between sampler and trainer
+    ("play s", "time/rollouts", "{:.1f}".format),
+    ("learn s", "time/update", "{:.1f}".format),
 )
 
 
@@ -67,7 +67,7 @@ class Display:
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
         if not _is_all_or_nothing(group.rewards):
-            parts.append(f"reward {fmean(group.rewards):.2f}")
+            parts.append(f"reward {shown_reward(fmean(group.rewards))}")
         if turns:
             parts.append(f"{fmean(turns):.1f} turns")
         parts.append(f"{duration_s:.1f} s")
@@ -93,21 +93,21 @@ class Display:
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         table = Table(box=None, padding=(0, 1))
-        cells = [(name, pattern.format(metrics[key])) for name, key, pattern in SHOWN if key in metrics]
+        cells = [(name, text_of(metrics[key])) for name, key, text_of in SHOWN if key in metrics]
         for name, _ in cells:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_row(*(value for _, value in cells))
         self.say(f"step {step}/{num_steps}")
         self._show(table)
 
-    def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
+    def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
         """Print a row per held-out task with the first evaluation and this one, then the success rate."""
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
         if first is not None:
             table.add_column(f"step {first.step}", justify="right")
         table.add_column(f"step {evaluation.step}", justify="right")
-        before = {} if first is None else {group.task.id: group.rewards for group in first.groups}
+        before = {} if first is None else first.rewards
         for group in evaluation.groups:
             cells = [] if first is None else [_cell(before.get(group.task.id, []))]
             table.add_row(group.task.id, *cells, _cell(group.rewards))
@@ -116,7 +116,7 @@ class Display:
         noop_part = "" if noop is None else f"; doing nothing: {noop.value:.1%}"
         is_partial = any(group.task.grading for group in evaluation.groups)
         rewards = [reward for group in evaluation.groups for reward in group.rewards]
-        reward_part = "" if _is_all_or_nothing(rewards) else f"; mean reward {fmean(rewards):.3f}"
+        reward_part = "" if _is_all_or_nothing(rewards) else f"; mean reward {shown_reward(fmean(rewards))}"
         self.say(
             f"{success_name(is_partial)}: {evaluation.success_rate:.1%} "
             f"({evaluation.num_solved}/{evaluation.num_graded}){reward_part}{noop_part}"
@@ -165,7 +165,8 @@ def _is_all_or_nothing(rewards: Sequence[float]) -> bool:
 
 
 def _cell(rewards: Sequence[float]) -> str:
-    return _solved(rewards) if _is_all_or_nothing(rewards) else f"{_solved(rewards)} ({fmean(rewards):.2f})"
+    solved = _solved(rewards)
+    return solved if _is_all_or_nothing(rewards) else f"{solved} ({shown_reward(fmean(rewards))})"
 
 
 def _solved(rewards: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from src.core.trajectory import Task, TrajectoryGroup
@@ -25,6 +25,14 @@ class EvalSection:
     noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRewards:
+    """The rewards of the graded trials of an evaluation after `step` training steps, by task."""
+
+    step: int
+    rewards: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +58,10 @@ class Evaluation:
     def success_rate(self) -> float:
         return self.num_solved / self.num_graded
 
-    def without_tokens(self) -> Evaluation:
-        """Return a copy without turns and conversations, to keep for later comparisons of rewards."""
-        return replace(self, groups=[_without_tokens(group) for group in self.groups])
+    @property
+    def task_rewards(self) -> TaskRewards:
+        rewards = {group.task.id: group.rewards for group in self.groups}
+        return TaskRewards(step=self.step, rewards=rewards)
 
 
 async def evaluate(
@@ -142,8 +151,3 @@ def section_metrics(prefix: str, section: EvalSection) -> dict[str, float]:
         f"{prefix}/failures/{name}": count / max(1, section.num_failed)
         for name, count in section.patterns.items()
     }
-
-
-def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
-    trajectories = [replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories]
-    return replace(group, trajectories=trajectories)

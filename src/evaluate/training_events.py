@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from src.evaluate.evaluation import Evaluation
+from src.evaluate.evaluation import Evaluation, TaskRewards
 from src.rollouts.run_events import RunEvents
 
 
@@ -16,9 +16,9 @@ class TrainingEvents(RunEvents, Protocol):
         """Called after step `step` has updated the weights."""
         ...
 
-    def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
+    def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
         """Called after the held-out tasks have been evaluated.
 
-        `first` is the first evaluation of the run, or None if `evaluation` is the first.
+        `first` has the rewards of the first evaluation of the run. It is None if `evaluation` is the first.
         """
         ...

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from src.core.trajectory import ZeroReason
 from src.evaluate.evaluation import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
+from src.rollouts.options import ScheduleOptions
 
 MIN_SIGNAL = 0.25  # tasks suit the model if rewards differ within groups in this share of steps or more
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
@@ -41,12 +44,27 @@ class Success:
     rewards: tuple[float, float] | None = None  # mean before and after; None if it equals the success rate
 
 
-def report(log_path: Path, *, wall_s: float) -> list[str]:
-    """Return the last lines of a run that took `wall_s` seconds."""
+def report(log_path: Path, *, wall_s: float, steps_before: int, options: ScheduleOptions) -> list[str]:
+    """Return the last lines of a process that took `wall_s` seconds.
+
+    `steps_before` is the number of steps that earlier processes of the run have done.
+    """
     metrics_file = log_path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     variances = signals(recorded_variances(metrics_file))
-    return outcome(success_of(metrics_file), variances, steps=steps, wall_s=wall_s, log_path=log_path)
+    duration, *others = outcome(
+        success_of(metrics_file),
+        variances,
+        steps=steps,
+        steps_before=steps_before,
+        wall_s=wall_s,
+        log_path=log_path,
+    )
+    if steps == steps_before:
+        is_limited = steps == options.max_steps
+        more = f"max_steps={2 * steps}" if is_limited else f"n_epochs={2 * options.n_epochs}"
+        duration = f"nothing to do: all {counted(steps, 'step')} are finished; add {more} to train further"
+    return [duration, *others]
 
 
 def require_trained(log_path: Path) -> None:
@@ -70,8 +88,8 @@ def require_trained(log_path: Path) -> None:
     else:
         mean = sum(rewards) / max(1, len(rewards))
         cause = (
-            f"the rewards of every group are equal (mean {mean:.3f}); choose easier or harder tasks, another "
-            "reward or a larger group_size"
+            f"the rewards of every group are equal (mean {shown_reward(mean)}); choose easier or harder "
+            "tasks, another reward or a larger group_size"
         )
     raise NothingTrainedError(f"nothing was trained in {counted(len(num_updates), 'step')}: {cause}")
 
@@ -105,7 +123,13 @@ def success_of(metrics_file: Path) -> Success:
 
 
 def outcome(
-    success: Success, signal_lines: Sequence[str], *, steps: int, wall_s: float, log_path: Path
+    success: Success,
+    signal_lines: Sequence[str],
+    *,
+    steps: int,
+    wall_s: float,
+    log_path: Path,
+    steps_before: int = 0,
 ) -> list[str]:
     """Return the last lines of a run of GRPO: its success, `signal_lines`, its duration and its files."""
     lines: list[str] = []
@@ -114,22 +138,35 @@ def outcome(
         noop = "" if success.noop_success is None else f"; doing nothing: {success.noop_success:.1%}"
         rewards = ""
         if success.rewards is not None:
-            rewards = "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
+            rewards = "; mean reward {} before, {} after".format(*map(shown_reward, success.rewards))
         lines.append(
             f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
             f"({100 * (after - before):+.1f} points){rewards}{noop}"
         )
-    return last_lines([*lines, *signal_lines], steps=steps, wall_s=wall_s, log_path=log_path)
+    return last_lines(
+        [*lines, *signal_lines], steps=steps, steps_before=steps_before, wall_s=wall_s, log_path=log_path
+    )
 
 
-def last_lines(results: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> list[str]:
-    """Return the last lines of a run: its duration, `results` and its files."""
+def last_lines(
+    results: Sequence[str], *, steps: int, wall_s: float, log_path: Path, steps_before: int = 0
+) -> list[str]:
+    """Return the last lines of a run: its steps and duration, `results` and its files."""
     files = [name for name in FILES if (log_path / name).exists()]
+    total = f" ({steps} of {steps})" if steps_before else ""
     return [
-        f"done: {counted(steps, 'step')} in {_duration(wall_s)}",
+        f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}",
         *results,
         f"files: {log_path} ({', '.join(files)})",
     ]
+
+
+def resume_command(log_path: Path) -> str:
+    """Return the command that continues a run, for the current folder of this process."""
+    program = Path(sys.executable).with_name("agent-trainer")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return shlex.join([str(program), "resume", str(log_path)])
 
 
 def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
@@ -159,6 +196,15 @@ def signal(name: str, variances: Sequence[float]) -> str:
 
 def success_name(is_partial: bool) -> str:
     return "held-out success, graded in part" if is_partial else "held-out success"
+
+
+def shown_reward(reward: float) -> str:
+    """Return the reward with three significant digits.
+
+    >>> shown_reward(0.00125), shown_reward(0.5), shown_reward(0.6251), shown_reward(1234.5)
+    ('0.00125', '0.5', '0.625', '1234')
+    """
+    return f"{reward:.0f}" if abs(reward) >= 100 else f"{reward:.3g}"
 
 
 def counted(count: int, noun: str) -> str:

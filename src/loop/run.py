@@ -34,6 +34,7 @@ from src.records.uploads import check_upload_url
 from src.rollouts.group_rollout import Rollouts
 from src.rollouts.judge import Judge
 from src.rollouts.pipeline import schedule
+from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
 from src.terminus2_trainer import Terminus2RLTrainer
 
@@ -77,6 +78,7 @@ async def run(
         write_hashes(folder.path, hashes)
         with (
             logging_to_file(folder.path / "logs.log"),
+            shows_resume_command(folder.path, events),
             journal_of_run(folder.path) as journal,
             open_run_log(
                 folder.path, config, name=name, config=chz.asdict(config), is_judged=config.taxonomy_feedback
@@ -86,7 +88,12 @@ async def run(
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
             outcome.require_trained(folder.path)
-    for line in outcome.report(folder.path, wall_s=time.monotonic() - started):
+    for line in outcome.report(
+        folder.path,
+        wall_s=time.monotonic() - started,
+        steps_before=folder.steps_done,
+        options=config,
+    ):
         events.say(line)
     return read_result(folder.path)
 
@@ -117,8 +124,11 @@ async def train(
     """Train every step after the folder's last checkpoint."""
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
-    steps_done = folder.checkpoint.batch if folder.checkpoint else 0
-    events.say(f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps")
+    steps_done = folder.steps_done
+    events.say(
+        f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps; "
+        f"loss_fn={config.loss_fn}"
+    )
     if folder.checkpoint is not None:
         events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
     events.say(f"files: {folder.path}")
@@ -162,6 +172,16 @@ async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
         yield Judge(endpoint, config)
     finally:
         await endpoint.close()
+
+
+@contextmanager
+def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
+    """Show the command that continues the run if the block is cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        events.say(f"continue: {outcome.resume_command(log_path)}")
+        raise
 
 
 @contextmanager

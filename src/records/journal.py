@@ -159,6 +159,11 @@ class Journal:
     def is_evaluated(self, step: int) -> bool:
         return ("eval", step) in self._settled
 
+    def first_evaluation(self, *, until: int) -> int | None:
+        """Return the step of the run's first evaluation; None if there is none up to the step `until`."""
+        steps = [step for kind, step in self._settled if kind == "eval" and step is not None]
+        return min((step for step in steps if step <= until), default=None)
+
     def states_until(self, step: int) -> list[Mapping[str, Any]]:
         """Return the states of all steps up to `step`, in order.
 

@@ -184,6 +184,19 @@ def any_graded(log_path: Path) -> bool:
     )
 
 
+def graded_rewards(log_path: Path, purpose: str, step: int) -> dict[str, list[float]]:
+    """Return the rewards of the graded rollouts of a step or evaluation, by task."""
+    path = log_path / "finished" / f"{purpose}_{step:06d}.jsonl"
+    results = {
+        (record["task"], record["member"]): record["result"] for record in read_lines(path, LINE, unchanged)
+    }
+    rewards: dict[str, list[float]] = {}
+    for (task, _), result in results.items():
+        if "reward" in result:
+            rewards.setdefault(task, []).append(result["reward"])
+    return rewards
+
+
 def trained_trajectories(log_path: Path) -> list[Trajectory]:
     """Return the graded rollouts of the run's training steps, without those of its evaluations."""
     trajectories: dict[tuple[str, str, int], Trajectory] = {}

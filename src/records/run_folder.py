@@ -64,6 +64,11 @@ class RunFolder:
     delete_first: bool  # whether the folder has an old run that is to be deleted
     resumed: bool = False  # whether the files of earlier processes are used
 
+    @property
+    def steps_done(self) -> int:
+        """The number of training steps before the checkpoint."""
+        return 0 if self.checkpoint is None else self.checkpoint.batch
+
     def at_last_checkpoint(self) -> RunFolder:
         """Return the same run, resumed from its last checkpoint."""
         return RunFolder(

@@ -13,7 +13,7 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
-from src.loop.outcome import Success, outcome, signals
+from src.loop.outcome import Success, outcome, resume_command, signals
 from src.records.rollout_log import record_groups
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -77,13 +77,30 @@ def test_the_first_failure_of_each_kind_is_shown_once():
 
 def test_partial_rewards_are_shown_if_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
-    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
+    lines = [
+        line.split() for line in shown(lambda display: display.evaluation_finished(later, first.task_rewards))
+    ]
     assert lines[1:] == [
-        ["walk", "0/2", "(0.12)", "0/2", "(0.62)"],
+        ["walk", "0/2", "(0.125)", "0/2", "(0.625)"],
         ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"],
     ]
     (line,) = shown(lambda display: display.group_finished(group("walk", 0.5, 0.75), duration_s=1))
-    assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
+    assert line.endswith("walk: 0/2 solved, reward 0.625, 1.0 turns, 1.0 s")
+
+
+def test_small_rewards_are_shown_with_three_digits(tmp_path):
+    small = group("pick", *[0.0] * 15, 0.016)
+    lines = shown(lambda display: display.evaluation_finished(evaluation(0, small), None))
+    assert lines[1].split() == ["pick", "0/16", "(0.001)"] and lines[2].endswith("; mean reward 0.001")
+    (line,) = shown(lambda display: display.group_finished(small, duration_s=1))
+    assert line.endswith("pick: 0/16 solved, reward 0.001, 1.0 turns, 1.0 s")
+    rates = Success(before=0.0, after=0.0, noop_success=None, rewards=(0.000125, 0.001))
+    assert outcome(rates, [], steps=1, wall_s=1, log_path=tmp_path)[1].endswith(
+        "; mean reward 0.000125 before, 0.001 after"
+    )
+    metrics = {"env/all/reward/total": 0.00125}
+    lines = shown(lambda display: display.step_finished(1, num_steps=1, metrics=metrics))
+    assert lines[-1].split() == ["0.00125"]
 
 
 def test_a_step_is_a_table_that_fits_eighty_columns():
@@ -116,7 +133,7 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
         "s",
     ]
     assert row.split() == [
-        "0.250",
+        "0.25",
         "25%",
         "100%",
         "0",
@@ -140,7 +157,9 @@ def test_a_step_without_an_update_omits_its_columns():
 def test_an_evaluation_is_shown_beside_the_first_one():
     first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
     later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))
-    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
+    lines = [
+        line.split() for line in shown(lambda display: display.evaluation_finished(later, first.task_rewards))
+    ]
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
@@ -173,7 +192,7 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         "a",
     ]
     earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]
-    assert earned == f"{lines[1]}; mean reward 0.300 before, 0.750 after"
+    assert earned == f"{lines[1]}; mean reward 0.3 before, 0.75 after"
     partial = replace(rates, is_partial=True)
     assert outcome(partial, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith(
         "held-out success, graded in part: 25.0% before"
@@ -186,6 +205,16 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         )
         == 2
     )
+
+
+def test_the_resume_command_is_a_program_of_this_environment(monkeypatch):
+    environment = Path(sys.prefix)
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    monkeypatch.setattr(Path, "cwd", lambda: environment.parent)
+    command = resume_command(Path("/runs/my run"))
+    assert command == f"{environment.name}/bin/agent-trainer resume '/runs/my run'"
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/elsewhere"))
+    assert resume_command(Path("/runs/a")) == f"{environment}/bin/agent-trainer resume /runs/a"
 
 
 def test_every_trial_is_a_line_with_its_advantage_or_failure(tmp_path):

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src import terminus2_trainer
 from src.core.errors import ConfigError, NothingTrainedError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
+from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
+from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -48,8 +49,8 @@ class Bench(FakeRun):
         return Dependencies(source=self.source, backend=self.backend)
 
 
-async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminus2_trainer, "SLOW_S", 0.0)
+async def waits_said(tmp_path, monkeypatch):
+    """Return the lines about waits of a run with updates that take several iterations of the event loop."""
     bench = Bench(tmp_path)
     client = bench.backend.training_client
     fast = client.forward_backward
@@ -61,11 +62,23 @@ async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(client, "forward_backward", slow)
     await bench.go("eval_before_train=false")
-    lines = [line for line in bench.text.getvalue().splitlines() if "waiting for" in line]
-    assert lines == [
+    return [line for line in bench.text.getvalue().splitlines() if "waiting for" in line]
+
+
+async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    assert await waits_said(tmp_path, monkeypatch) == [
         "waiting for the first trials; the server may compile its programs",
-        "step 1: waiting for the first update; the server may compile its programs",
+        "waiting for the first update; the server may compile its programs",
     ]
+
+
+async def test_every_long_update_is_reported_repeatedly(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    monkeypatch.setattr(wait_notice, "REPEAT_S", 0.0)
+    lines = await waits_said(tmp_path, monkeypatch)
+    assert lines.count("still waiting for the first update (0 s)") > 1
+    assert lines.count("still waiting for the update of step 2 (0 s)") > 1
 
 
 @pytest.mark.seed_behaviour(22, 35)
@@ -107,7 +120,7 @@ async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
-    assert "tasks: 4 to train on, 2 held out; 2 steps" in text
+    assert "tasks: 4 to train on, 2 held out; 2 steps; loss_fn=ppo\n" in text
     assert "[1/2] say-" in text and "/4 solved, 2.0 turns" in text
     assert "step 2/2" in text and "done: 2 steps in" in text and "held-out success:" in text
     assert str(bench.path) in text.splitlines()[-1]
@@ -228,6 +241,39 @@ async def test_each_batch_is_sampled_with_the_weights_of_the_last_step(tmp_path)
     assert played == [(0, 0), (1, 1)]
 
 
+async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+    resumed = Bench(tmp_path)
+    await resumed.go("behavior_if_log_dir_exists=resume", "max_steps=2")
+    assert "done: 1 step (2 of 2) in " in resumed.text.getvalue()
+    finished = Bench(tmp_path)
+    await finished.go("behavior_if_log_dir_exists=resume", "max_steps=2")
+    text = finished.text.getvalue()
+    assert "nothing to do: all 2 steps are finished; add max_steps=4 to train further" in text
+    assert "done:" not in text
+    await finished.go("behavior_if_log_dir_exists=resume")
+    assert "all 2 steps are finished; add n_epochs=2 to train further" in finished.text.getvalue()
+    further = Bench(tmp_path)
+    await further.go("behavior_if_log_dir_exists=resume", "max_steps=4", "n_epochs=2")
+    assert "done: 2 steps (4 of 4) in " in further.text.getvalue()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_resumed_run_shows_its_first_evaluation(tmp_path, first):
+    options = ("eval_group_size=2", f"eval_before_train={first == 0}")
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1", *options)
+    resumed = Bench(tmp_path)
+    await resumed.go("behavior_if_log_dir_exists=resume", "max_steps=2", *options)
+    columns = []
+    for text, header in ((bench.text, f"step {first}"), (resumed.text, f"step {first} step 2")):
+        lines = [line.split() for line in text.getvalue().splitlines()]
+        start = lines.index(["held-out", "task", *header.split()]) + 1
+        columns.append([row[:2] for row in lines[start : start + len(HELD_OUT)]])
+    assert columns[0] == columns[1]
+
+
 async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     unbroken = Bench(tmp_path / "a")
     await unbroken.go()
@@ -319,6 +365,7 @@ async def test_a_cancelled_run_saves_a_checkpoint_and_can_resume(tmp_path):
     await cancelled_with_version(bench, 1)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False)]
     assert "checkpoint after step 1: tinker://run/weights/000001" in bench.text.getvalue()
+    assert bench.text.getvalue().splitlines()[-1] == f"continue: {resume_command(bench.path)}"
     await bench.go("behavior_if_log_dir_exists=resume")
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
 

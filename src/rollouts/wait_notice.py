@@ -1,0 +1,52 @@
+"""Messages that explain a long wait and repeat while it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+SLOW_S = 5.0  # a message explains a longer wait
+REPEAT_S = 30.0  # the time between two messages about the same wait
+
+
+class WaitNotice:
+    """Reports the wait of a run on the event loop. Only the latest wait is reported."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(
+        self, cause: str, *, explanation: str | None = None, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Report a wait for `cause` every REPEAT_S, until `stop` is called or `is_over` returns True.
+
+        `explanation` is added to a first message after SLOW_S; None: there is no such message.
+        """
+        self.stop()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+
+        def repeat(next_s: float) -> None:
+            self._timer = loop.call_at(started + next_s, still_waiting, next_s)
+
+        def explain() -> None:
+            if not is_over():
+                self._say(f"waiting for {cause}; {explanation}")
+                repeat(REPEAT_S)
+
+        def still_waiting(elapsed_s: float) -> None:
+            if not is_over():
+                self._say(f"still waiting for {cause} ({elapsed_s:.0f} s)")
+                repeat(elapsed_s + REPEAT_S)
+
+        if explanation is None:
+            repeat(REPEAT_S)
+        else:
+            self._timer = loop.call_at(started + SLOW_S, explain)
+
+    def stop(self) -> None:
+        """End the reports of the current wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
