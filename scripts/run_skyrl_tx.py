@@ -390,10 +390,13 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the trainer. Then stop `server`, which this process has started with `key`."""
+    """Run the trainer. Then stop `server`, which this process has started with `key`.
+
+    TRAINER_DEBUG=1 prints the XLA programs of the server after a run without an error.
+    """
     status = run_program(module, trainer_arguments(options), key=key)
     if server is not None:
-        if status == 0:  # after a failure, the error of the trainer stays the last line
+        if status == 0 and os.environ.get("TRAINER_DEBUG"):
             print_programs(options["skyrl_tx_url"], key=key or "")
         stop(server)
     return status

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,20 @@ def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatc
     assert main(["tasks_dir=tasks"]) == main(["quickstart=terminal"]) == 0
     (own, _, _), (quick_start, _, _) = trained
     assert "eval_tasks" not in own and "eval_tasks" in quick_start
+
+
+def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(run_skyrl_tx, "run_program", lambda *_, **__: 0)
+    monkeypatch.setattr(run_skyrl_tx, "stop", lambda _: None)
+    monkeypatch.setattr(run_skyrl_tx, "print_programs", lambda url, *, key: printed.append(url))
+    monkeypatch.delenv("TRAINER_DEBUG", raising=False)
+    server: Any = object()
+    run_skyrl_tx.train({"skyrl_tx_url": "http://h:1"}, server, key=KEY)
+    assert printed == []
+    monkeypatch.setenv("TRAINER_DEBUG", "1")
+    run_skyrl_tx.train({"skyrl_tx_url": "http://h:1"}, server, key=KEY)
+    assert printed == ["http://h:1"]
 
 
 @pytest.mark.seed_behaviour(134)
