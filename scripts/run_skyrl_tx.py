@@ -36,6 +36,7 @@ import httpx
 from dotenv import load_dotenv
 
 from scripts.caller_paths import with_absolute_paths
+from scripts.launcher_help import ACTIONS, help_text
 from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart, WarmStart
 from scripts.recipe_options import (
     DEFAULT_TASKS,
@@ -50,7 +51,7 @@ from scripts.running_server import NO_SERVER, ServedModels, find_server, tokeniz
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import help_words, parse, parse_as, with_present_names
+from src.cli.command_line import help_words, parse, parse_as, print_help, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
 from src.config import TrainerConfig
@@ -65,7 +66,6 @@ from src.records.private_folder import make_private, write_private
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
-ACTIONS = ("resume", "evaluate", "chat", "quickstart")  # options of this program only
 SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
@@ -79,7 +79,10 @@ def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
     if (topics := help_words(argv)) is not None:
-        return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
+        if topics:
+            return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
+        print_help(help_text())
+        return 0
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
         argv = with_present_names(argv, [*chz.chz_fields(_config_class(argv)), *ACTIONS])
