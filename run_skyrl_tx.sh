@@ -7,9 +7,9 @@
 #   ./run_skyrl_tx.sh quickstart=arithmetic  SmolLM2-135M, a pretrained model, learns word problems in about 15 minutes
 #   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
-#                                          the full recipe; starts a server unless a running server has this model
+#                                            the full recipe; starts a server unless a running server has this model
 #
-# `.venv/bin/python -m src.train --help` lists all options.
+# `./run_skyrl_tx.sh --help` lists the options of this command and its defaults, and `--help WORD` the options that contain a word.
 # Relative paths and modules (reward=module:function) are those of the folder from which the script is called.
 set -euo pipefail
 caller=$PWD

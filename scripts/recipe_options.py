@@ -17,6 +17,7 @@ DEFAULT_TASKS = "./datasets/terminal-bench-2"
 WANDB_HOST = "api.wandb.ai"
 
 RECIPE_OPTIONS = {
+    "logs_dir": "./runs",
     "learning_rate": "2e-4",
     "batch_size": "2",
     "group_size": "16",
@@ -85,7 +86,7 @@ def recipe_defaults(kind: str, model: NamedModel, user_options: Mapping[str, str
         **RECIPE_OF_KIND.get(kind, {}),
         **({} if model.tokenizer is None else {"tokenizer": model.tokenizer}),
         "wandb_name": name,
-        "log_path": f"{user_options.get('logs_dir', './runs')}/{name}",
+        "log_path": f"{user_options.get('logs_dir', RECIPE_OPTIONS['logs_dir'])}/{name}",
     }
 
 

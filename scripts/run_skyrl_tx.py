@@ -36,6 +36,7 @@ import httpx
 from dotenv import load_dotenv
 
 from scripts.caller_paths import with_absolute_paths
+from scripts.launcher_help import ACTIONS, help_text
 from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart, WarmStart
 from scripts.recipe_options import (
     DEFAULT_TASKS,
@@ -46,11 +47,11 @@ from scripts.recipe_options import (
     recipe_defaults,
     wandb_is_set_up,
 )
-from scripts.running_server import NO_SERVER, ServedModels, find_server
+from scripts.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import help_words, parse, parse_as, with_present_names
+from src.cli.command_line import help_words, parse, parse_as, print_help, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
 from src.config import TrainerConfig
@@ -65,7 +66,6 @@ from src.records.private_folder import make_private, write_private
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
-ACTIONS = ("resume", "evaluate", "chat", "quickstart")  # options of this program only
 SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
@@ -79,7 +79,10 @@ def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
     if (topics := help_words(argv)) is not None:
-        return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
+        if topics:
+            return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
+        print_help(help_text())
+        return 0
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
         argv = with_present_names(argv, [*chz.chz_fields(_config_class(argv)), *ACTIONS])
@@ -98,11 +101,8 @@ def main(argv: list[str]) -> int:
             return quick_start(user_options)
         if "chat" in user_options:
             return with_server_of(user_options.pop("chat"), user_options, chat_arguments, "src.evaluate.chat")
-        if (
-            "model_name" not in user_options
-            and (served_model := model_of_a_running_server(user_options)) is not None
-        ):
-            user_options = {**user_options, "model_name": served_model}
+        if "model_name" not in user_options:
+            user_options = {**model_of_a_running_server(user_options), **user_options}
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
     except (ConfigError, ServerConfigError) as error:
         return fail(str(error))
@@ -136,6 +136,8 @@ def quick_start(user_options: dict[str, str]) -> int:
     recipe = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options}
     if warm_start is not None:
         recipe |= warm_start.rl_options
+    if "tasks_dir" in user_options:  # a run on the user's tasks holds out a share of them
+        recipe.pop("eval_tasks", None)
     options = {**recipe, **user_options, "model_name": alias}
     options.setdefault("seed", "0")
     options.setdefault(
@@ -317,27 +319,34 @@ def with_server_of(
     )
 
 
-def model_of_a_running_server(user_options: dict[str, str]) -> str | None:
-    """Return the model that the server at the default address serves, if a run without `model_name` can use
-    it. Otherwise return None, and print the reason if there is a server."""
-    url = user_options.get("skyrl_tx_url") or default_url()
-    models_or_reason = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
+def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
+    """Return the options for the model that the server at the default address serves, if a run without
+    `model_name` can use it. Otherwise return no options, and print the reason if there is a server.
+
+    Raises ConfigError with the reason if the user chose the server, or tasks that no quick start has.
+    """
+    url, key = user_options.get("skyrl_tx_url") or default_url(), os.environ.get("TINKER_API_KEY", "")
+    models_or_reason, kind = find_server(url, key=key), environment_kind(user_options)
     if models_or_reason == NO_SERVER and "skyrl_tx_url" not in user_options:
-        return None
+        return {}
     if isinstance(models_or_reason, str):
         reason = models_or_reason
-    elif environment_kind(user_options) != "harbor":
+    elif kind != "harbor":
         reason = "a run with env= or data= needs model_name= as well"
-    elif (name := next(iter(models_or_reason.contexts))).startswith(
-        "local/"
-    ) and "tokenizer" not in user_options:
-        reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
     else:
-        return name
+        name = next(iter(models_or_reason.contexts))
+        if not name.startswith("local/") or "tokenizer" in user_options:
+            return {"model_name": name}
+        if (folder := tokenizer_folder(url, model_name=name, key=key)) is not None:
+            return {"model_name": name, "tokenizer": folder}
+        reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
     if "skyrl_tx_url" in user_options:
-        sys.exit(fail(f"skyrl_tx_url={url}: {reason}"))
+        raise ConfigError(f"skyrl_tx_url={url}: {reason}")
+    if "tasks_dir" in user_options or kind not in ("harbor", "tau_bench"):
+        advice = "" if "model_name" in reason else "; give model_name=MODEL to start another server"
+        raise ConfigError(f"cannot use the server at {url}: {reason}{advice}")
     print_message(f"not using the server at {url}: {reason}")
-    return None
+    return {}
 
 
 def default_tasks() -> dict[str, str]:
@@ -384,10 +393,13 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the trainer. Then stop `server`, which this process has started with `key`."""
+    """Run the trainer. Then stop `server`, which this process has started with `key`.
+
+    TRAINER_DEBUG=1 prints the XLA programs of the server after a run without an error.
+    """
     status = run_program(module, trainer_arguments(options), key=key)
     if server is not None:
-        if status == 0:  # after a failure, the error of the trainer stays the last line
+        if status == 0 and os.environ.get("TRAINER_DEBUG"):
             print_programs(options["skyrl_tx_url"], key=key or "")
         stop(server)
     return status

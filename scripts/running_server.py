@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -46,3 +48,33 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
     except (ValueError, KeyError, TypeError):
         return "it is not a Tinker endpoint: it does not list its models"
     return ServedModels(contexts=contexts) if contexts else "it serves no model"
+
+
+def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
+    """Return the folder of the model that the server at `url` serves; None if it is not on this machine.
+
+    Only `get_info` of an adapter reports the folder, and only to clients on the machine of the server. The
+    function therefore creates an adapter of rank 1, and then ends its session. It does not use the SDK, which
+    would retry for minutes.
+    """
+    if httpx.URL(url).host not in ("localhost", "127.0.0.1"):
+        return None
+    adapter = {"model_seq_id": 0, "base_model": model_name, "lora_config": {"rank": 1}}
+    headers = {"X-API-Key": key} if key else {}
+    try:
+        with httpx.Client(
+            base_url=f"{url.rstrip('/')}/api/v1/", headers=headers, timeout=TIMEOUT_S
+        ) as client:
+            session_id = _post(client, "create_session", {"tags": []})["session_id"]
+            try:
+                model_id = _post(client, "create_model", {"session_id": session_id, **adapter})["model_id"]
+                folder = _post(client, "get_info", {"model_id": model_id})["model_data"]["tokenizer_id"]
+            finally:
+                client.post(f"sessions/{session_id}/finish", json={})
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):  # for example, no memory for another adapter
+        return None
+    return folder if folder is not None and Path(folder).is_dir() else None
+
+
+def _post(client: httpx.Client, route: str, body: dict[str, object]) -> Any:
+    return client.post(route, json=body).raise_for_status().json()

@@ -107,7 +107,7 @@ if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.
   done
   [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
 fi
-say "installing $(grep -c == requirements.txt) pinned packages"
+say "installing $(grep -c == requirements.txt) pinned packages; this takes one to two minutes"
 # With PYTHONDONTWRITEBYTECODE, `import jax` takes three seconds without compiled bytecode and one second with it.
 "$uv" pip install -q --compile-bytecode --python .venv/bin/python --require-hashes -r requirements.txt ||
   fail "could not install requirements.txt; see the message of uv above"

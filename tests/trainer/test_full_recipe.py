@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,6 +180,55 @@ def test_without_model_name_the_served_model_is_trained(trained, monkeypatch) ->
         assert main(["tasks_dir=tasks"]) == 0
     ((options, _, _),) = trained
     assert options["model_name"] == "org/name" and options["context_limit"] == "32768"
+
+
+def test_the_tokenizer_of_a_served_folder_is_found(trained, monkeypatch) -> None:
+    monkeypatch.setattr(run_skyrl_tx, "tokenizer_folder", lambda url, *, model_name, key: "/the/folder")
+    with server({"local/model": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main(["tasks_dir=tasks"]) == 0
+    ((options, process, _),) = trained
+    assert process is None and options["skyrl_tx_url"] == url
+    assert (options["model_name"], options["tokenizer"]) == ("local/model", "/the/folder")
+
+
+@pytest.mark.parametrize("tasks", ["tasks_dir=tasks", "data=questions.jsonl", "env=my_env:open_my_env"])
+def test_no_quick_start_replaces_a_run_on_other_tasks(tasks: str, trained, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(run_skyrl_tx, "tokenizer_folder", lambda url, *, model_name, key: None)
+    with server({"local/model": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main([tasks]) == 2
+    with server({}, health=404) as other:
+        monkeypatch.setenv("SKYRL_TX_URL", other)
+        assert main([tasks]) == 2
+    assert trained == []
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith(f"run_skyrl_tx: cannot use the server at {url}: ") and "model_name=" in first
+    assert second == (
+        f"run_skyrl_tx: cannot use the server at {other}: it is not a Tinker endpoint: /api/v1/healthz "
+        "answered 404; give model_name=MODEL to start another server"
+    )
+
+
+def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatch) -> None:
+    monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
+    assert main(["tasks_dir=tasks"]) == main(["quickstart=terminal"]) == 0
+    (own, _, _), (quick_start, _, _) = trained
+    assert "eval_tasks" not in own and "eval_tasks" in quick_start
+
+
+def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(run_skyrl_tx, "run_program", lambda *_, **__: 0)
+    monkeypatch.setattr(run_skyrl_tx, "stop", lambda _: None)
+    monkeypatch.setattr(run_skyrl_tx, "print_programs", lambda url, *, key: printed.append(url))
+    monkeypatch.delenv("TRAINER_DEBUG", raising=False)
+    server: Any = object()
+    run_skyrl_tx.train({"skyrl_tx_url": "http://h:1"}, server, key=KEY)
+    assert printed == []
+    monkeypatch.setenv("TRAINER_DEBUG", "1")
+    run_skyrl_tx.train({"skyrl_tx_url": "http://h:1"}, server, key=KEY)
+    assert printed == ["http://h:1"]
 
 
 @pytest.mark.seed_behaviour(134)

@@ -1,0 +1,62 @@
+"""The help of `./run_skyrl_tx.sh`: its own options, and its defaults where they differ from `src.train`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from scripts.quick_starts import QUICKSTARTS
+from scripts.recipe_options import RECIPE_OF_KIND, RECIPE_OPTIONS
+from src.cli.command_line import parse
+from src.cli.saved_options import option_text
+from src.config import TrainerConfig
+
+SCRIPT = Path(__file__).resolve().parent.parent / "run_skyrl_tx.sh"
+ACTIONS = {
+    "resume": "Continue the run in the folder RUN with its options; further options replace them: resume=RUN",
+    "evaluate": "Evaluate the last checkpoint of a run on its held-out tasks: evaluate=RUN",
+    "chat": "Chat with the last checkpoint of a run: chat=RUN",
+    "quickstart": f"Run a quick start: quickstart={' | '.join(QUICKSTARTS)}",
+}
+"""Option of the launcher only -> its help text."""
+
+
+def help_text() -> str:
+    """Return the usage lines of the script, the options of the launcher and the defaults of its recipe."""
+    lines = [*usage(), "", "Options of this command, in addition to those of python -m src.train:"]
+    lines += [f"  {name:11} {text}" for name, text in ACTIONS.items()]
+    lines += ["", "Defaults that differ from those of python -m src.train:"]
+    lines += changed_defaults({"backend": "skyrl-tx", **RECIPE_OPTIONS}, kind="harbor")
+    for kind, options in RECIPE_OF_KIND.items():
+        lines += [f"{line}   with env={kind}" for line in changed_defaults(options, kind=kind)]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Lengths that exceed the context of the server are lowered, unless they are set. wandb is used "
+            "if it is set up.",
+            "A quick start has other values, which are in the config.json of its run folder.",
+            "",
+            "--help WORD lists the options that contain a word; docs/options.md lists all options.",
+        ]
+    )
+
+
+def usage() -> list[str]:
+    """Return the first two paragraphs of the comment at the start of the script."""
+    comment = SCRIPT.read_text(encoding="utf-8").partition("\nset ")[0].splitlines()[1:]
+    paragraphs = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment).split("\n\n")
+    return "\n\n".join(paragraphs[:2]).splitlines()
+
+
+def changed_defaults(options: dict[str, str], *, kind: str) -> list[str]:
+    """Return a line for each option whose value is not the default of the trainer."""
+    run = {"backend": "skyrl-tx", "skyrl_tx_url": "http://h:1", "model_name": "m", "env": kind}
+    tasks = {"tasks_dir": "t"} if kind == "harbor" else {}
+    config = parse([f"{name}={value}" for name, value in (run | tasks | options).items()])
+    parameters = inspect.signature(TrainerConfig).parameters
+    return [
+        f"  {name} = {value}, not {option_text(parameters[name].default)}"
+        for name, value in options.items()
+        if getattr(config, name) != parameters[name].default
+    ]
