@@ -61,9 +61,7 @@ def report(log_path: Path, *, wall_s: float, steps_before: int, options: Schedul
         log_path=log_path,
     )
     if steps == steps_before:
-        is_limited = steps == options.max_steps
-        more = f"max_steps={2 * steps}" if is_limited else f"n_epochs={2 * options.n_epochs}"
-        duration = f"nothing to do: all {counted(steps, 'step')} are finished; add {more} to train further"
+        duration = nothing_to_do(steps, max_steps=options.max_steps, n_epochs=options.n_epochs)
     return [duration, *others]
 
 
@@ -159,6 +157,16 @@ def last_lines(
         *results,
         f"files: {log_path} ({', '.join(files)})",
     ]
+
+
+def nothing_to_do(steps: int, *, max_steps: int | None, n_epochs: int) -> str:
+    """Return the line of a resumed run whose `steps` steps are finished.
+
+    >>> nothing_to_do(6, max_steps=None, n_epochs=1)
+    'nothing to do: all 6 steps are finished; add n_epochs=2 to train further'
+    """
+    option = f"max_steps={2 * steps}" if steps == max_steps else f"n_epochs={2 * n_epochs}"
+    return f"nothing to do: all {counted(steps, 'step')} are finished; add {option} to train further"
 
 
 def resume_command(log_path: Path) -> str:

@@ -17,8 +17,8 @@ from src.core.process import in_thread
 from src.evaluate.training_events import TrainingEvents
 from src.learning.supervised import SupervisedLearner
 from src.loop.connection import Connect, Connector, Dependencies, update_scale
-from src.loop.outcome import counted, last_lines
-from src.loop.run import journal_of_run
+from src.loop.outcome import counted, last_lines, nothing_to_do
+from src.loop.run import journal_of_run, shows_resume_command
 from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
 from src.records import checkpoints
@@ -79,13 +79,14 @@ async def run(
         folder.create(config)
         with (
             logging_to_file(folder.path / "logs.log"),
+            shows_resume_command(folder.path, events),
             journal_of_run(folder.path) as journal,
             open_run_log(folder.path, config, name=name, config=chz.asdict(config)) as run_log,
         ):
             connection_stack.pop_all()  # `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
-    for line in report(folder.path, wall_s=time.monotonic() - started):
+    for line in report(config, folder, wall_s=time.monotonic() - started):
         events.say(line)
 
 
@@ -100,7 +101,7 @@ async def train(
     """Train every step after the folder's last checkpoint."""
     dataset, backend = dependencies.source, dependencies.backend
     batches = schedule(dataset, config)
-    steps_done = folder.checkpoint.batch if folder.checkpoint else 0
+    steps_done = folder.steps_done
     rate = config.learning_rate or recommended_rate(*size_of(config.tokenizer or config.model_name))
     events.say(
         f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
@@ -133,14 +134,17 @@ async def train(
         await trainer.train(batches)
 
 
-def report(log_path: Path, *, wall_s: float) -> list[str]:
-    """Return the last lines of a run that took `wall_s` seconds."""
-    metrics_file, lines = log_path / "metrics.jsonl", []
+def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
+    """Return the last lines of a process that took `wall_s` seconds.
+
+    `folder` is the run folder as the process found it.
+    """
+    metrics_file, lines = folder.path / "metrics.jsonl", []
     values = recorded(metrics_file, HELD_OUT_NLL)
     if values:
         before, after = values[min(values)], values[max(values)]
         lines.append(f"held-out NLL: {before:.4f} before, {after:.4f} after, in nats per token")
-    checkpoint = checkpoints.last(log_path)
+    checkpoint = checkpoints.last(folder.path)
     if checkpoint is not None:
         lines += [
             f"sampler checkpoint: {checkpoint.sampler_path}",
@@ -148,4 +152,9 @@ def report(log_path: Path, *, wall_s: float) -> list[str]:
             "load_optimizer=false ...",
         ]
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    return last_lines(lines, steps=steps, wall_s=wall_s, log_path=log_path)
+    duration, *others = last_lines(
+        lines, steps=steps, steps_before=folder.steps_done, wall_s=wall_s, log_path=folder.path
+    )
+    if steps == folder.steps_done:
+        duration = nothing_to_do(steps, max_steps=config.max_steps, n_epochs=config.n_epochs)
+    return [duration, *others]

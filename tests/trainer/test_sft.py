@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from src.cli.agent_trainer import command_line
 from src.cli.command_line import parse_as
 from src.core.errors import ConfigError, ServerLost
+from src.loop.outcome import resume_command
 from src.policy.chat import Chat as Template
 from src.records import checkpoints
 from src.records.journal import Journal, RolloutKey
@@ -223,6 +225,25 @@ async def test_a_resumed_run_continues_with_its_optimizer(tmp_path: Path) -> Non
     assert states[0] == states[1]
     last = checkpoints.last(tmp_path / "parts" / "run")
     assert last is not None and last.final and last.batch == 12
+
+
+async def test_a_resume_reports_the_steps_of_this_process(tmp_path: Path) -> None:
+    data, run = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
+    await run.go(f"data={data}", *OPTIONS, "max_steps=1")
+    await run.go(f"data={data}", *OPTIONS, "max_steps=3")
+    assert "done: 2 steps (3 of 3) in " in run.text.getvalue()
+    await run.go(f"data={data}", *OPTIONS, "max_steps=3")
+    assert "nothing to do: all 3 steps are finished; add max_steps=6" in run.text.getvalue()
+
+
+async def test_a_cancelled_run_shows_the_command_that_resumes_it(tmp_path: Path) -> None:
+    def cancel() -> None:
+        raise asyncio.CancelledError
+
+    run = SftRun(tmp_path, tick=cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await run.go(f"data={write_chats(tmp_path / 'chats.jsonl')}", *OPTIONS)
+    assert run.text.getvalue().splitlines()[-1] == f"continue: {resume_command(tmp_path / 'run')}"
 
 
 async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) -> None:
