@@ -1,4 +1,7 @@
-"""Runs whole trials on a real Docker engine. The tests are skipped if no engine responds."""
+"""Tests of a complete trial and of the removal of containers on a real Docker engine.
+
+The tests are skipped if trials cannot run on Docker on this machine or if the image `BASE_IMAGE` is missing.
+"""
 
 from __future__ import annotations
 
@@ -19,41 +22,42 @@ from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
 BASE_IMAGE = "debian:bookworm-slim"
-HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
+HELLO_TASK = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
 
 
-def why_no_trial() -> str | None:
+def missing_requirement() -> str | None:
+    """Return why the tests cannot run on this machine, or None."""
     if reason := why_no_engine():
         return reason
     present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
     return None if present.returncode == 0 else f"the image {BASE_IMAGE} is missing"
 
 
-REASON = why_no_trial()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no trial on Docker: {REASON}")
+REASON = missing_requirement()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"trials cannot run on Docker: {REASON}")
 
 
 def containers_of(label: str) -> list[str]:
-    """Return the ids of the containers of a run."""
+    """Return the ids of the containers of the run `label`."""
     command = ["docker", "ps", "--all", "--quiet", "--filter", f"label={RUN_LABEL}={label}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Path) -> None:
     folder = tmp_path / "hello-docker"
-    shutil.copytree(HELLO, folder)
-    # With no-network, Harbor would need an image from a registry.
+    shutil.copytree(HELLO_TASK, folder)
+    # The task of the test does not set no-network, for which Harbor needs images from a registry.
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")
     options = {"environment_type": "auto", "max_turns": 6, "enable_summarize": False, "eval_split": 0.0}
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
     label = tasks.run_label
     assert tasks.environment_type == "docker"
     assert label in live_run_labels()
-    containers: list[list[str]] = []  # at each sampling call
+    container_ids: list[list[str]] = []  # the containers of the run at each sampling call
 
     class RecordingPolicy(ScriptedPolicy):
         async def sample(self, request: SampleRequest) -> Turn:
-            containers.append(containers_of(label))
+            container_ids.append(containers_of(label))
             remove_ended(keep=live_run_labels())  # Another trainer makes this call when it starts.
             return await super().sample(request)
 
@@ -67,7 +71,7 @@ async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Pat
     )
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
-    assert [len(ids) for ids in containers] == [1, 1, 1]
+    assert [len(ids) for ids in container_ids] == [1, 1, 1]
     assert containers_of(label) == []
 
 

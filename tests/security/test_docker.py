@@ -1,5 +1,7 @@
-"""Tests of trials and clean-up with a real Docker engine: agents cannot access host files, stay within limits
-and leave no objects.
+"""Tests of the containers of trials and of the clean-up with a real Docker engine.
+
+Downloads from a container follow no links, and downloads and the output of commands are limited. A clean-up
+removes the objects of ended runs and no others.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ volumes:
 
 @pytest.fixture(autouse=True)
 def separate_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the objects of each test a separate owner, so that no trainer of another test removes them."""
+    """Give the objects of each test a separate owner, so that no other test and no trainer removes them."""
     owner = f"test-{secrets.token_hex(4)}"
     monkeypatch.setattr(docker, "owner", lambda: owner)
 
@@ -79,7 +81,7 @@ def missing_requirement() -> str | None:
 
 
 REASON = missing_requirement()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no container on this machine: {REASON}")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"containers cannot run on this machine: {REASON}")
 
 
 def create_environment(
@@ -118,14 +120,14 @@ async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
         await container.stop(delete=True)
 
 
-def everything_below(folder: Path) -> list[Path]:
+def paths_below(folder: Path) -> list[Path]:
     return [
         Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)
     ]
 
 
 def objects_of_project(project: str) -> set[str]:
-    """Return the names of the existing objects of a compose project."""
+    """Return the names of the containers, networks and volumes of a compose project."""
     filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
     with engine(timeout_s=20) as client:
         objects = [
@@ -140,14 +142,14 @@ async def test_container_downloads_are_limited_and_follow_no_links(
     tmp_path: Path,
 ) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("of the host")
+    secret.write_text("secret of the host")
     async with environment(tmp_path) as container:
         agent_command = (
             f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && "
             "truncate -s 10G sparse && echo ok > 0"
         )
         assert (await container.exec(agent_command)).return_code == 0
-        assert everything_below(tmp_path / "trial" / "agent") == []  # no directory of the host is mounted
+        assert paths_below(tmp_path / "trial" / "agent") == []  # No host directory is mounted.
         verifier_command = (
             f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > "
             "reward.txt"
@@ -172,14 +174,14 @@ async def test_container_downloads_are_limited_and_follow_no_links(
             await container.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
         with pytest.raises(SandboxError, match="cannot download"):
             await container.download_file("/logs/agent/link", tmp_path / "trial" / "link")
-        (tmp_path / "trial" / "verifier" / "host.txt").write_text("of Harbor")
+        (tmp_path / "trial" / "verifier" / "host.txt").write_text("file of Harbor")
         await container.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
         assert (
             await container.exec("cd /logs/verifier && ls && stat -c %s aaa")
         ).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
             await container.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
-    local_files = everything_below(tmp_path / "trial")
+    local_files = paths_below(tmp_path / "trial")
     assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
     assert len(local_files) <= MAX_FILES and sum(path.lstat().st_size for path in local_files) < 40 * 2**20
     assert not any(path.is_symlink() or path.is_fifo() for path in local_files)
@@ -187,7 +189,7 @@ async def test_container_downloads_are_limited_and_follow_no_links(
     assert "/logs/agent: only" in note and "/logs/verifier: only" in note
 
 
-async def test_the_end_of_a_trial_does_not_wait_for_a_container(tmp_path: Path) -> None:
+async def test_every_service_has_a_stop_timeout_of_0_seconds(tmp_path: Path) -> None:
     name = f"test-{secrets.token_hex(4)}"
     compose_environment = create_environment(
         tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE
@@ -202,10 +204,14 @@ async def test_the_end_of_a_trial_does_not_wait_for_a_container(tmp_path: Path) 
         await compose_environment.stop(delete=True)
 
 
-async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:
+async def test_the_output_of_a_command_is_cut_at_the_limit(tmp_path: Path) -> None:
     async with environment(tmp_path) as container:
         result = await container.exec("head -c 50M /dev/zero | tr '\\0' x; exit 3")
         assert (len(result.stdout or ""), result.return_code) == (MAX_OUTPUT_BYTES, 3)
+
+
+async def test_a_command_that_exceeds_its_timeout_raises_an_error(tmp_path: Path) -> None:
+    async with environment(tmp_path) as container:
         with pytest.raises(RuntimeError, match="timed out"):
             await container.exec("sleep 60", timeout_sec=1)
 
@@ -232,7 +238,8 @@ def test_a_cleanup_removes_the_objects_of_a_killed_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"killed-{secrets.token_hex(4)}"
-    other_tmpdir = tmp_path / "elsewhere"  # this process does not search it for lock files
+    # All trainers of a user have their locks in the same directory, whatever their TMPDIR is.
+    other_tmpdir = tmp_path / "elsewhere"
     other_tmpdir.mkdir()
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tmp_path), name, docker.owner()],
@@ -294,19 +301,19 @@ def objects_of_another_project() -> Iterator[Callable[[], set[str]]]:
             volume.remove()
 
 
-def dead_labels(run: str) -> dict[str, str]:
-    """Return labels of the run `run`, whose process has ended."""
+def labels_of_ended_run(run: str) -> dict[str, str]:
+    """Return the labels of the run `run`, whose process has ended."""
     ended = subprocess.Popen(["true"])
     name = process_name(ended.pid)
     ended.wait()
     return {RUN_LABEL: run, OWNER_LABEL: docker.owner(), PROCESS_LABEL: name}
 
 
-def test_concurrent_clean_ups_remove_all_objects() -> None:
+def test_concurrent_cleanups_remove_all_objects() -> None:
     projects = [f"same-time-{secrets.token_hex(4)}" for _ in range(6)]
     with engine(timeout_s=60) as client:
         for project in projects:
-            labels = {PROJECT_LABEL: project, **dead_labels(project)}
+            labels = {PROJECT_LABEL: project, **labels_of_ended_run(project)}
             client.containers.run(
                 BASE_IMAGE, ["sleep", "60"], detach=True, name=f"{project}-main", labels=labels
             )
@@ -318,10 +325,12 @@ def test_concurrent_clean_ups_remove_all_objects() -> None:
     assert not any(objects_of_project(project) for project in projects)
 
 
-def test_a_cleanup_removes_networks_without_containers() -> None:
+def test_a_cleanup_removes_a_project_without_containers() -> None:
     project = f"early-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
-        client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
+        client.networks.create(
+            f"{project}_default", labels={PROJECT_LABEL: project, **labels_of_ended_run(project)}
+        )
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
     report = remove_ended(keep=live_run_labels())
     assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(report.removed)
@@ -332,7 +341,7 @@ def test_objects_that_cannot_be_removed_are_reported() -> None:
     project = f"busy-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
         network = client.networks.create(
-            f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)}
+            f"{project}_default", labels={PROJECT_LABEL: project, **labels_of_ended_run(project)}
         )
         foreign_container = client.containers.run(
             BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name
@@ -347,7 +356,7 @@ def test_objects_that_cannot_be_removed_are_reported() -> None:
             network.remove()
 
 
-def test_a_cleanup_skips_live_runs_and_runs_of_other_hosts() -> None:
+def test_a_cleanup_keeps_runs_that_may_not_have_ended() -> None:
     remote_run, live_run = (f"{name}-{secrets.token_hex(4)}" for name in ("remote", "live"))
     with engine(timeout_s=60) as client:
         networks = [

@@ -1,4 +1,4 @@
-"""Tests which Docker engine is used, with an engine that answers only the first calls of a connection."""
+"""Tests the selection of the Docker engine, with a fake engine that has one answer to all GET requests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ANSWER = json.dumps({"ApiVersion": "1.44"}).encode()
 
 @pytest.fixture(params=["currentContext", "DOCKER_CONTEXT"])
 def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Select the context of an engine that is running, and yield the paths of the requests to it."""
+    """Select the Docker context of a running fake engine, and yield the paths of the requests to it."""
     paths: list[str] = []
 
-    class Answers(BaseHTTPRequestHandler):
+    class AnswerHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             paths.append(self.path)
             self.send_response(200)
@@ -37,9 +37,9 @@ def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             self.wfile.write(ANSWER)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Do nothing: a Unix socket has no client address."""
+            """Log nothing, because a client of a Unix socket has no address."""
 
-    with tempfile.TemporaryDirectory() as name:  # the path of a Unix socket has at most 107 bytes
+    with tempfile.TemporaryDirectory() as name:  # On Linux, a socket path has at most 107 bytes.
         folder, address = Path(name), f"{name}/engine.sock"
         meta = folder / "contexts" / "meta" / hashlib.sha256(CONTEXT.encode()).hexdigest() / "meta.json"
         meta.parent.mkdir(parents=True)
@@ -50,7 +50,7 @@ def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("DOCKER_CONFIG", name)
         monkeypatch.setenv("DOCKER_CONTEXT", "" if selected else CONTEXT)
         monkeypatch.delenv("DOCKER_HOST", raising=False)
-        with socketserver.ThreadingUnixStreamServer(address, Answers) as server:
+        with socketserver.ThreadingUnixStreamServer(address, AnswerHandler) as server:
             thread = Thread(target=server.serve_forever)
             thread.start()
             yield paths
@@ -63,6 +63,6 @@ def test_the_engine_is_that_of_the_selected_context(requests: list[str]) -> None
         assert requests == ["/version"]
 
 
-def test_files_are_carried_with_an_engine_of_a_context(requests: list[str], tmp_path: Path) -> None:
+def test_files_can_be_carried_with_the_engine_of_a_context(requests: list[str], tmp_path: Path) -> None:
     assert can_carry_files(cast(BaseEnvironment, SimpleNamespace(environment_dir=tmp_path)))
     assert requests == ["/version", "/v1.44/_ping"]

@@ -1,4 +1,4 @@
-"""Tests the Dockerfile parser: the instructions that it rejects, and its messages."""
+"""Tests the Dockerfile parser: refused files, error messages, COPY of archives and non-UTF-8 comments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.core.errors import ConfigError
-from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
+from src.envs.sandbox.dockerfile import Copy, MakeDirectory, parse_dockerfile
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
         ("RUN true\n", "no FROM line"),
     ],
 )
-def test_unsupported_instructions_are_refused_with_their_line(
+def test_unsupported_dockerfiles_are_refused_with_the_reason(
     tmp_path: Path, dockerfile: str, message: str
 ) -> None:
     path = tmp_path / "Dockerfile"
@@ -42,11 +42,17 @@ def test_unsupported_instructions_are_refused_with_their_line(
         parse_dockerfile(path)
 
 
-def test_copy_keeps_archives_and_comments_may_be_latin_1(tmp_path: Path) -> None:
+def test_copy_does_not_unpack_an_archive(tmp_path: Path) -> None:
     (tmp_path / "x.tar").touch()
-    (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nCOPY x.tar /y\n")
+    (tmp_path / "Dockerfile").write_text("FROM a\nCOPY x.tar /y\n")
     (copy,) = parse_dockerfile(tmp_path / "Dockerfile").steps
-    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
+    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=2)
+
+
+def test_a_comment_may_contain_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nWORKDIR /app\n")
+    (step,) = parse_dockerfile(tmp_path / "Dockerfile").steps
+    assert step == MakeDirectory(path="/app", line=3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from src.learning.options import LearnerOptions
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 
-QUARTER = math.log(0.25)
+LOG_QUARTER = math.log(0.25)
 
 
 def settings(**changes):
@@ -28,12 +28,12 @@ def settings(**changes):
     return LearnerOptions(**(options | changes))
 
 
-def datums(token, *, logprob=QUARTER, advantage=1.0):
+def datums(token, *, logprob=LOG_QUARTER, advantage=1.0):
     return to_datums(sequences_of([turn([9], [token], logprob=logprob)], advantage=advantage))
 
 
 @pytest.mark.seed_behaviour(73, 76)
-async def test_one_substep_is_one_gradient_and_one_step():
+async def test_a_substep_is_one_gradient_and_one_optimizer_step():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings()).update([datums(3)])
     assert client.events == ["forward_backward", "optim_step"]
@@ -50,14 +50,14 @@ async def test_one_substep_is_one_gradient_and_one_step():
     )
 
 
-async def test_an_update_scale_keeps_the_decay_per_step():
+async def test_update_scale_keeps_the_decay_per_optimizer_step():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings(), update_scale=2.0).update([datums(3)])
     assert (client.adam[0].learning_rate, client.adam[0].weight_decay) == (1.0, 0.05)
     assert metrics["optim/lr"] == 1.0
 
 
-async def test_the_next_substep_is_queued_before_the_previous_one_is_awaited():
+async def test_substeps_are_sent_before_an_optimizer_step_is_awaited():
     client = BanditTrainingClient()
     events_at_await = []  # the calls that the client had received when each optimizer step was awaited
     optim_step = client.optim_step
@@ -85,15 +85,16 @@ async def test_without_datums_there_is_no_optimizer_step():
 
 
 async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
-    client = BanditTrainingClient()  # returns log 1/4 for every token
+    client = BanditTrainingClient()  # It returns log 1/4 for each of the tokens 0 to 3.
     metrics = await Learner(client, settings()).update(
-        [[*datums(3, logprob=QUARTER + 0.2), *datums(2, logprob=QUARTER - 0.4)]]
+        [[*datums(3, logprob=LOG_QUARTER + 0.2), *datums(2, logprob=LOG_QUARTER - 0.4)]]
     )
     assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-0.1, abs=1e-6)
     assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * (0.04 + 0.16) / 2, abs=1e-6)
-    assert metrics["optim/entropy"] == pytest.approx(-QUARTER + 0.1, abs=1e-6)
+    assert metrics["optim/entropy"] == pytest.approx(-LOG_QUARTER + 0.1, abs=1e-6)
     assert metrics["policy/rollout_train_logprobs_abs_diff_max"] == pytest.approx(0.4, abs=1e-6)
-    assert metrics["optim/clip_frac"] == 0.5  # exp(-0.2) = 0.819 is inside 0.8..1.2, exp(0.4) = 1.49 is not
+    # The ratio exp(-0.2) = 0.819 is inside the clip bounds 0.8 and 1.2, and exp(0.4) = 1.492 is outside.
+    assert metrics["optim/clip_frac"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,14 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
 @pytest.mark.seed_behaviour(75)
 async def test_clip_frac_uses_the_clip_bounds_of_the_loss(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
-    assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
+    assert (await learner.update([datums(2, logprob=LOG_QUARTER - 0.4)]))["optim/clip_frac"] == clipped
 
 
 class LossClient(BanditTrainingClient):
-    """Records the arguments of `forward`, or rejects them as a server does."""
+    """Records the number of datums, the loss and its settings of each call of `forward`.
+
+    If `refusal` is set, `forward` raises the error of a server that refuses the loss with this message.
+    """
 
     def __init__(self, *, refusal=None):
         super().__init__()
@@ -121,7 +125,7 @@ class LossClient(BanditTrainingClient):
         return super().forward(data, loss_fn, loss_fn_config)
 
 
-async def test_a_loss_of_the_server_is_evaluated_before_it_is_used():
+async def test_require_loss_evaluates_a_server_loss_on_one_datum():
     client = LossClient()
     options = settings(loss_fn="server:soft_clip", loss_fn_config=["sharpness=2"])
     await Learner(client, options).require_loss()
@@ -134,7 +138,7 @@ async def test_a_standard_loss_needs_no_evaluation():
     assert client.requests == []
 
 
-async def test_a_refused_loss_is_a_mistake_in_the_options():
+async def test_a_loss_that_the_server_refuses_is_a_config_error():
     client = LossClient(refusal="loss 'mine' is not supported by this server")
     with pytest.raises(ConfigError, match=r"^loss_fn=server:mine: loss 'mine' is not supported by"):
         await Learner(client, settings(loss_fn="server:mine")).require_loss()
@@ -147,14 +151,14 @@ async def test_losses_that_do_not_clip_report_no_clipping():
     assert "optim/clip_frac" not in metrics
 
 
-async def test_weights_that_have_diverged_end_the_run():
+async def test_logprobs_that_are_not_finite_are_a_trainer_error():
     client = BanditTrainingClient()
     client.logits[0] = math.nan
     with pytest.raises(TrainerError, match="step 7: the weights have diverged"):
         await Learner(client, settings()).update([datums(3)], step=7)
 
 
-async def test_a_failing_server_is_a_backend_error():
+async def test_an_error_of_the_server_is_a_backend_error():
     client = BanditTrainingClient()
 
     async def fail():
@@ -183,7 +187,7 @@ def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
     ] == pytest.approx(rates)
 
 
-async def test_every_substep_of_a_batch_has_the_batchs_rate():
+async def test_all_substeps_of_a_batch_have_the_same_learning_rate():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings(lr_schedule="linear"), num_steps=4).update(
         [datums(3), datums(2)], step=3
@@ -195,7 +199,7 @@ async def test_every_substep_of_a_batch_has_the_batchs_rate():
 async def test_the_trainers_logprobs_take_one_forward_call():
     client = BanditTrainingClient()
     [values] = await Learner(client, settings()).logprobs(datums(3))
-    assert client.events == ["forward"] and values.tolist() == pytest.approx([0, QUARTER])
+    assert client.events == ["forward"] and values.tolist() == pytest.approx([0, LOG_QUARTER])
     assert client.gradient.tolist() == [0, 0, 0, 0]
 
 
@@ -211,13 +215,14 @@ async def test_streamed_groups_have_the_gradient_of_their_batch():
     assert streamed.events == ["forward_backward", "forward_backward", "optim_step"]
     assert streamed.logits.tolist() == pytest.approx(whole.logits.tolist())
     assert metrics["optim/num_substeps"] == 1 and metrics["optim/loss"] == pytest.approx(-0.5)
-    assert (await learner.update())["optim/num_substeps"] == 0, "the first update used all groups"
+    assert (await learner.update())["optim/num_substeps"] == 0, "the second update used groups of the first"
 
 
-async def test_all_streamed_groups_are_compared_before_the_first_step():
-    learner = Learner(BanditTrainingClient(), settings())  # returns log 1/4 before the first optimizer step
-    learner.add(datums(3, logprob=QUARTER + 0.2))
-    learner.add(datums(2, logprob=QUARTER - 0.4))
-    metrics = await learner.update([datums(1, logprob=QUARTER + 5.0)])
+async def test_logprobs_abs_diff_covers_exactly_the_added_groups():
+    # The client returns log 1/4 for each of the tokens 0 to 3 before the first optimizer step.
+    learner = Learner(BanditTrainingClient(), settings())
+    learner.add(datums(3, logprob=LOG_QUARTER + 0.2))
+    learner.add(datums(2, logprob=LOG_QUARTER - 0.4))
+    metrics = await learner.update([datums(1, logprob=LOG_QUARTER + 5.0)])
     assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == pytest.approx(0.3, abs=1e-6)
     assert metrics["policy/rollout_train_logprobs_abs_diff_max"] == pytest.approx(0.4, abs=1e-6)
