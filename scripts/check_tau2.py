@@ -3,7 +3,7 @@ answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
-CHECK is gold, floors, adversarial or load. Every episode passes through the parser, `ServiceEnv`, a worker
+CHECK is gold, refusals, adversarial or load. Every episode passes through the parser, `ServiceEnv`, a worker
 and the official evaluator. The program prints one line per figure. Its exit status is 1 if a figure differs
 from its expected value.
 """
@@ -44,7 +44,7 @@ STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
 # For each (domain, grading): the number of tasks that an agent solves by refusing everything, and the number
 # of all tasks, as in docs/tau-bench.md. Telecom uses the split `small`.
-NOOP_BASELINES: dict[tuple[str, Grading], tuple[int, int]] = {
+SOLVED_BY_REFUSING: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
     ("airline", "all"): (23, 50),
     ("airline", "env"): (24, 50),
@@ -189,12 +189,12 @@ async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     return all_right
 
 
-async def check_floors(
+async def check_refusals(
     pool: WorkerPool, settings: WorkerSettings, domains: Mapping[str, Sequence[Task]]
 ) -> bool:
     """Check the number of tasks that an agent solves by refusing everything."""
     all_right = True
-    for (domain, grading), (solved, total) in NOOP_BASELINES.items():
+    for (domain, grading), (solved, total) in SOLVED_BY_REFUSING.items():
         if domain not in domains:
             continue
         tasks = official_tasks(settings, domain, "small") if domain == "telecom" else domains[domain]
@@ -313,15 +313,15 @@ async def main(argv: Sequence[str]) -> int:
     names = next(
         (word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS)
     )
-    checks = [word for word in argv if "=" not in word] or ["gold", "floors", "adversarial", "load"]
+    checks = [word for word in argv if "=" not in word] or ["gold", "refusals", "adversarial", "load"]
     settings = worker_settings(Path(home), num_workers=NUM_WORKERS, step_timeout_s=STEP_TIMEOUT_S)
     domains = {name: official_tasks(settings, name, "base") for name in names}
     all_right = True
     async with worker_pool(settings) as pool:
         if "gold" in checks:
             all_right &= await check_gold(pool, domains)
-        if "floors" in checks:
-            all_right &= await check_floors(pool, settings, domains)
+        if "refusals" in checks:
+            all_right &= await check_refusals(pool, settings, domains)
     if "adversarial" in checks and "retail" in domains:
         all_right &= await check_adversarial(settings, domains["retail"])
     if "load" in checks and "retail" in domains:

@@ -5,10 +5,11 @@ ServerError                 500 server
 |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
 |   |-- NoRouteError        404 user     no such method and path
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
-|   |-- ForbiddenError      403 user     the API key, web page or host name is not allowed
+|   |-- ForbiddenError      403 user     the route is for the operator's API key only, or the Origin,
+|   |                                    Sec-Fetch-Site or Host header is not allowed
 |   |-- UnsupportedMediaTypeError 415 user  the route does not accept the body's content-type
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
-|   `-- ConflictError       409 user     the name is already in use
+|   `-- ConflictError       400 user     the name is already in use; the SDK would retry a 409
 |-- CapacityError           429 server   no slot or memory is free; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   the server has no such request or session any more
@@ -53,7 +54,7 @@ class TooLongError(UserError):
 
 
 class ConflictError(UserError):
-    status = 409
+    pass
 
 
 class CapacityError(ServerError):

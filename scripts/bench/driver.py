@@ -92,7 +92,11 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Return the median duration of a dispatch of decode steps for all prompts, without compilation."""
+        """Return the median duration of a dispatch of decode steps for all prompts, without compilation.
+
+        `steps` must be the executor's `decode_steps_per_dispatch`. Two rounds are run, and the median of the
+        second is returned, because programs are compiled in the first.
+        """
         durations_s: list[float] = []
         for _ in range(2):
             request_ids = self.admit(prompts, max_tokens=(dispatches + 2) * steps, adapters=adapters)

@@ -494,7 +494,7 @@ def pair(family: str, words: Words) -> Instance:
 Maker = Callable[[str, Words], Instance]
 
 
-def _filter(*names: str, to_end: bool = False) -> Maker:
+def _filter_maker(*names: str, to_end: bool = False) -> Maker:
     return lambda family, words: filtered(family, words, names, to_end=to_end)
 
 
@@ -503,11 +503,11 @@ TRAINING: dict[str, Maker] = {
     "move": move,
     "replace": replace,
     "join": join,
-    "count": _filter("count"),
-    "search": _filter("search"),
-    "sort": _filter("sort"),
-    "first": _filter("first"),
-    "last": _filter("last"),
+    "count": _filter_maker("count"),
+    "search": _filter_maker("search"),
+    "sort": _filter_maker("sort"),
+    "first": _filter_maker("first"),
+    "last": _filter_maker("last"),
     "collect": collect,
     "pipe": pipe,
     "pair": pair,
@@ -515,8 +515,8 @@ TRAINING: dict[str, Maker] = {
 """Families that occur in demonstrations and in training tasks."""
 
 UNSEEN: dict[str, Maker] = {
-    "count-matches": _filter("search", "count"),
-    "collect-last": _filter("last", to_end=True),
+    "count-matches": _filter_maker("search", "count"),
+    "collect-last": _filter_maker("last", to_end=True),
     "folder-and-line": lambda family, words: two(family, words, ("mkdir", "append")),
     "delete-and-copy": lambda family, words: two(family, words, ("delete", "copy")),
     "rename-and-mode": lambda family, words: two(family, words, ("rename", "mode")),

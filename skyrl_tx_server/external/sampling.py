@@ -1,4 +1,4 @@
-"""Sampling by an external vLLM or SGLang server. The routes use it in place of the engine.
+"""Sampling by an external vLLM or SGLang server. The routes use `ExternalSampling` in place of the engine.
 
 The engine runs all other operations, and the samples that the external server cannot serve exactly (see
 `_can_serve`). All methods run on the event loop.
@@ -112,15 +112,17 @@ class ExternalSampling:
                 self._adapters.add(operation.weights, directory, future)
                 return cast("Future[R]", future)
             case DropSnapshot():
-                unused = self._adapters.drop(operation.weights)
-                dropped = asyncio.run_coroutine_threadsafe(self._drop(operation, unused, tenant), self._loop)
+                until_unused = self._adapters.drop(operation.weights)
+                dropped = asyncio.run_coroutine_threadsafe(
+                    self._drop(operation, until_unused, tenant), self._loop
+                )
                 return cast("Future[R]", dropped)
             case _:
                 return self._engine.submit(op, watcher, tenant=tenant)
 
-    async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> Done:
+    async def _drop(self, op: DropSnapshot, until_unused: asyncio.Task[None], tenant: str) -> Done:
         """Drop a snapshot in the engine when no external sample needs it for a comparison."""
-        await unused
+        await until_unused
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
@@ -129,8 +131,8 @@ class ExternalSampling:
         await self._tasks.cancel()
 
     def _can_serve(self, op: Sample) -> bool:
-        """Whether the external server can serve the request exactly. External servers return no logprobs of
-        prompt tokens and of tokens that were not sampled."""
+        """Return whether the external server can serve the request exactly. Logprobs of prompt tokens, or of
+        tokens that were not sampled, are not requested from external servers; the engine computes them."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs

@@ -73,13 +73,16 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of `path`.
 
-    Raises ConfigError if it is not a GGUF file, is damaged, or ends before the last tensor of its table.
+    Raises ConfigError if it is not a GGUF file, has an unsupported version or type, is damaged, or ends
+    before the end of a tensor.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(path, _Cursor(data))
     except _DamagedError as error:
         raise ConfigError(f"{path}: not a readable GGUF file: {error}; download it again") from None
+    except _UnsupportedError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: not a readable GGUF file: {reason}") from None
@@ -87,6 +90,10 @@ def read_gguf(path: Path) -> GgufFile:
 
 class _DamagedError(Exception):
     pass
+
+
+class _UnsupportedError(Exception):
+    """The file may be valid, but its version or a type in it is not supported."""
 
 
 class _Cursor:
@@ -130,7 +137,7 @@ class _Cursor:
             )
         kind, count = self._value_type(field_name), self.integer("<Q", field_name)
         if kind is GGUFValueType.ARRAY:
-            raise _DamagedError(f"{field_name} is an array of arrays")
+            raise _UnsupportedError(f"{field_name} is an array of arrays, which is not supported")
         if kind is not GGUFValueType.STRING:
             return self._scalars(kind, count, field_name)
         self.require(8 * count, field_name)  # every string begins with its length in 8 bytes
@@ -155,7 +162,10 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         raise _DamagedError("it does not begin with GGUF")
     version = cursor.integer("<I", "the version")
     if version not in VERSIONS:
-        raise _DamagedError(f"its version is {version}, supported are {' and '.join(map(str, VERSIONS))}")
+        raise _UnsupportedError(
+            f"its GGUF version is {version}, supported are {' and '.join(map(str, VERSIONS))}; convert it to "
+            f"version {VERSIONS[-1]}"
+        )
     num_tensors = cursor.integer("<Q", "the number of tensors")
     num_fields = cursor.integer("<Q", "the number of metadata fields")
     cursor.require(12 * num_fields, f"the {num_fields} metadata fields")
@@ -172,7 +182,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     data_start = -(-header_size // alignment) * alignment
     tensors = {}
     for name, shape, number, offset in table:
-        start, size = data_start + offset, _num_bytes(path, name, shape, number)
+        start, size = data_start + offset, _num_bytes(name, shape, number)
         if start + size > cursor.size:
             raise _DamagedError(
                 f"it is truncated: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
@@ -193,12 +203,12 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.integer("<I", field_name), cursor.integer("<Q", field_name)
 
 
-def _num_bytes(path: Path, name: str, shape: tuple[int, ...], number: int) -> int:
+def _num_bytes(name: str, shape: tuple[int, ...], number: int) -> int:
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
-        raise ConfigError(
-            f"{path}: tensor {name[:80]} has the unknown type {number}; convert the file to BF16 or Q8_0"
+        raise _UnsupportedError(
+            f"tensor {name[:80]} has the unknown type {number}; convert the file to BF16 or Q8_0"
         ) from None
     block, size = GGML_QUANT_SIZES[kind]
     if prod(shape) == 0 or shape[-1] % block:

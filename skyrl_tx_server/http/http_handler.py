@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
-from skyrl_tx_server.errors import ConflictError, ForbiddenError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.errors import ForbiddenError, LoadingError, ServerError, UnauthorizedError
 from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
@@ -96,8 +96,6 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
             )
         return _respond(await endpoint.handler(state, request))
-    except ConflictError as error:
-        return refusal(endpoint.path, error, status=400)
     except ServerError as error:
         return refusal(endpoint.path, error)
     except ClientDisconnect:

@@ -42,6 +42,6 @@ def _exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (the maximum [..., 1], the exponentials [..., n] of x minus the maximum)."""
     highest = jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
     distances = x - highest
-    if not on_gpu():  # if XLA fused these operations, the bits of small exponentials would differ
+    if not on_gpu():  # if XLA fused these operations, the bits would depend on the number of rows
         distances = jax.lax.optimization_barrier(distances)
     return highest, jnp.exp(distances)

@@ -1,4 +1,6 @@
-"""Prefill of new, paused and preempted sequences. A sequence starts after the last chunk of its text."""
+"""Prefill of new and preempted sequences, and of paused sequences that have lost their pages or whose rank
+has no free slot. A sequence starts after the last chunk of its text.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Prefiller:
         try:
             outputs = iter(self._compute(chunks) if chunks else [])
             return [
-                self._settle(plan, next(outputs)) if isinstance(plan, PlannedChunk) else _resumed(request)
+                self._start_if_complete(plan, next(outputs))
+                if isinstance(plan, PlannedChunk)
+                else _resumed(request)
                 for request, plan in zip(requests, planned, strict=False)
             ]
         except Exception:
@@ -88,7 +92,8 @@ class Prefiller:
                 raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Run the prefill program and add the pages to the prefix cache. Any error frees the pages."""
+        """Run the prefill program and add the pages to the prefix cache. An error of the program frees the
+        pages."""
         try:
             outputs = self.runner.prefill(chunks)
         except Exception:
@@ -99,7 +104,7 @@ class Prefiller:
             self.pages.insert_chunk(chunk, weights=self.adapters.key(chunk.weights))
         return outputs
 
-    def _settle(self, plan: PlannedChunk, outputs: ChunkOutputs) -> PrefillResult | None:
+    def _start_if_complete(self, plan: PlannedChunk, outputs: ChunkOutputs) -> PrefillResult | None:
         """Start the sequences of a request if this chunk is the last one. None: more chunks remain."""
         request, chunk = plan.request, plan.chunk
         key = (request.request_id, request.first)

@@ -55,7 +55,7 @@ class TaskSource(Protocol):
         """
         ...
 
-    async def noop_baseline(self, task: Task) -> float | None:
+    async def noop_reward(self, task: Task) -> float | None:
         """Return the reward of an agent that does nothing, or None if the environment cannot measure it.
 
         Raises the same errors as an attempt at the task.

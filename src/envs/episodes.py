@@ -41,7 +41,7 @@ class EnvSpec:
     # `tasks`.
     held_out: Sequence[Task] = ()
     # Returns the reward of an agent that does nothing. None: the reward cannot be measured.
-    noop_baseline: Callable[[MessageEnv], Awaitable[float]] | None = None
+    noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
 
@@ -96,12 +96,12 @@ class EpisodeTasks:
             settings=replace(self._settings, seed=seed, temperature=temperature),
         )
 
-    async def noop_baseline(self, task: Task) -> float | None:
+    async def noop_reward(self, task: Task) -> float | None:
         """Return the reward of doing nothing in the environment of the group's first trial (`member` 0)."""
-        if self._spec.noop_baseline is None:
+        if self._spec.noop_reward is None:
             return None
         env = self._spec.make(task, environment_seed(self._settings.seed, task.id, 0))
-        return await self._spec.noop_baseline(env)
+        return await self._spec.noop_reward(env)
 
     async def close(self) -> None:
         if self._spec.close is not None:

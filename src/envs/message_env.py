@@ -1,4 +1,6 @@
-"""Message environments, and `run_episode`, which plays one with a policy. Tokens are never encoded twice.
+"""Message environments, and `run_episode`, which plays one with a policy.
+
+Without `step_wise`, sampled tokens are never encoded again from their text.
 
 The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 
@@ -6,7 +8,8 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
   answered.
 - An answer that is cut at `max_generate_length` tokens is treated as a complete answer. The stop reason of
   the episode is that of its last answer.
-- An episode whose context exceeds the limit is not graded. It keeps the rewards that it has received.
+- If the context exceeds the limit, the environment is not asked for another step, and the reward of the
+  episode is the sum of the rewards so far.
 - Messages after the last answer are part of the conversation, but not of a turn.
 - An empty answer is passed to the environment, but it adds no turn to the trajectory.
 
@@ -69,7 +72,8 @@ class MessageEnv(Protocol):
         """Return the first messages.
 
         An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError one of kind
-        `backend`; the trial is then repeated. Other exceptions become a failure of kind `env_init_failed`.
+        `backend`; the trial is then repeated. An AgentFault gives the trial reward 0 with the reason of the
+        fault. Other exceptions become a failure of kind `env_init_failed`.
         """
         ...
 

@@ -31,19 +31,19 @@ class TokenSequence:
 
 
 def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Divide turns into runs in which each prompt starts with the previous prompt and completion.
+    """Divide turns into chains in which each prompt starts with the previous prompt and completion.
 
-    A run can continue after turns of other runs, so a side conversation that writes a summary does not
+    A chain can continue after turns of other chains, so a side conversation that writes a summary does not
     interrupt the main conversation.
     """
-    runs: list[list[Turn]] = []
+    chains: list[list[Turn]] = []
     for turn in turns:
-        continued_run = next((run for run in reversed(runs) if extends(turn, run[-1])), None)
-        if continued_run is None:
-            runs.append([turn])
+        continued_chain = next((chain for chain in reversed(chains) if extends(turn, chain[-1])), None)
+        if continued_chain is None:
+            chains.append([turn])
         else:
-            continued_run.append(turn)
-    return runs
+            continued_chain.append(turn)
+    return chains
 
 
 def extends(turn: Turn, previous: Turn) -> bool:
@@ -59,7 +59,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
     """Return the sequences of one trajectory, without those that have no sampled token."""
-    sequences = (_sequence(run, advantage) for run in merge_turns(turns))
+    sequences = (_sequence(chain, advantage) for chain in merge_turns(turns))
     return [sequence for sequence in sequences if sequence.num_sampled]
 
 
@@ -101,13 +101,13 @@ def has_gradient(sequence: TokenSequence) -> bool:
     return bool(sequence.advantages.any())
 
 
-def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
-    """Build the sequence of a run, whose last prompt and completion contain all others."""
-    tokens = np.array([*run[-1].prompt_ids, *run[-1].completion_ids], dtype=np.int64)
+def _sequence(chain: Sequence[Turn], advantage: float) -> TokenSequence:
+    """Build the sequence of a chain, whose last prompt and completion contain all others."""
+    tokens = np.array([*chain[-1].prompt_ids, *chain[-1].completion_ids], dtype=np.int64)
     sampled = np.zeros(len(tokens), dtype=bool)
     logprobs = np.zeros(len(tokens), dtype=np.float32)
     versions = np.zeros_like(tokens)
-    for turn in run:
+    for turn in chain:
         start = len(turn.prompt_ids)
         span = slice(start, start + len(turn.completion_ids))
         sampled[span], logprobs[span], versions[span] = True, turn.logprobs, turn.policy_version

@@ -23,12 +23,12 @@ from src.learning.filters import DropReason
 from src.learning.played_groups import (
     PlayedGroups,
     aggregate,
-    by_environment,
-    measured,
+    by_domain_or_family,
     num_response_tokens,
     parse_metrics,
     signal_metrics,
     success_rate,
+    trajectory_metrics,
 )
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
@@ -59,7 +59,7 @@ class ResponseLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """The examples of one update, and the groups that a filter removed."""
+    """The examples of one update, and the number of groups that a filter removed, by reason."""
 
     examples: Sequence[Example]
     dropped: Counter[DropReason]
@@ -106,7 +106,7 @@ def batch_metrics(
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
     """Return the metrics of an evaluation: those of all groups under `test/`, and those of each domain."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    for domain, members in by_environment(groups).items():
+    for domain, members in by_domain_or_family(groups).items():
         values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))
         metrics |= {name.replace("<domain>", domain): value for name, value in values.items()}
     return metrics
@@ -126,10 +126,10 @@ def _signals(played: PlayedGroups) -> dict[str, float]:
     return signal_metrics(played.rewards_P_G, group_size=played.group_size)
 
 
-def _signals_by_environment(played: PlayedGroups) -> dict[str, float]:
+def _signals_by_domain_or_family(played: PlayedGroups) -> dict[str, float]:
     return {
         f"reward/{name}/{signal}": value
-        for name, groups in by_environment(played.groups).items()
+        for name, groups in by_domain_or_family(played.groups).items()
         for signal, value in _signals(PlayedGroups(groups, group_size=played.group_size)).items()
     }
 
@@ -179,7 +179,9 @@ def _statistics[Source](
 
 
 def _of_domain(*names: str) -> tuple[Metric[PlayedGroups], ...]:
-    """Return metrics of all groups under the names that they have for a domain of the held-out tasks."""
+    """Return copies of the named metrics under their names for one domain of the held-out tasks:
+    `env/all/success` becomes `test/env/<domain>/success`.
+    """
     metrics = {metric.name: metric for metric in (*REWARD_METRICS, *LENGTH_METRICS)}
     return tuple(
         replace(metrics[name], name=re.sub("^(env/all|reward)/", "test/env/<domain>/", name))
@@ -239,7 +241,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
         lambda played: _signals(played)["mean_positive_reward"]),
     Metric("reward/<domain>/<signal>", VARIES, MEAN,
         "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or family.",
-        _signals_by_environment),
+        _signals_by_domain_or_family),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),
     Metric("env/all/by_group/frac_all_good", SHARE, MEAN, "Groups whose rewards are equal and at least 0.5.",
@@ -294,10 +296,12 @@ LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
         _stop_reasons),
     Metric("environment/<name>", VARIES, SUM,
-        "A metric of the environment. Names that end in avg, mean, min or max select that reduction instead.",
-        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in measured(played).items()}),
-    Metric("env/all/<name>", VARIES, MEAN, "A metric of the environment, over the trials that have it.",
-        lambda played: {f"env/all/{n}": _mean(v) for n, v in measured(played).items()}),
+        "A metric of the trial (`Trajectory.metrics`). Names that end in avg, mean, min or max select that "
+        "reduction instead.",
+        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(played).items()}),
+    Metric("env/all/<name>", VARIES, MEAN,
+        "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
+        lambda played: {f"env/all/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
 )
 
 BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
@@ -309,7 +313,9 @@ BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
         lambda batch: float(np.std(batch.advantages))),
     Metric("advantage/abs_mean", Unit.ADVANTAGE, MEAN, "Absolute advantage of an example.",
         lambda batch: _mean([abs(value) for value in batch.advantages])),
-    Metric("loss/avg_final_rewards", REWARD, MEAN, "Reward of an example after all reward rules.",
+    Metric("loss/avg_final_rewards", REWARD, MEAN,
+        "Reward of an example after the judge's bonus and the rules `failed_trial_reward`, "
+        "`zero_reward_on_non_stop` and `zero_reward_on_length_threshold`.",
         lambda batch: _mean([example.trajectory.reward for example in batch.examples])),
     Metric("batch/truncated_overlong", COUNT, SUM,
         "Examples with a sequence longer than `max_sequence_length`.",
@@ -325,8 +331,8 @@ BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
 
 DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("test/env/<domain>/<name>", VARIES, MEAN,
-        "A metric of the environment, over the trials that have it.",
-        lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in measured(played).items()}),
+        "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
+        lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
     Metric("test/env/<domain>/reward/<signal>", VARIES, MEAN,
         "As `reward/<domain>/<signal>`, for the held-out tasks of the domain.",
         lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),

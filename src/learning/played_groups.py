@@ -37,20 +37,20 @@ class PlayedGroups:
         return [trajectory for trajectory in self.trajectories if "judge_bonus" in trajectory.metrics]
 
 
-def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
+def by_domain_or_family(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
     """Return the graded groups by domain or family.
 
-    The result is empty if no task names a domain and each family has one task.
+    The result is empty if no task names a domain and each family has one group.
     """
     graded = [group for group in groups if group.trajectories]
     members: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in graded:
-        members[environment(group.task)].append(group)
+        members[domain_or_family(group.task)].append(group)
     is_split = len(members) < len(graded) or any(group.task.domain for group in graded)
     return dict(sorted(members.items())) if is_split else {}
 
 
-def environment(task: Task) -> str:
+def domain_or_family(task: Task) -> str:
     """Return the key of a task's metrics: its domain or else its family, with `_` in place of slashes."""
     return (task.domain or family(task.id)).replace("/", "_") or "unknown"
 
@@ -97,8 +97,8 @@ def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
 
 
-def measured(played: PlayedGroups) -> dict[str, list[float]]:
-    """Return the values of each metric of the environments, by name."""
+def trajectory_metrics(played: PlayedGroups) -> dict[str, list[float]]:
+    """Return the values of each entry of `Trajectory.metrics`, by name."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in played.trajectories:
         for name, value in trajectory.metrics.items():
@@ -107,7 +107,7 @@ def measured(played: PlayedGroups) -> dict[str, list[float]]:
 
 
 def aggregate(name: str, values: Sequence[float]) -> float:
-    """Reduce the values of an environment's metric. The end of the name selects the reduction (SkyRL).
+    """Reduce the values of an entry of `Trajectory.metrics`. As in SkyRL, the end of its name selects how.
 
     >>> [aggregate(name, [1, 3]) for name in ("score_mean", "length_avg", "score_min", "score_max", "calls")]
     [2.0, 2.0, 1.0, 3.0, 4.0]
@@ -122,10 +122,13 @@ def aggregate(name: str, values: Sequence[float]) -> float:
 def num_response_tokens(trajectory: Trajectory) -> int:
     """Return the number of tokens after the first prompt.
 
-    Each rewritten history counts from the end of its own first prompt.
+    The turns are divided into chains in which each prompt continues the previous one (`merge_turns`). Each
+    chain counts from the end of its own first prompt.
     """
-    runs = merge_turns(trajectory.turns)
-    return sum(len(run[-1].prompt_ids) + len(run[-1].completion_ids) - len(run[0].prompt_ids) for run in runs)
+    return sum(
+        len(chain[-1].prompt_ids) + len(chain[-1].completion_ids) - len(chain[0].prompt_ids)
+        for chain in merge_turns(trajectory.turns)
+    )
 
 
 def success_rate(rewards: Sequence[float]) -> float | None:

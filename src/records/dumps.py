@@ -33,7 +33,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
-from src.learning.played_groups import environment
+from src.learning.played_groups import domain_or_family
 from src.records.atomic_io import replace_text
 from src.records.metrics_table import with_aliases
 from src.records.tracking import finite
@@ -68,7 +68,7 @@ def dump_evaluation(
                 _line(eval_record(group.task, trajectory, decode, env_class=env_class))
                 for trajectory in group.trajectories
             ]
-            by_source.setdefault(environment(group.task), []).extend(lines)
+            by_source.setdefault(domain_or_family(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
         replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))))
@@ -98,7 +98,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
     """Return the record of a trial of an evaluation."""
-    data_source, messages = environment(task), conversation(trajectory, decode)
+    data_source, messages = domain_or_family(task), conversation(trajectory, decode)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
         "output_response": decode(response_ids(trajectory), False),
@@ -136,7 +136,7 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
     """Return the metrics of a trial, its zero reason if it has one, and the fields that identify it."""
     identity = {
         "task_key": task.id,
-        "data_source": environment(task),
+        "data_source": domain_or_family(task),
         "trial": trajectory.trial_name,
         "member": trajectory.member,
         "seed": trajectory.seed,

@@ -110,7 +110,7 @@ class Rollouts:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._options.trial_timeout_s or DEFAULT_DEADLINE_S):
-                    self._noop_rewards[task.id] = await self._source.noop_baseline(task)
+                    self._noop_rewards[task.id] = await self._source.noop_reward(task)
             except Exception as error:  # an environment can raise any exception
                 logger.warning(
                     "%s: the reward of an agent that does nothing could not be measured: %s: %s",

@@ -1,4 +1,4 @@
-"""A replacement for the tau2 worker: one small domain with the same requests, replies and failures.
+"""A fake tau2 worker: one small domain with the same requests, replies and failures.
 
 The reward is 1 if the agent has called `save`. The tool `calculate` ends the worker with SIGALRM, as a
 timeout does in the real worker. The tool `die` ends the worker with status 3. The task `judged` requires a

@@ -84,7 +84,7 @@ class FakeTasks:
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
-    noop_baselines: dict[str, float] = field(default_factory=dict)  # task -> reward of doing nothing
+    noop_rewards: dict[str, float] = field(default_factory=dict)  # task -> reward of doing nothing
     num_closed: int = 0
     ended: list[str] = field(default_factory=list)  # names of the folders of finished batches
 
@@ -100,8 +100,8 @@ class FakeTasks:
     async def close(self) -> None:
         self.num_closed += 1
 
-    async def noop_baseline(self, task: Task) -> float | None:
-        return self.noop_baselines.get(task.id)
+    async def noop_reward(self, task: Task) -> float | None:
+        return self.noop_rewards.get(task.id)
 
     def batch_ended(self, directory: Path) -> None:
         self.ended.append(directory.name)

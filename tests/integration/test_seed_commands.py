@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from src.envs.sandbox.bubblewrap import missing_programs
+from src.envs.sandbox.bubblewrap import missing_packages
 from tests.fakes.sdk_programs import is_finished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ TASKS = ("append-01", "copy-01")
 TIMEOUT_S = 500
 
 pytestmark = pytest.mark.skipif(
-    bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}"
+    bool(missing_packages()), reason=f"the sandbox needs {' '.join(missing_packages())}"
 )
 
 TRAIN = """

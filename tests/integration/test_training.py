@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.sandbox.bubblewrap import missing_programs
+from src.envs.sandbox.bubblewrap import missing_packages
 from tests.fakes.run import groups_trained
 from tests.fakes.tiny_model import CONFIG, QUICK_TO_COMPILE, make_model
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "datasets" / "quickstart"
 
 pytestmark = pytest.mark.skipif(
-    bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}"
+    bool(missing_packages()), reason=f"the sandbox needs {' '.join(missing_packages())}"
 )
 
 

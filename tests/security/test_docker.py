@@ -270,7 +270,8 @@ def test_a_cleanup_removes_the_objects_of_a_killed_trainer(
             assert objects_of_project(name) == set()
             assert all(f" {object_name}\n" in output for object_name in objects_before), output
             cleanup()
-            assert not any(object_name in capsys.readouterr().out for object_name in objects_before)
+            output = capsys.readouterr().out
+            assert not any(object_name in output for object_name in objects_before), output
             assert removed_foreign_objects() == set()
     finally:
         trainer.kill()

@@ -4,8 +4,8 @@
 
 OTHER_TREE is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
 every body to the same parser or route of both versions. Both must return the same operation, or an error of
-the same class or status. Errors that differ only in the message count as reworded, unless `TERMS` lists the
-difference.
+the same class or status. Errors that differ only in the message count as reworded, unless
+`INTENDED_DIFFERENCES` lists the difference.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-TERMS = (("(ask=", "(sampling="),)
-"""Intended differences as (text in the other tree, text in this tree)."""
+INTENDED_DIFFERENCES = (("(ask=", "(sampling="),)
+"""Pairs (text in the other tree, text in this tree)."""
 SPECIAL = (
     None,
     True,
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
     different = reworded = 0
     for other_result, result in zip(*results, strict=True):
         expected = other_result
-        for old, new in TERMS:
+        for old, new in INTENDED_DIFFERENCES:
             expected = expected.replace(old, new)
         if expected != result:
             message_only = (kind := error_kind(result)) is not None and kind == error_kind(expected)

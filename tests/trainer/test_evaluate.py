@@ -78,7 +78,7 @@ class Bench:
 
         yield Evaluated(
             policy=UnusedPolicy(0),
-            source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.noop_rewards),
+            source=FakeTasks(train=self.tasks, play=play, noop_rewards=self.noop_rewards),
         )
 
     def results(self, name="results.json"):

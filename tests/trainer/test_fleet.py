@@ -214,7 +214,7 @@ async def test_the_example_can_be_solved(tmp_path: Path):
             trial = source.trial(task, directory=tmp_path, seed=1, temperature=1.0)
             result = await trial.run(policy)
             assert isinstance(result, Trajectory) and result.reward == 1.0, task.id
-            assert await source.noop_baseline(task) == 0.0
+            assert await source.noop_reward(task) == 0.0
     assert solutions == {}
 
 

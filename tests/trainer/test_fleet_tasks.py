@@ -99,5 +99,6 @@ def test_a_mistake_gives_a_one_line_error_with_its_place(tmp_path: Path, row: ob
 def test_a_file_without_tasks_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
     if content is not None:
         (tmp_path / "tasks.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         read_tasks(tmp_path / "tasks.jsonl")
+    assert "\n" not in str(refused.value)

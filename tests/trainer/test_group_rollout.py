@@ -262,7 +262,7 @@ class NoopSource(FakeTasks):
     played_tasks: list[str]
     num_running = 0
 
-    async def noop_baseline(self, task):
+    async def noop_reward(self, task):
         self.played_tasks.append(task.id)
         self.num_running += 1
         assert self.num_running == 1, "more trials at once than n_parallel_envs"

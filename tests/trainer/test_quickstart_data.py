@@ -20,7 +20,7 @@ from scripts.quickstart.make_tasks import ROOT, instances, main
 from scripts.quickstart.terminal import HEIGHT, NO_JSON, PROMPT, Screen, confirmation_message, first_message
 from scripts.quickstart.tokenizer import build_tokenizer
 from scripts.quickstart.words import SYLLABLES, Pool, Words, pool_of
-from src.envs.sandbox.bubblewrap import missing_programs
+from src.envs.sandbox.bubblewrap import missing_packages
 from src.policy.chat import Chat, load_chat
 
 TASKS = sorted(path for split in ("train", "heldout") for path in (ROOT / split).iterdir())
@@ -123,7 +123,7 @@ def test_demonstrations_lack_combinations_of_held_out_families() -> None:
         assert not re.search(r"^mkdir .*&& echo .*>>|^rm .*&& cp|^mv .*&& chmod \d", pair)
 
 
-@pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(missing_packages()), reason="needs bubblewrap")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_only_the_solution_of_a_task_scores_1(family: str, tmp_path: Path) -> None:
     tasks = [
@@ -223,7 +223,7 @@ def test_the_output_of_a_command_is_predicted() -> None:
     )
 
 
-@pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap and tmux")
+@pytest.mark.skipif(bool(missing_packages()), reason="needs bubblewrap and tmux")
 def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Path) -> None:
     """The real agent sends the predicted prompts after a malformed answer and after a command without a
     newline.

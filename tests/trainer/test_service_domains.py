@@ -53,7 +53,7 @@ async def test_the_recipe_opens_and_grades_the_domain():
     assert await reward(source, "healthcare/cancel-0", "Done.") == 0.0
     day = database()["appointments"]["A1"]["day"]
     assert await reward(source, "healthcare/ask-1", f"It is on {day}.") == 1.0
-    assert await source.noop_baseline(task_of(source, "healthcare/move-5")) == 0.0
+    assert await source.noop_reward(task_of(source, "healthcare/move-5")) == 0.0
     await source.close()
 
 

@@ -34,7 +34,7 @@ async def pool_of(num_workers: int = 1, *, arguments: tuple[str, ...] = ()):
 
 
 class Counter:
-    """An episode of the replacement worker that adds numbers to a total."""
+    """An episode of the fake worker that adds numbers to a total."""
 
     def __init__(self, pool: WorkerPool, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Runs tau2-bench as an environment with a replacement worker."""
+"""Runs tau2-bench as an environment with a fake worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Create a folder like that of scripts/setup_tau.sh. Its Python always runs the replacement worker."""
+    """Create a folder like that of scripts/setup_tau.sh. Its Python always runs the fake worker."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {STANDIN}\n")
@@ -80,23 +80,24 @@ async def test_an_episode_reaches_the_official_evaluator(home: Path):
     assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (1.0, StopReason.STOP, 8)
     roles = [message["role"] for message in trajectory.conversation]
     assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
-    assert trajectory.conversation[2]["content"] == "save it"  # the whole scenario
+    # The scripted user states its scenario in its first message.
+    assert trajectory.conversation[2]["content"] == "save it"
     assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
     assert trajectory.metrics["no_write_action"] == trajectory.metrics["user_tool_errors"] == 0.0
     # The last message of the user.
     assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}
 
 
-async def test_refusing_everything_gives_the_noop_baseline(home: Path):
+async def test_refusing_everything_gives_the_noop_reward(home: Path):
     trajectory = await played(home, [REFUSAL])
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
     assert patterns(trajectory) == {Pattern.NOTHING_DONE}
     source = open_task_source(config(home), byte_chat())
-    assert await source.noop_baseline(source.train[0]) == 0.0
+    assert await source.noop_reward(source.train[0]) == 0.0
     await source.close()
 
 
-async def test_partial_grading_has_its_own_name_and_needs_no_judge(home: Path):
+async def test_partial_grading_has_its_own_metric_name_and_no_judge(home: Path):
     trajectory = await played(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
     assert trajectory.metrics["reward_env"] == 1.0 and "reward_all" not in trajectory.metrics
     source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
@@ -155,7 +156,7 @@ async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
     assert trajectory.metrics["tool_timeouts"] == 1.0
 
 
-async def test_a_call_that_ends_two_workers_has_reward_0(home: Path):
+async def test_a_call_that_ends_its_worker_and_the_next_has_reward_0(home: Path):
     outcome = await result(open_task_source(config(home), byte_chat()), [tool_call_text("die")])
     assert isinstance(outcome, Trajectory) and (outcome.reward, outcome.zero_reason) == (
         0.0,
@@ -309,14 +310,17 @@ async def test_the_worker_rejects_an_unrelated_tau2_package(tmp_path: Path):
 
 def test_a_gold_action_has_the_arguments_of_its_tool():
     tools = {"save": {"properties": {"name": {}, "note": {}}, "required": ["name"]}, "look": {}}
+    parameters = r"mine: save has the parameters name, note \(required: name\)"
     for action in ({"name": "save", "arguments": {"name": "a"}}, {"name": "look", "arguments": {}}):
         tau2_worker.require_callable(action, tools, task="mine")
-    with pytest.raises(ValueError, match="mine: save takes name, note, not nothing"):
-        tau2_worker.require_callable({"name": "save", "arguments": {}}, tools, task="mine")
-    with pytest.raises(ValueError, match="mine: save takes name, note, not name, colour"):
-        tau2_worker.require_callable(
-            {"name": "save", "arguments": {"name": "a", "colour": None}}, tools, task="mine"
-        )
+    for arguments, shown in (
+        ({}, "no arguments"),
+        ({"name": "a", "colour": None}, "the arguments name, colour"),
+    ):
+        with pytest.raises(ValueError, match=f"^{parameters}, but the gold action has {shown}$"):
+            tau2_worker.require_callable({"name": "save", "arguments": arguments}, tools, task="mine")
+    with pytest.raises(ValueError, match=r"^mine: look has no parameters, but the gold action has the arg"):
+        tau2_worker.require_callable({"name": "look", "arguments": {"at": "it"}}, tools, task="mine")
 
 
 def test_former_option_names_are_accepted_with_a_notice(caplog: pytest.LogCaptureFixture):

@@ -105,7 +105,9 @@ async def test_defined_tasks_run_in_the_real_benchmark():
         )
     for arguments in ({"user_id": "user_1"}, {**gold["arguments"], "colour": None}):
         with pytest.raises(
-            ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"
+            ConfigError,
+            match=r"mine: create_task has the parameters user_id, title, description \(required: .*\), but "
+            r"the gold action has the arguments user_id",
         ):
             tau2.defined_tasks(
                 settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])}

@@ -25,7 +25,7 @@ async def set_time(monkeypatch: pytest.MonkeyPatch) -> SetTime:
     return set_time
 
 
-async def test_a_wait_is_explained_and_then_repeated(set_time: SetTime) -> None:
+async def test_a_wait_is_explained_and_then_reported_every_30_s(set_time: SetTime) -> None:
     said: list[str] = []
     notice = WaitNotice(said.append)
     notice.start("the update", explanation="it may be slow")

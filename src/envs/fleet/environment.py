@@ -159,9 +159,7 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     def make(task: Task, seed: int) -> ServiceEnv:
         return ServiceEnv(FleetEpisode(task, seed, settings), parallel_tool_calls=parallel_tool_calls)
 
-    return episodes(
-        config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, noop_baseline=do_nothing)
-    )
+    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, noop_reward=do_nothing))
 
 
 def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:

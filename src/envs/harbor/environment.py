@@ -122,7 +122,7 @@ class HarborTasks:
     async def close(self) -> None:
         """Do nothing: trials share no resources."""
 
-    async def noop_baseline(self, task: Task) -> float | None:
+    async def noop_reward(self, task: Task) -> float | None:
         """Return None: `src.envs.validate` ensures that doing nothing earns 0."""
         return None
 

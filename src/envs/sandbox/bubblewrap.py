@@ -9,8 +9,8 @@ The requests directory is bound read-only; writing to a FIFO needs no writable m
 cannot fill a file of the host, replace it by a link, or delete it. Pid 1 ends when its stdin closes, and
 bubblewrap requests that the kernel kills it when the trainer ends. The kernel kills every process of a pid
 namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel
-applies the request to the thread that started bubblewrap, not to the process. Start sandboxes from the thread
-of the event loop, never from a worker thread.
+already kills pid 1 when the thread that started bubblewrap ends, even if the trainer continues. Start
+sandboxes from the thread of the event loop, never from a worker thread.
 
 Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter
 (`system_calls`) refuses the system calls that no task needs. `resource_limits` bounds memory, storage and
@@ -69,7 +69,7 @@ class Bubblewrap:
         self._network: SlirpNetwork | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, ExecRequest | asyncio.Future[int]] = {}
-        self._staged: set[Path] = set()  # files that the sandbox's user may not have access to yet
+        self._staged: set[Path] = set()  # files to which the sandbox's user has not been given access yet
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -77,7 +77,8 @@ class Bubblewrap:
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
         """Start a sandbox. `directory`, which must not exist yet, is created for its files on the host. Its
-        parent must be the directory of a run.
+        parent must be a directory that `run_directory` has returned. `skeleton` contains the initial files of
+        the sandbox's root, which pid 1 copies there.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -258,7 +259,7 @@ class Bubblewrap:
                     pass  # the request was cancelled or has timed out
         await self._process.wait()
         error = SandboxError(
-            f"the sandbox stopped answering after commands ran in it (status {self._process.returncode})"
+            f"the sandbox ended before it answered (exit status {self._process.returncode} of bubblewrap)"
         )
         for waiting in self._pending.values():
             if isinstance(waiting, ExecRequest):
@@ -269,7 +270,7 @@ class Bubblewrap:
 
 def why_no_sandbox() -> str | None:
     """Start a sandbox to test the machine. Return why it did not start, or None if it did."""
-    if missing := missing_programs():
+    if missing := missing_packages():
         return f"the packages {' '.join(missing)} are missing"
     try:
         with temporary_run_directory() as run:
@@ -298,7 +299,7 @@ def why_no_sandbox() -> str | None:
     return None if probe.stdout == b"ready\n" else _start_failure(probe.stderr)
 
 
-def missing_programs() -> list[str]:
+def missing_packages() -> list[str]:
     """Return the Debian packages that the sandbox needs and that are not installed."""
     programs = {
         "bwrap": "bubblewrap",

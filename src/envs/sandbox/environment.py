@@ -29,7 +29,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
 from src.core.errors import SandboxError
-from src.envs.sandbox.bubblewrap import Bubblewrap, CommandResult, CommandTimeout, missing_programs
+from src.envs.sandbox.bubblewrap import Bubblewrap, CommandResult, CommandTimeout, missing_packages
 from src.envs.sandbox.dockerfile import USE_DOCKER, BuildPlan, Copy, MakeDirectory, Run
 from src.envs.sandbox.exec_server import PathKind
 from src.envs.sandbox.file_copy import (
@@ -88,7 +88,7 @@ class SandboxEnvironment(BaseEnvironment):
     @classmethod
     @override
     def preflight(cls) -> None:
-        if missing := missing_programs():
+        if missing := missing_packages():
             raise SandboxError(f"the sandbox needs these packages; install them: {' '.join(missing)}")
 
     @override

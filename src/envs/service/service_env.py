@@ -160,7 +160,7 @@ def tool_fields(
 async def do_nothing(env: MessageEnv) -> float:
     """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns.
 
-    It is the no-op baseline of the task.
+    It is the `noop_reward` of the task.
     """
     reward = 0.0
     try:

@@ -325,16 +325,18 @@ def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *
     """
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")
-    parameters = tools[action["name"]]
-    parameter_names, required, argument_names = (
-        parameters.get("properties", {}).keys(),
-        set(parameters.get("required", ())),
-        action["arguments"].keys(),
-    )
-    if not required <= argument_names or not argument_names <= parameter_names:
+    schema = tools[action["name"]]
+    parameters, required = schema.get("properties", {}).keys(), schema.get("required", ())
+    arguments = action["arguments"].keys()
+    if not set(required) <= arguments or not arguments <= parameters:
+        shown_parameters = (
+            f"the parameters {', '.join(parameters)} (required: {', '.join(required) or 'none'})"
+            if parameters
+            else "no parameters"
+        )
+        shown_arguments = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
         raise ValueError(
-            f"{task}: {action['name']} takes {', '.join(parameter_names) or 'nothing'}, not "
-            f"{', '.join(argument_names) or 'nothing'}"
+            f"{task}: {action['name']} has {shown_parameters}, but the gold action has {shown_arguments}"
         )
 
 

@@ -142,7 +142,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
             tasks=tau2.gradable_tasks(tasks, has_judge=judge is not None),
             held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
             make=make,
-            noop_baseline=do_nothing,
+            noop_reward=do_nothing,
             close=close,
         ),
     )
