@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 import chz
 
