@@ -21,12 +21,12 @@ from src.envs.service.subprocess_pool import (
     worker_pool,
 )
 
-STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
+FAKE_WORKER = Path(__file__).parent.parent / "fakes" / "fake_worker.py"
 
 
 @asynccontextmanager
 async def pool_of(num_workers: int = 1, *, arguments: tuple[str, ...] = ()):
-    command = [sys.executable, str(STANDIN), *arguments]
+    command = [sys.executable, str(FAKE_WORKER), *arguments]
     async with worker_pool(
         WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=20.0)
     ) as pool:

@@ -53,7 +53,7 @@ def tau2_home(tmp_path: Path) -> Path:
     """Create a tau2_home folder with a fake tau2 worker."""
     python = tmp_path / "tau2" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'standin_tau2.py'}\n")
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'fake_tau2.py'}\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "tau2" / "source" / "data").mkdir(parents=True)
     return tmp_path / "tau2"

@@ -28,7 +28,7 @@ from tests.fakes.tau2 import FixedJudge, tool_call_text
 from tests.fakes.tokenizer import byte_chat
 
 ROOT = Path(__file__).resolve().parents[2]
-STANDIN = ROOT / "tests" / "fakes" / "standin_tau2.py"
+FAKE_WORKER = ROOT / "tests" / "fakes" / "fake_tau2.py"
 SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
 
 
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Path:
     """Create a folder like that of scripts/setup_tau.sh. Its Python always runs the fake worker."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} {STANDIN}\n")
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE_WORKER}\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "source" / "data").mkdir(parents=True)
     return tmp_path
