@@ -1,11 +1,14 @@
 """Compare an exported adapter and a merged model with `peft`, in two steps, because this environment has no
 torch.
 
-    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR [train_mlp=false]
+    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR [train_mlp=false]
+    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... checkpoints_dir=DIR
     PEFT_PYTHON scripts/check_export.py read DIR
 
-`write` writes the adapter, the merged model and the logits of this server. `read` prints the differences from
-peft. Its exit status is 1 if a difference is above 1e-4. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
+`write` writes the adapter, the merged model and the logits of this server, for a random adapter or for the
+adapter of a checkpoint. BASE_MODEL is a directory, a GGUF file or the name of a packaged model. `read` prints
+the differences of logits and logprobs from peft. Its exit status is 1 if a difference is above 1e-4, and for
+a random adapter also if a difference of logits is. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
 transformers==5.23.0 peft safetensors.
 
 train_mlp=false is for DeepSeek-V3: of its MLPs, peft 0.21 with transformers 5 loads only the factors of the
@@ -23,45 +26,68 @@ TOLERANCE = 1e-4
 RANK = 4
 
 
-def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
-    """Export and merge a random adapter of `base` with the server's commands, and write the logits of the
-    server's forward pass.
+def write(base_model: str, directory: Path, options: dict[str, str]) -> int:
+    """Export and merge an adapter with the server's commands, and write the logits of the server's forward
+    pass.
     """
-    from skyrl_tx_server.engine.operations import LoraSpec
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint
     from skyrl_tx_server.files.checkpoints import CheckpointStore
+    from skyrl_tx_server.files.model_source import converted_directory, is_gguf
     from skyrl_tx_server.model.config_json import load_model_config
     from skyrl_tx_server.model.layers import within_segments
-    from skyrl_tx_server.model.lora.adapter import init_adapter
     from skyrl_tx_server.model.transformer import head_logits, hidden_states
-    from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+    from skyrl_tx_server.model.weights import adapter_from_arrays, load_params
 
-    config, spec, random = (
-        load_model_config(base),
-        LoraSpec(rank=RANK, train_mlp=train_mlp),
-        np.random.default_rng(1),
-    )
-    arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
-    arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
-    path = "tinker://check/sampler_weights/one"
-    CheckpointStore(directory, "check/base", fingerprint(base)).write(
-        path, arrays, lora=spec, step=0, user_metadata={}
-    )
-    saved = [f"checkpoint={path}", f"checkpoints_dir={directory}"]
+    base = converted_directory(base_model) if is_gguf(base_model) else Path(base_model)
+    if "checkpoint" in options:
+        path, checkpoints_dir = options["checkpoint"], Path(options["checkpoints_dir"])
+    else:
+        path, checkpoints_dir = "tinker://check/sampler_weights/one", directory
+        write_random_checkpoint(base, directory, path, train_mlp=options.get("train_mlp") != "false")
+    alias = CheckpointStore(checkpoints_dir, "").info(path).base_model
+    info, arrays = CheckpointStore(checkpoints_dir, alias, fingerprint(base)).read(path)
+    saved = [f"checkpoint={path}", f"checkpoints_dir={checkpoints_dir}"]
     status = main(["adapter", *saved, f"output={directory / 'adapter'}"])
-    status |= main(["merge", *saved, f"base_model={base}", f"output={directory / 'merged'}", "dtype=float32"])
-    tokens = random.integers(0, config.vocab_size, (2, 32)).astype(np.int32)
+    merged = f"output={directory / 'merged'}"
+    status |= main(["merge", *saved, f"base_model={base_model}", merged, "dtype=float32"])
+    config = load_model_config(base)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 32)).astype(np.int32)
     positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
-    params, adapter = load_params(base, config, "float32"), adapter_from_arrays(arrays, config, spec, RANK)
+    params = load_params(base, config, "float32")
+    adapter = adapter_from_arrays(arrays, config, info.lora, info.lora.rank)
     logits = head_logits(
         config,
         params,
         adapter,
         hidden_states(config, params, adapter, tokens, positions, within_segments(np.ones_like(tokens))),
     )
-    np.savez(directory / "ours.npz", tokens=tokens, logits=np.asarray(logits), base=str(base.resolve()))
+    np.savez(
+        directory / "ours.npz",
+        tokens=tokens,
+        logits=np.asarray(logits),
+        base=str(base.resolve()),
+        is_random="checkpoint" not in options,
+    )
     return status
+
+
+def write_random_checkpoint(base: Path, directory: Path, path: str, *, train_mlp: bool) -> None:
+    """Write a sampler checkpoint with random factors to the checkpoint store in `directory`."""
+    from skyrl_tx_server.engine.operations import LoraSpec
+    from skyrl_tx_server.files.base_model import fingerprint
+    from skyrl_tx_server.files.checkpoints import CheckpointStore
+    from skyrl_tx_server.model.config_json import load_model_config
+    from skyrl_tx_server.model.lora.adapter import init_adapter
+    from skyrl_tx_server.model.weights import adapter_to_arrays
+
+    config, spec = load_model_config(base), LoraSpec(rank=RANK, train_mlp=train_mlp)
+    random = np.random.default_rng(1)
+    arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
+    arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
+    CheckpointStore(directory, "check/base", fingerprint(base)).write(
+        path, arrays, lora=spec, step=0, user_metadata={}
+    )
 
 
 def read(directory: Path) -> int:
@@ -86,20 +112,29 @@ def read(directory: Path) -> int:
             ("peft", adapted(tokens).logits.numpy()),
             ("merged", load(directory / "merged")(tokens).logits.numpy()),
         ):
-            difference = float(np.abs(logits - ours["logits"]).max())
-            worst = max(worst, difference)
-            difference_from_base = float(np.abs(logits - base).max())
+            by_logit = float(np.abs(logits - ours["logits"]).max())
+            by_logprob = float(np.abs(logprobs(logits) - logprobs(ours["logits"])).max())
+            worst = max(worst, by_logprob, by_logit if ours["is_random"] else 0.0)
             print(
-                f"{name:8} largest difference from the server {difference:.2e}, from the base model "
-                f"{difference_from_base:.2e}"
+                f"{name:8} largest difference from the server: logits {by_logit:.2e}, logprobs "
+                f"{by_logprob:.2e}; from the base model: logits {np.abs(logits - base).max():.2e}"
             )
     return int(worst > TOLERANCE)
 
 
+def logprobs(logits: np.ndarray) -> np.ndarray:
+    """Return the logarithm of the softmax of logits [..., V] in float64."""
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["write"] and (len(sys.argv) == 4 or sys.argv[4:] == ["train_mlp=false"]):
+    given = dict(argument.split("=", 1) for argument in sys.argv[4:] if "=" in argument)
+    is_valid = given in ({}, {"train_mlp": "false"}) or given.keys() == {"checkpoint", "checkpoints_dir"}
+    if sys.argv[1:2] == ["write"] and len(sys.argv) == 4 + len(given) and is_valid:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        sys.exit(write(Path(sys.argv[2]), Path(sys.argv[3]), train_mlp=len(sys.argv) == 4))
+        sys.exit(write(sys.argv[2], Path(sys.argv[3]), given))
     if sys.argv[1:2] == ["read"] and len(sys.argv) == 3:
         sys.exit(read(Path(sys.argv[2])))
     sys.exit(__doc__)

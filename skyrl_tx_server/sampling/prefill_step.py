@@ -18,8 +18,9 @@ from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, keep_cache, segm
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
-from skyrl_tx_server.model.mesh import weight_stationary
+from skyrl_tx_server.model.mesh import on_gpu, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import MIN_DECODE_WIDTH
 from skyrl_tx_server.model.transformer import (
     COMPILER_OPTIONS,
     Params,
@@ -124,19 +125,53 @@ def prefill(
         lambda: jnp.zeros(tokens.shape, jnp.float32),
     )
 
-    def sample_first_tokens() -> tuple[jax.Array, jax.Array]:
-        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.sequence_adapters))
-        states = hidden.reshape(-1, 1, hidden.shape[-1])[batch.lasts]
-        logits = head_logits(config, params, adapter, states)[:, 0]
-        return sample_tokens(logits, settings, positions.reshape(-1)[batch.lasts] + 1, tempered=tempered)
-
-    begins = jnp.asarray(batch.begins)
-    first_tokens, first_logprobs = jax.lax.cond(
-        begins.any(),
-        sample_first_tokens,
-        lambda: (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape, jnp.float32)),
+    first_tokens, first_logprobs = _first_tokens(
+        config, params, lora_slots, batch, settings, hidden, positions, tempered=tempered
     )
     return cache, PrefillOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
+
+
+def _first_tokens(
+    config: ModelConfig,
+    params: Params,
+    lora_slots: Adapter,
+    batch: PrefillBatch,
+    settings: BatchSettings,
+    hidden: jax.Array,
+    positions: jax.Array,
+    *,
+    tempered: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the first token [B] of each sequence that begins and its logprob [B], from hidden states
+    [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
+
+    Usually one sequence begins per prompt, so at most N sequences begin. On a CPU the head is then computed
+    for N sequences instead of B. On a GPU it takes little time, but each branch waits for the host.
+    """
+    begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
+    indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))
+
+    def sample(slots: jax.Array | slice) -> tuple[jax.Array, jax.Array]:
+        of_slots = replace(indices, slots=jnp.asarray(indices.slots)[slots])
+        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=of_slots))
+        states = hidden.reshape(-1, 1, hidden.shape[-1])[lasts[slots]]
+        logits = head_logits(config, params, adapter, states)[:, 0]
+        chosen = jax.tree.map(lambda setting: jnp.asarray(setting)[slots], settings)
+        return sample_tokens(logits, chosen, positions.reshape(-1)[lasts[slots]] + 1, tempered=tempered)
+
+    def sample_few() -> tuple[jax.Array, jax.Array]:
+        slots = jnp.argsort(~begins, stable=True)[:few]  # the slots in which a sequence begins, then others
+        tokens, logprobs = sample(slots)
+        return nothing[0].at[slots].set(tokens), nothing[1].at[slots].set(logprobs)
+
+    def sample_all() -> tuple[jax.Array, jax.Array]:
+        return sample(slice(None))
+
+    few = max(hidden.shape[0], MIN_DECODE_WIDTH)
+    if on_gpu() or config.mesh is not None or few >= len(begins):
+        return jax.lax.cond(begins.any(), sample_all, lambda: nothing)
+    branch = jnp.where(begins.any(), jnp.where(begins.sum() <= few, 1, 2), 0)
+    return jax.lax.switch(branch, [lambda: nothing, sample_few, sample_all])
 
 
 def _prompt_logprobs(

@@ -128,6 +128,24 @@ def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_first_tokens_do_not_depend_on_how_many_sequences_begin(count: int) -> None:
+    """A batch of one tile computes the head for four sequences, or for all five slots."""
+    alone = [chunk(20, slot=0)]
+    sequences = [replace(alone[0].sequences[0], index=index) for index in range(5)]
+    of_one = [compute(new_cache(), [replace(alone[0], sequences=[sequence])])[1][0] for sequence in sequences]
+    table = alone[0].tables[0]
+    several = replace(
+        alone[0],
+        slots=tuple(range(5 - count, 5)),
+        tables=(table,) * count,
+        sequences=sequences[:count],
+    )
+    together = compute(new_cache(), [several])[1][0]
+    assert together.first_tokens == [outputs.first_tokens[0] for outputs in of_one[:count]]
+    assert together.first_logprobs == [outputs.first_logprobs[0] for outputs in of_one[:count]]
+
+
 def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
     """A batch of four tiles has at most four adapters. A batch of sixteen tiles has at most nine, one per
     LoRA slot, for any number of decode slots."""
