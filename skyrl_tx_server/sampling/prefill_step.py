@@ -138,7 +138,7 @@ def _first_tokens(
     batch: PrefillBatch,
     settings: BatchSettings,
     hidden: jax.Array,
-    positions: jax.Array,
+    positions: ArrayLike,
     *,
     tempered: bool,
 ) -> tuple[jax.Array, jax.Array]:
