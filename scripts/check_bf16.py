@@ -24,7 +24,7 @@ import chz
 import jax
 import numpy as np
 
-from scripts.bench.compare import figure, random_sequences
+from scripts.bench.compare import print_figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.config.engine_options import MeshShape
@@ -77,9 +77,9 @@ def main(config: Bf16Config) -> int:
                 ).astype(np.float64)
                 mean_nll = -np.concatenate([logprobs for _, _, logprobs in samples]).mean()
                 divergence = float(np.mean(np.expm1(differences) - differences))
-                figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
+                print_figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
                 spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {mean_nll:.2f}"
-                figure(f"  mean and largest |d| of {len(differences)}, mean -log p", spread)
+                print_figure(f"  mean and largest |d| of {len(differences)}, mean -log p", spread)
                 worst_divergence = max(worst_divergence, divergence)
     return int(worst_divergence > MAX_DIVERGENCE)
 

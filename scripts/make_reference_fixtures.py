@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
+import torch  # pyright: ignore[reportMissingImports]  (not a dependency of the project, see above)
 from safetensors.numpy import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 RANK, ALPHA = 3, 32.0
-LATENT_ADAPTED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (
     "q_proj",
     "k_proj",
@@ -40,7 +40,7 @@ ADAPTED = (
     "up_proj",
     "down_proj",
     "lm_head",
-    *LATENT_ADAPTED,
+    *LATENT_PROJECTIONS,
 )
 
 
@@ -70,7 +70,7 @@ HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
 SPARSE: dict[str, Any] = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, **HEADS, head_dim=16
 )
-LATENT: dict[str, Any] = dict(
+DEEPSEEK: dict[str, Any] = dict(
     num_attention_heads=4,
     num_key_value_heads=4,
     kv_lora_rank=20,
@@ -83,7 +83,7 @@ LATENT: dict[str, Any] = dict(
     routed_scaling_factor=2.5,
     num_mtp_layers=0,
 )
-SHARPER: dict[str, Any] = dict(mscale=1.0, mscale_all_dim=0.7)
+YARN_MSCALE: dict[str, Any] = dict(mscale=1.0, mscale_all_dim=0.7)
 
 QWEN3: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e6), **COMMON),
@@ -121,8 +121,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         n_group=4,
         topk_group=2,
         first_k_dense_replace=1,
-        rope_parameters=_rope(1e4, **YARN, **SHARPER),
-        **LATENT,
+        rope_parameters=_rope(1e4, **YARN, **YARN_MSCALE),
+        **DEEPSEEK,
         **COMMON,
     ),
     "deepseek_v3_plain": DeepseekV3Config(
@@ -135,7 +135,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_interleave=False,
         rope_parameters=_rope(5e4),
         tie_word_embeddings=True,
-        **LATENT,
+        **DEEPSEEK,
         **COMMON,
     ),
     "qwen3_sliding_window": Qwen3Config(
@@ -194,7 +194,7 @@ def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> N
 
 
 def save_logits(model: PreTrainedModel, directory: Path) -> None:
-    """Write the logits of every eighth position of two random texts."""
+    """Write the logits of every eighth position of two random token sequences."""
     tokens = torch.randint(0, model.config.vocab_size, (2, 160))
     with torch.no_grad():
         logits = model(tokens).logits
@@ -262,6 +262,7 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
         )
     for name, module in list(model.named_modules()):
         if name.endswith(".experts"):
+            # The server divides the rank by the number of experts that each token uses (`expert_rank`).
             adapter |= adapt_experts(name, module, RANK // model.config.num_experts_per_tok)
 
     tokens = torch.randint(0, model.config.vocab_size, (2, 41))
@@ -289,7 +290,7 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
 
 class AddLoraProducts(torch.nn.Module):
     """Adds the products of LoRA factors to the matrices [E, out, in] of all experts. `factors` has one list
-    for each part of `out`, with the factors (A, B) of each expert."""
+    for each matrix that is stacked along `out`, e.g. gate and up: the factors (A, B) of each expert."""
 
     def __init__(self, factors: list[list[tuple[torch.Tensor, torch.Tensor]]], rank: int) -> None:
         super().__init__()

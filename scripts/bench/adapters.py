@@ -15,7 +15,15 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Measurement, Peers, figure, interleave, random_sequences, report, timed
+from scripts.bench.compare import (
+    ComparisonOptions,
+    Measurement,
+    interleave,
+    print_figure,
+    random_sequences,
+    report,
+    timed,
+)
 from scripts.bench.sides.ours import LORA, Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import (
@@ -31,14 +39,14 @@ from skyrl_tx_server.engine.operations import (
 MODELS, ACTIVE, NUM_SEQUENCES, PROMPT, NEW = 32, 4, 16, 128, 128
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         training(config, model_dir)
         decoding(config, model_dir)
 
 
-def training(config: Peers, model_dir: Path) -> None:
+def training(config: ComparisonOptions, model_dir: Path) -> None:
     """Train the next of the 32 models in each measured call, and compare with calls that train one model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
@@ -60,7 +68,7 @@ def training(config: Peers, model_dir: Path) -> None:
             }
             timings = interleave(calls, repeats=repeats, between_s=between_s)
             report(title, timings, {}, baseline="one")
-            figure(label, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
+            print_figure(label, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
 
         compare(
             f"forward_backward 4 x 512, {MODELS} models in training",
@@ -78,7 +86,7 @@ def training(config: Peers, model_dir: Path) -> None:
         )
 
 
-def decoding(config: Peers, model_dir: Path) -> None:
+def decoding(config: ComparisonOptions, model_dir: Path) -> None:
     with running(model_dir) as ours:
         names = [f"adapter-{number}" for number in range(ACTIVE)]
         for name in names:
@@ -87,7 +95,7 @@ def decoding(config: Peers, model_dir: Path) -> None:
         timings = interleave(calls, repeats=config.repeats)
         report(f"decoding {NUM_SEQUENCES} sequences with {ACTIVE} adapters", timings, {}, baseline="one")
         ratio = timings[f"{ACTIVE} adapters"].wall_s / timings["one"].wall_s
-        figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
+        print_figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
 
 
 def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Measurement]:
@@ -102,4 +110,4 @@ def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Measurement]:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

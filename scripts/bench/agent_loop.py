@@ -32,13 +32,13 @@ from tinker import types
 
 from scripts.bench.compare import (
     ROOT,
+    ComparisonOptions,
     Measurement,
-    Peers,
     Side,
     Timing,
-    figure,
     interleave,
     peers,
+    print_figure,
     random_sequences,
     report,
 )
@@ -71,7 +71,7 @@ class Server:
         return sum(counts.values())
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
@@ -95,8 +95,8 @@ def main(config: Peers) -> None:
             # last sampled token of each turn.
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
-            figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
-            figure("programs after warm-up", server.num_programs() - programs, at_most=0)
+            print_figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
+            print_figure("programs after warm-up", server.num_programs() - programs, at_most=0)
 
 
 def run_pass(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:
@@ -185,4 +185,4 @@ def process_cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -17,7 +17,7 @@ from unittest import mock
 
 import chz
 
-from scripts.bench.compare import figure
+from scripts.bench.compare import print_figure
 from scripts.bench.driver import Driver, opened
 from scripts.bench.gpu_models import MODELS
 from scripts.bench.small_model import make_model
@@ -48,9 +48,9 @@ def main(config: BetweenDispatches) -> None:
                 ),
                 strict=True,
             )
-    figure("dispatched after the host has read the results, ms", median(waiting))
-    figure("dispatched with another dispatch in flight, ms", median(following))
-    figure("  ratio", median(following) / median(waiting))
+    print_figure("dispatched after the host has read the results, ms", median(waiting))
+    print_figure("dispatched with another dispatch in flight, ms", median(following))
+    print_figure("  ratio", median(following) / median(waiting))
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:

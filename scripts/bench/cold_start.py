@@ -23,7 +23,7 @@ import chz
 import tinker
 from tinker import types
 
-from scripts.bench.compare import figure
+from scripts.bench.compare import print_figure
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = 12  # after the first two
@@ -75,7 +75,7 @@ def measure(config: ColdStart, folder: Path, name: str, *, first_at_most: float)
         reader = threading.Thread(target=log.read, args=(server,), daemon=True)
         reader.start()
         ready = server.stdout.readline().split()
-        figure(f"{name}: server ready, s", time.monotonic() - start)
+        print_figure(f"{name}: server ready, s", time.monotonic() - start)
         service = tinker.ServiceClient(base_url=ready[3], api_key="tml-dummy")
         model = service.get_server_capabilities().supported_models[0].model_name
         sampler = service.create_sampling_client(base_model=model)
@@ -90,10 +90,10 @@ def measure(config: ColdStart, folder: Path, name: str, *, first_at_most: float)
             end = time.monotonic()
             times.append(end - began)
             if seed == 0:
-                figure(f"{name}: first token, s", end - start, at_most=first_at_most)
+                print_figure(f"{name}: first token, s", end - start, at_most=first_at_most)
             if seed == 1:
-                figure(f"{name}: first {config.tokens} tokens, s", end - start)
-                figure(f"{name}: longest silence, s", log.longest_silence(start, end), at_most=3.0)
+                print_figure(f"{name}: first {config.tokens} tokens, s", end - start)
+                print_figure(f"{name}: longest silence, s", log.longest_silence(start, end), at_most=3.0)
         print(f"{name}: seconds of each further answer:", *(f"{seconds:.2f}" for seconds in times[2:]))
         server.terminate()
         reader.join()  # before the pipe is closed

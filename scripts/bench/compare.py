@@ -3,8 +3,9 @@
 The first measured call of each program includes compilation. Then the programs are called alternately, and
 the medians of these measured calls are compared.
 
-A program that runs in its own process (`Side`) answers JSON lines (`sides/line.py`); it may have another
-interpreter. CPU seconds are reported in addition to wall time, because other processes may use the machine.
+A program that runs in its own process (`Side`) answers JSON lines (`sides/call_protocol.py`); it may have
+another interpreter. CPU seconds are reported in addition to wall time, because other processes may use the
+machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ would take a tenth of a training step."""
 
 
 @chz.chz
-class Peers:
+class ComparisonOptions:
     """The options of a benchmark that compares several programs."""
 
     hf: str | None = chz.field(
@@ -137,7 +138,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 
 @contextlib.contextmanager
 def peers(
-    config: Peers, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
+    config: ComparisonOptions, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
 ) -> Iterator[dict[str, Side]]:
     """Start the programs whose interpreters are set in the options. Yields the programs by name."""
     from scripts.bench.small_model import RANK
@@ -212,7 +213,7 @@ def report(
         print(line, flush=True)
 
 
-def figure(
+def print_figure(
     name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
 ) -> None:
     """Print a value, and whether it meets its target if it has one."""

@@ -17,12 +17,12 @@ import chz
 import numpy as np
 
 from scripts.bench.compare import (
+    ComparisonOptions,
     Measurement,
-    Peers,
     Side,
-    figure,
     interleave,
     peers,
+    print_figure,
     random_sequences,
     report,
     side,
@@ -32,7 +32,7 @@ from scripts.bench.small_model import make_model
 REQUESTS, SLOTS, STEPS_PER_DISPATCH = 64, 16, 16
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     random = np.random.default_rng(5)
     prompt_lengths = random.integers(48, 257, REQUESTS).tolist()
     limits = np.clip(random.lognormal(3.9, 0.8, REQUESTS).astype(int), 8, 256).tolist()
@@ -79,9 +79,9 @@ def main(config: Peers) -> None:
             title = f"{REQUESTS} ragged requests in {SLOTS} slots, {new_tokens}"
             report(title, interleave(calls, repeats=config.repeats), {"skyrl-tx": 2.3})
     ratio = steps["ours"] / steps["static"]
-    figure(f"decode steps {steps['ours']} against {steps['static']}", ratio, at_most=0.55)
-    figure("the smallest possible number, with every slot always in use", sum(limits) / SLOTS)
+    print_figure(f"decode steps {steps['ours']} against {steps['static']}", ratio, at_most=0.55)
+    print_figure("the smallest possible number, with every slot always in use", sum(limits) / SLOTS)
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

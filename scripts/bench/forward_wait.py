@@ -19,7 +19,15 @@ from statistics import median
 import chz
 import numpy as np
 
-from scripts.bench.compare import Measurement, Peers, figure, interleave, random_sequences, report, timed
+from scripts.bench.compare import (
+    ComparisonOptions,
+    Measurement,
+    interleave,
+    print_figure,
+    random_sequences,
+    report,
+    timed,
+)
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
@@ -27,7 +35,7 @@ from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, S
 NUM_SEQUENCES, NEW, STEPS_PER_DISPATCH, PAUSE_S = 16, 512, 16, 2.0
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     seeds = itertools.count()
     waits: list[float] = []
     with (
@@ -57,13 +65,13 @@ def main(config: Peers) -> None:
             baseline="alone",
         )
         slowed = timings["with forwards"].wall_s / timings["alone"].wall_s
-        figure("time of the generation, relative to alone", slowed, at_most=1.1)
+        print_figure("time of the generation, relative to alone", slowed, at_most=1.1)
         dispatch_s = timings["alone"].wall_s / (NEW / STEPS_PER_DISPATCH)
         additional_wait_s = median(waits) - alone_s
-        figure("a dispatch of decode steps, s", dispatch_s)
-        figure("forward alone, s", alone_s)
-        figure("additional wait, s", additional_wait_s)
-        figure("additional wait, in dispatches", additional_wait_s / dispatch_s, at_most=1.0)
+        print_figure("a dispatch of decode steps, s", dispatch_s)
+        print_figure("forward alone, s", alone_s)
+        print_figure("additional wait, s", additional_wait_s)
+        print_figure("additional wait, in dispatches", additional_wait_s / dispatch_s, at_most=1.0)
 
 
 def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:
@@ -97,4 +105,4 @@ def forward(ours: Ours) -> None:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -19,12 +19,12 @@ from pathlib import Path
 import chz
 
 from scripts.bench.compare import (
+    ComparisonOptions,
     Measurement,
-    Peers,
     Side,
-    figure,
     interleave,
     peers,
+    print_figure,
     random_sequences,
     report,
     side,
@@ -34,7 +34,7 @@ from scripts.bench.small_model import make_model
 PROMPT, NEW, NUM_SEQUENCES = 256, 128, 16
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with (
@@ -58,7 +58,7 @@ def main(config: Peers) -> None:
                 interleave(calls, repeats=config.repeats),
                 {"HF": 3.6, "skyrl-tx": 2.4},
             )
-            figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
+            print_figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 
 def new_generations(program: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
@@ -80,4 +80,4 @@ def same_in_every_group(ours: Side) -> bool:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

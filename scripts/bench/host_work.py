@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from scripts.bench.compare import figure
+from scripts.bench.compare import print_figure
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling.prefix_cache import PrefixCache
@@ -26,14 +26,14 @@ def main() -> None:
         tables = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
         lengths = np.full(rows, context, np.int32)
         milliseconds = fastest_ms(partial(kv_splits_of, tables, lengths, group=4))
-        figure(f"KV splits of {rows} sequences of {context} tokens, ms", milliseconds, at_most=at_most)
+        print_figure(f"KV splits of {rows} sequences of {context} tokens, ms", milliseconds, at_most=at_most)
     prefix = np.arange(1000, dtype=np.int32)
     cache = PrefixCache(first=0, count=12_000)
     branches = [np.append(prefix, branch).astype(np.int32) for branch in range(10_000)]
     for tokens in branches:
         computed(cache, tokens)
     milliseconds = fastest_ms(lambda: cache.find(None, branches[5000]))
-    figure("lookup of 1,001 tokens with 10,000 branches, ms", milliseconds, at_most=0.1)
+    print_figure("lookup of 1,001 tokens with 10,000 branches, ms", milliseconds, at_most=0.1)
     held = PrefixCache(first=0, count=20_002)
     for number in range(20_000):
         tokens = np.full(PAGE_SIZE, number, np.int32)
@@ -43,7 +43,7 @@ def main() -> None:
             held.insert(None, tokens, held.allocate(1) or ())
     held.allocate(1)
     milliseconds = fastest_ms(lambda: held.allocate(1))
-    figure("eviction of one page beside 10,000 held pages, ms", milliseconds, at_most=0.05)
+    print_figure("eviction of one page beside 10,000 held pages, ms", milliseconds, at_most=0.05)
 
 
 def computed(cache: PrefixCache, tokens: np.ndarray) -> None:

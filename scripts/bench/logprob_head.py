@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.compare import Measurement, Peers, figure, interleave, report, timed
+from scripts.bench.compare import ComparisonOptions, Measurement, interleave, print_figure, report, timed
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
@@ -37,7 +37,7 @@ MODEL = replace(
 NUM_SEQUENCES, LENGTH = 4, 512
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
     adapter = jax.device_put(init_adapter(MODEL, LoraSpec(rank=8, train_unembed=False), 8))
     loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -64,12 +64,12 @@ def main(config: Peers) -> None:
         {},
         baseline="full logits",
     )
-    slower = timings["ours"].wall_s / timings["full logits"].wall_s
-    figure("time against full logits", slower, at_most=1.1)
-    weighted = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
-    figure("a third of the tokens weighted, relative to all", weighted)
+    time_ratio = timings["ours"].wall_s / timings["full logits"].wall_s
+    print_figure("time against full logits", time_ratio, at_most=1.1)
+    weighted_ratio = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
+    print_figure("time, a third of the tokens weighted, against all", weighted_ratio)
     ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
-    figure(
+    print_figure(
         f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB",
         ours_bytes / full_bytes,
         at_most=1 / 6,
@@ -119,4 +119,4 @@ def batch(*, every: int) -> TrainBatch:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import ROOT, figure, random_sequences
+from scripts.bench.compare import ROOT, print_figure, random_sequences
 from scripts.bench.sides.ours import running, settings
 from scripts.bench.small_model import CONFIG, make_model
 from skyrl_tx_server.executor.memory_plan import plan_memory
@@ -52,10 +52,10 @@ def main(config: MemoryConfig) -> None:
             model_dir = make_model(Path(folder) / "model", model)
             in_a_process("compile", model_dir, tokens)
             planned, measured = map(int, in_a_process("measure", model_dir, tokens).split())
-        figure(f"{name}: planned for {tokens} tokens, MiB", planned / 2**20)
-        figure(f"{name}: measured peak, MiB", measured / 2**20)
-        figure(f"{name}: measured / planned", measured / planned, at_least=0.9)
-        figure(f"{name}: measured / planned", measured / planned, at_most=1.1)
+        print_figure(f"{name}: planned for {tokens} tokens, MiB", planned / 2**20)
+        print_figure(f"{name}: measured peak, MiB", measured / 2**20)
+        print_figure(f"{name}: measured / planned", measured / planned, at_least=0.9)
+        print_figure(f"{name}: measured / planned", measured / planned, at_most=1.1)
 
 
 def in_a_process(command_name: str, model_dir: Path, tokens: int) -> str:

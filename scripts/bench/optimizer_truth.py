@@ -17,7 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from scripts.bench.compare import figure, random_sequences
+from scripts.bench.compare import print_figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import AdamSettings, OptimStep, SaveWeights, WeightsSaved
@@ -46,9 +46,9 @@ def main() -> None:
         moved += int((old != new)[has_update].sum())
         rounded += int((old.astype(ml_dtypes.bfloat16) != new.astype(ml_dtypes.bfloat16))[has_update].sum())
     print(f"one optimizer step at learning rate {LEARNING_RATE:g} on a bfloat16 base")
-    figure("entries with a non-zero update", updated)
-    figure("share that changed", moved / updated, at_least=1.0)
-    figure("share that would change in bfloat16", rounded / updated)
+    print_figure("entries with a non-zero update", updated)
+    print_figure("share that changed", moved / updated, at_least=1.0)
+    print_figure("share that would change in bfloat16", rounded / updated)
 
 
 def update(after: Mapping[str, np.ndarray], name: str) -> np.ndarray:

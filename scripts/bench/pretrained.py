@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import chz
 
 from scripts.bench.compare import (
+    ComparisonOptions,
     Measurement,
-    Peers,
     Side,
-    figure,
     interleave,
     peers,
+    print_figure,
     random_sequences,
     report,
     side,
@@ -34,7 +34,7 @@ VOCABULARY = 49_152
 WARM_UPS = 3  # calls after which the program of a narrow decode batch is compiled
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     model_dir = converted_directory("smollm2-135m")
     options = (f"max_num_seqs={SLOTS}", f"max_context_length={CONTEXT}", "train_tokens_per_batch=1024")
     wall_s: dict[int, float] = {}
@@ -56,8 +56,8 @@ def main(config: Peers) -> None:
             )
             wall_s[count] = timings["ours"].wall_s
     for count in COUNTS:
-        figure(f"steps/s with {count} sequences", NEW / wall_s[count])
-    figure("time of 8 sequences / time of 32", wall_s[8] / wall_s[32], at_most=0.45)
+        print_figure(f"steps/s with {count} sequences", NEW / wall_s[count])
+    print_figure("time of 8 sequences / time of 32", wall_s[8] / wall_s[32], at_most=0.45)
 
 
 def generation(program: Side, count: int, seeds: itertools.count[int]) -> Callable[[], Measurement]:
@@ -73,4 +73,4 @@ def generation(program: Side, count: int, seeds: itertools.count[int]) -> Callab
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

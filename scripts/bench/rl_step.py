@@ -16,7 +16,16 @@ from statistics import median
 
 import chz
 
-from scripts.bench.compare import Measurement, Peers, Side, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import (
+    ComparisonOptions,
+    Measurement,
+    Side,
+    interleave,
+    peers,
+    random_sequences,
+    report,
+    side,
+)
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.files.model_source import converted_directory
 
@@ -28,7 +37,7 @@ type Phases = dict[str, list[float]]
 
 
 @chz.chz
-class RlStep(Peers):
+class RlStep(ComparisonOptions):
     base_model: str | None = chz.field(
         default=None, doc="Packaged model, such as smollm2-135m. None: a random model with `layers` layers"
     )

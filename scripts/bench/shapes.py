@@ -19,7 +19,7 @@ from pathlib import Path
 import chz
 import numpy as np
 
-from scripts.bench.compare import ROOT, figure, random_sequences
+from scripts.bench.compare import ROOT, print_figure, random_sequences
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
@@ -48,13 +48,13 @@ def main(config: ShapesConfig) -> None:
         cold, warm = (run_measurement(model_dir, cache) for _ in range(2))
         print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
         names = ", ".join(f"{name} {count}" for name, count in cold["programs"].items())
-        figure(f"programs: {names}", sum(cold["programs"].values()), at_most=12)
-        figure("compiled by 200 further requests", cold["later"], at_most=0)
-        figure("seconds in programs, cold", sum(cold["seconds"].values()))
+        print_figure(f"programs: {names}", sum(cold["programs"].values()), at_most=12)
+        print_figure("compiled by 200 further requests", cold["later"], at_most=0)
+        print_figure("seconds in programs, cold", sum(cold["seconds"].values()))
         ratio = sum(warm["seconds"].values()) / sum(cold["seconds"].values())
-        figure(f"warm against cold ({warm['hits']} from the cache)", ratio, at_most=0.15)
-        figure("first token after a warm restart, s", warm["first_token_s"], at_most=3.0)
-        figure("first token after a cold start, s", cold["first_token_s"])
+        print_figure(f"warm against cold ({warm['hits']} from the cache)", ratio, at_most=0.15)
+        print_figure("first token after a warm restart, s", warm["first_token_s"], at_most=3.0)
+        print_figure("first token after a cold start, s", cold["first_token_s"])
 
 
 def run_measurement(model_dir: Path, cache: Path) -> dict:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Peers, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import ComparisonOptions, interleave, peers, random_sequences, report, side
 from scripts.bench.small_model import make_model
 
 TARGETS = {False: {"HF": 1.5, "skyrl-tx": 1.6}, True: {"HF": 1.9, "skyrl-tx": 1.6}}
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     sequences = random_sequences([513] * 8)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
@@ -48,4 +48,4 @@ def main(config: Peers) -> None:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

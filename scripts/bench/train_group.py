@@ -17,7 +17,7 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Peers, figure, interleave, random_sequences, report, timed
+from scripts.bench.compare import ComparisonOptions, interleave, print_figure, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import (
@@ -32,7 +32,7 @@ from skyrl_tx_server.engine.operations import (
 PROMPT, RESPONSE, GROUP = 512, 128, 8
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     group = make_group(GROUP)
     flat = [[100 + member, *sequence[1:]] for member, sequence in enumerate(group)]
     with (
@@ -45,8 +45,8 @@ def main(config: Peers) -> None:
         ours.optim_step()
         loss, norm = loss_and_gradient(ours, [group])
         flat_loss, flat_norm = loss_and_gradient(ours, [[member] for member in group])
-        figure("summed loss, relative difference", abs(loss / flat_loss - 1), at_most=1e-5)
-        figure("gradient norm, relative difference", abs(norm / flat_norm - 1), at_most=1e-5)
+        print_figure("summed loss, relative difference", abs(loss / flat_loss - 1), at_most=1e-5)
+        print_figure("gradient norm, relative difference", abs(norm / flat_norm - 1), at_most=1e-5)
 
 
 def make_group(size: int, *, prompt: int = PROMPT, response: int = RESPONSE) -> list[list[int]]:
@@ -70,4 +70,4 @@ def loss_and_gradient(ours: Ours, requests: Sequence[Sequence[Sequence[int]]]) -
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -17,7 +17,15 @@ from pathlib import Path
 import chz
 import numpy as np
 
-from scripts.bench.compare import Peers, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import (
+    ComparisonOptions,
+    interleave,
+    peers,
+    print_figure,
+    random_sequences,
+    report,
+    side,
+)
 from scripts.bench.sides.ours import datum
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.model.shapes import train_shapes
@@ -26,7 +34,7 @@ from skyrl_tx_server.training.packing import pack
 LONGEST = 1025
 
 
-def main(config: Peers) -> None:
+def main(config: ComparisonOptions) -> None:
     sequences = random_sequences(ragged_lengths())
     padded = [sequence + [0] * (LONGEST - len(sequence)) for sequence in sequences]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +61,7 @@ def main(config: Peers) -> None:
         sum(batch.arrays.tokens.size for batch in batches),
     )
     shapes = ", ".join("x".join(map(str, batch.arrays.tokens.shape)) for batch in batches)
-    figure(f"fill of packed streams, batches {shapes}", useful / positions, at_least=0.85)
+    print_figure(f"fill of packed streams, batches {shapes}", useful / positions, at_least=0.85)
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:
@@ -67,4 +75,4 @@ def ragged_lengths(*, seed: int = 0) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))

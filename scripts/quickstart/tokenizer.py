@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from scripts.quickstart.demonstrations import demonstrate, spoken_words
 from scripts.quickstart.families import TRAINING, make_instance
 from scripts.quickstart.terminal import CONFIRMATION, NO_JSON, PROMPT, prompt_template
-from scripts.quickstart.words import NOT_NAMES, SYLLABLES, Pool
+from scripts.quickstart.words import INSTRUCTION_WORDS, SYLLABLES, Pool
 
 VOCAB_MULTIPLE = 64
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|im_start|>assistant\n")
@@ -136,7 +136,7 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer, *, chat_template: str 
 def is_name(piece: str) -> bool:
     word = piece.strip()
     pairs = [word[start : start + 2] for start in range(0, len(word), 2)]
-    return len(pairs) > 1 and word not in NOT_NAMES and all(pair in SYLLABLES for pair in pairs)
+    return len(pairs) > 1 and word not in INSTRUCTION_WORDS and all(pair in SYLLABLES for pair in pairs)
 
 
 def _byte_characters() -> list[str]:

@@ -15,7 +15,7 @@ from enum import StrEnum
 CONSONANTS = "bdfgklmnprstvz"
 VOWELS = "aeiou"
 SYLLABLES = tuple(c + v for c in CONSONANTS for v in VOWELS)
-NOT_NAMES = frozenset(
+INSTRUCTION_WORDS = frozenset(
     {
         "file",
         "name",
@@ -35,16 +35,17 @@ NOT_NAMES = frozenset(
         "note",
     }
 )
-"""Words of the instructions that consist of these syllables."""
+"""Words of the instructions that consist of these syllables. They are not drawn."""
 
 
 class Pool(StrEnum):
-    """The pool of words, numbers and modes."""
+    """One of the two pools of words, numbers and file modes, which have no element in common."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"
 
 
+# The counts are numbers in an instruction, for example the lines that `head` keeps. They have pools too.
 HELD_OUT_COUNTS = frozenset({4, 7, 12, 15})
 LARGEST_COUNT = 18
 TEXT_ENDINGS = (".txt", ".csv", ".log", ".md", ".dat")
@@ -92,6 +93,6 @@ class Words:
     def _fresh(self, draw: Callable[[], str]) -> str:
         while True:
             word = draw()
-            if word not in self.used | NOT_NAMES | {"644"} and pool_of(word) is self.pool:
+            if word not in self.used | INSTRUCTION_WORDS | {"644"} and pool_of(word) is self.pool:
                 self.used.add(word)
                 return word

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Limits:
     """Limits that depend on the memory of the device unless an option sets them."""
 
-    max_models: int
-    max_loras: int
+    max_models: int  # training models on the device
+    max_loras: int  # LoRA slots
     max_context_length: int  # applies to models with a longer context
 
 

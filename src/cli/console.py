@@ -19,7 +19,7 @@ from rich.text import Text
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, TaskRewards
 from src.learning.played_groups import SOLVED
-from src.loop.outcome import UNGRADED_REASONS, counted, shown_reward, success_name
+from src.loop.outcome import GRADING_ERROR_REASONS, counted, shown_reward, success_name
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Display:
         failures += [
             (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")
             for trajectory in group.trajectories
-            if trajectory.zero_reason in UNGRADED_REASONS
+            if trajectory.zero_reason in GRADING_ERROR_REASONS
         ]
         for kind, message, result in failures:
             if kind not in self._shown_failures:

@@ -113,8 +113,8 @@ def report_section(
     has_partial_rewards: bool,
     indent: str = "",
 ) -> None:
-    """Print the mean reward if rewards are partial, rates, no-op success, success with and without writing
-    actions, and failure patterns.
+    """Print the mean reward if rewards are partial, rates, no-op success, success at tasks that need a
+    writing action and at the others, and failure patterns.
 
     Failure patterns describe the calls of an agent, so they are not printed for an environment that reports
     no `tool_calls`.

@@ -1,4 +1,5 @@
-"""Run an evaluation: connect, play the tasks with the rollouts of training, write the results and compare.
+"""Run an evaluation: connect, play the tasks with the rollout code of training, write the results and
+compare.
 
 The folder has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An interrupted evaluation
 is resumed.
@@ -58,8 +59,8 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
-    """A policy and the tasks to evaluate it on."""
+class PolicyAndTasks:
+    """The policy that is evaluated and the source of its tasks."""
 
     policy: Policy
     source: TaskSource
@@ -67,11 +68,13 @@ class Evaluated:
 
 
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
-OpenEvaluated = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
+OpenPolicyAndTasks = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[PolicyAndTasks]]
 
 
 @asynccontextmanager
-async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncGenerator[Evaluated]:
+async def open_policy_and_tasks(
+    config: EvaluateConfig, checkpoint: str | None
+) -> AsyncGenerator[PolicyAndTasks]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
     environment = environment_of(config)
     await asyncio.to_thread(check_environment, environment)
@@ -88,7 +91,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
                 )
             watchdog = await stack.enter_async_context(watching(_unprobed, config))
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
-            yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
+            yield PolicyAndTasks(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
     async with connect(config) as endpoint, watching(endpoint.check, config) as watchdog:
         policy = WatchedPolicy(
@@ -97,23 +100,32 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         name = config.tokenizer or config.model_name
         chat = await asyncio.to_thread(load_chat, name, enable_thinking=config.enable_thinking)
         source = await asyncio.to_thread(open_task_source, environment, chat)
-        yield Evaluated(policy=policy, source=source, watchdog=watchdog)
+        yield PolicyAndTasks(policy=policy, source=source, watchdog=watchdog)
 
 
 async def run(
-    config: EvaluateConfig, events: RunEvents, *, open_evaluated: OpenEvaluated = open_evaluated
+    config: EvaluateConfig,
+    events: RunEvents,
+    *,
+    open_policy_and_tasks: OpenPolicyAndTasks = open_policy_and_tasks,
 ) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
     directory = evaluation_folder(config)
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
-    first = await play(
-        config, sampler_path(config.checkpoint), directory, events, open_evaluated=open_evaluated
+    first = await run_one(
+        config,
+        sampler_path(config.checkpoint),
+        directory,
+        events,
+        open_policy_and_tasks=open_policy_and_tasks,
     )
     if second is None:
         return
     if isinstance(second, str):
         path = None if second == "base" else sampler_path(second)
-        second = await play(config, path, directory / "compared", events, open_evaluated=open_evaluated)
+        second = await run_one(
+            config, path, directory / "compared", events, open_policy_and_tasks=open_policy_and_tasks
+        )
     compare(second, first, events, write_to=directory / "comparison.json")
 
 
@@ -122,21 +134,21 @@ async def compare_finished(config: CompareConfig, events: RunEvents) -> None:
     compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), events)
 
 
-async def play(
+async def run_one(
     config: EvaluateConfig,
     checkpoint: str | None,
     directory: Path,
     events: RunEvents,
     *,
-    open_evaluated: OpenEvaluated,
+    open_policy_and_tasks: OpenPolicyAndTasks,
 ) -> Mapping[str, Any]:
     """Run one evaluation and write its folder. Finished trials in the folder are not repeated."""
     name = checkpoint or (
         f"{config.model_name} at {config.base_url}" if config.base_url else config.model_name
     )
-    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as stack:
-        stack.push_async_callback(close_quietly, evaluated.source)
-        tasks = chosen_tasks(evaluated_tasks(evaluated.source, config), config.tasks)
+    async with open_policy_and_tasks(config, checkpoint) as opened, AsyncExitStack() as stack:
+        stack.push_async_callback(close_quietly, opened.source)
+        tasks = chosen_tasks(evaluated_tasks(opened.source, config), config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         stack.enter_context(lock_run_dir(directory))
@@ -144,7 +156,7 @@ async def play(
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))
-            rollouts = Rollouts(evaluated.source, config, finished)
+            rollouts = Rollouts(opened.source, config, finished)
             events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             plan = RolloutPlan(
@@ -157,16 +169,16 @@ async def play(
             evaluating = evaluate(
                 rollouts,
                 tasks,
-                evaluated.policy if config.top_p == 1 else TopPPolicy(evaluated.policy, config.top_p),
+                opened.policy if config.top_p == 1 else TopPPolicy(opened.policy, config.top_p),
                 plan,
                 on_group=lambda timed: events.group_finished(timed.group, duration_s=timed.duration_s),
             )
             result = await (
-                evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating
+                opened.watchdog.guard(evaluating, "evaluating") if opened.watchdog else evaluating
             )
-            await asyncio.to_thread(evaluated.source.batch_ended, jobs)
+            await asyncio.to_thread(opened.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
-            text = evaluated.source.text
+            text = opened.source.text
             await asyncio.to_thread(
                 dump_evaluation, directory, 0, result.groups, result.metrics, text, env_class=config.env
             )
@@ -192,7 +204,10 @@ def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
     if config.held_out_of is None:
         return [*source.train, *source.eval]
     if not source.eval:
-        raise ConfigError(f"{config.held_out_of} holds out no tasks; use src.evaluate with tasks=")
+        raise ConfigError(
+            f"{config.held_out_of} holds out no tasks; use python -m src.evaluate, which evaluates the tasks "
+            "in tasks= or all tasks"
+        )
     return list(source.eval)
 
 
@@ -209,7 +224,9 @@ def finished_or_policy(text: str) -> str | Mapping[str, Any]:
 def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
     """Return the content hashes of training tasks, which must not be evaluated; None if they are unknown."""
     if config.train_data is None:
-        folder = Path(config.checkpoint).expanduser() if config.checkpoint else Path("tinker:")
+        if not config.checkpoint:
+            return None
+        folder = Path(config.checkpoint).expanduser()
         return read_hashes(folder) if (folder / HASHES_FILE).is_file() else None
     path = Path(config.train_data).expanduser()
     if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / CONFIG_FILE).is_file():
@@ -233,7 +250,8 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
-    for option in (  # these may differ in a resumed evaluation; earlier releases wrote `results`
+    # These options may differ in a resumed evaluation. `results` is an option of earlier releases.
+    for option in (
         "results",
         "log_path",
         "logs_dir",

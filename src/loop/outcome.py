@@ -22,7 +22,7 @@ from src.rollouts.options import ScheduleOptions
 
 MIN_SIGNAL = 0.25  # tasks suit the model if rewards differ within groups in this share of steps or more
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
-UNGRADED_REASONS = (
+GRADING_ERROR_REASONS = (
     ZeroReason.ENV_ERROR,
     ZeroReason.VERIFIER_ERROR,
     ZeroReason.VERIFIER_TIMEOUT,
@@ -51,10 +51,10 @@ def report(log_path: Path, *, wall_s: float, steps_before: int, options: Schedul
     """
     metrics_file = log_path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    variances = signals(recorded_variances(metrics_file))
+    signal_lines = training_signal_lines(recorded_variances(metrics_file))
     duration, *others = outcome(
         success_of(metrics_file),
-        variances,
+        signal_lines,
         steps=steps,
         steps_before=steps_before,
         wall_s=wall_s,
@@ -73,7 +73,7 @@ def require_trained(log_path: Path) -> None:
         return
     num_trials = sum(recorded(metrics_file, "trials/total").values())
     num_failed = sum(recorded(metrics_file, "trials/ungraded").values())
-    for reason in UNGRADED_REASONS:
+    for reason in GRADING_ERROR_REASONS:
         num_failed += sum(recorded(metrics_file, f"trials/graded_zero/{reason}").values())
     if num_trials and num_failed == num_trials:
         raise NothingTrainedError(
@@ -93,7 +93,7 @@ def require_trained(log_path: Path) -> None:
 
 
 def first_failure(log_path: Path) -> str:
-    """Return the first recorded failure of a training trial, as the beginning of a message."""
+    """Return the first recorded failure of a training trial, as a clause of a message, or ""."""
     for path in sorted((log_path / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
@@ -107,7 +107,7 @@ def success_of(metrics_file: Path) -> Success:
     rates = recorded(metrics_file, "test/env/all/success")
     noop_rates = recorded(metrics_file, "test/noop_success")
     rewards = recorded(metrics_file, "test/env/all/reward/total")
-    is_reward_partial = any(
+    differs_from_success = any(
         not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in rewards.items()
     )
     return Success(
@@ -116,7 +116,7 @@ def success_of(metrics_file: Path) -> Success:
         noop_success=noop_rates[max(noop_rates)] if noop_rates else None,
         # With a partial grading the name of the part is a prefix of the rates: test/<part>_pass_at_1.
         is_partial=not recorded(metrics_file, "test/pass_at_1"),
-        rewards=(rewards[0], rewards[max(rewards)]) if 0 in rewards and is_reward_partial else None,
+        rewards=(rewards[0], rewards[max(rewards)]) if 0 in rewards and differs_from_success else None,
     )
 
 
@@ -151,7 +151,7 @@ def last_lines(
 ) -> list[str]:
     """Return the last lines of a run: its steps and duration, `results` and its files."""
     files = [name for name in FILES if (log_path / name).exists()]
-    total = f" ({steps} of {steps})" if steps_before else ""
+    total = f" ({steps} in total)" if steps_before else ""
     return [
         f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}",
         *results,
@@ -170,26 +170,30 @@ def nothing_to_do(steps: int, *, max_steps: int | None, n_epochs: int) -> str:
 
 
 def resume_command(log_path: Path) -> str:
-    """Return the command that continues a run, for the current folder of this process."""
+    """Return the command that continues a run, for the working directory of this process."""
     program = Path(sys.executable).with_name("agent-trainer")
     if program.is_relative_to(Path.cwd()):
         program = program.relative_to(Path.cwd())
     return shlex.join([str(program), "resume", str(log_path)])
 
 
-def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
+def training_signal_lines(variances: Mapping[str, Sequence[float]]) -> list[str]:
     """Return a line for all tasks, and a line for each domain if there are 2 to MAX_DOMAINS domains."""
     domains = {name: values for name, values in variances.items() if name != ALL_TASKS}
     shown = domains if 1 < len(domains) <= MAX_DOMAINS else {}
-    return [signal(name, values) for name, values in variances.items() if name == ALL_TASKS or name in shown]
+    return [
+        training_signal_line(name, values)
+        for name, values in variances.items()
+        if name == ALL_TASKS or name in shown
+    ]
 
 
-def signal(name: str, variances: Sequence[float]) -> str:
+def training_signal_line(name: str, variances: Sequence[float]) -> str:
     """Return one line about the variance of the rewards within the groups of each step.
 
     Two successes of four trials have the variance 0.25, one of four has 0.1875.
 
-    >>> signal("retail", [0.1875, 0.0])
+    >>> training_signal_line("retail", [0.1875, 0.0])
     'training signal of retail: rewards differ within groups in 50% of 2 steps, mean variance 0.0938'
     """
     num_steps = len(variances)

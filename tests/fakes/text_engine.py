@@ -40,7 +40,8 @@ TEMPLATE = """\
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """Save a tokenizer of bytes and `<|im_end|>`. Its chat template renders every field of a message."""
+    """Save a tokenizer of bytes and `<|im_end|>`. Its chat template renders tools, roles, contents
+    and calls."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])

@@ -106,7 +106,7 @@ class SlowTrainingClient(BanditTrainingClient):
             tokens = datum.model_input.to_ints()
             for position, advantage in enumerate(datum.loss_fn_inputs["advantages"].to_numpy()):
                 if advantage:
-                    self.ages.append(self._version - (tokens[position] - FIRST_VERSION))
+                    self.ages.append(self._version - (tokens[position] - VERSION_TOKEN_OFFSET))
         now = asyncio.get_running_loop().time()
         self._free_at = max(now, self._free_at) + self._seconds_per_datum * len(data)
         return SlowFuture(future, self._free_at)
@@ -116,7 +116,9 @@ class SlowTrainingClient(BanditTrainingClient):
         return SlowFuture(super().optim_step(adam), self._free_at)
 
 
-FIRST_VERSION = 100  # the last token of a prompt is FIRST_VERSION plus the version of the policy
+VERSION_TOKEN_OFFSET = 100
+"""The last token of a prompt is VERSION_TOKEN_OFFSET plus the version of the policy that samples after it.
+`SlowTrainingClient` reads the version from this token and computes the age of the sampled token."""
 
 
 @dataclass(kw_only=True)
@@ -175,7 +177,7 @@ def simulate(
             version = policy.version
             prompt = [
                 *(trial_turns[-1].prompt_ids + trial_turns[-1].completion_ids if trial_turns else []),
-                FIRST_VERSION + version,
+                VERSION_TOKEN_OFFSET + version,
             ]
             turn = await policy.sample(
                 SampleRequest(
@@ -268,7 +270,9 @@ class Schedule:
         )
 
     def faults(self, result: Result) -> list[str]:
-        """Return a message if a token exceeds the staleness limit or a group is not trained exactly once."""
+        """Return the violated rules: no token exceeds the staleness limit, and every group is trained exactly
+        once.
+        """
         violations = []
         if max(result.ages, default=0) > self.max_staleness:
             violations.append(f"trained a token {max(result.ages)} updates old")

@@ -39,7 +39,7 @@ from src.envs.sandbox.docker import (
     run_labels,
     why_no_engine,
 )
-from src.envs.sandbox.file_copy import MAX_FILES, NOTE
+from src.envs.sandbox.file_copy import MAX_FILES, NOTE_FILE
 from src.envs.sandbox.run_directory import live_run_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
@@ -185,7 +185,7 @@ async def test_container_downloads_are_limited_and_follow_no_links(
     assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
     assert len(local_files) <= MAX_FILES and sum(path.lstat().st_size for path in local_files) < 40 * 2**20
     assert not any(path.is_symlink() or path.is_fifo() for path in local_files)
-    note = (tmp_path / "trial" / NOTE).read_text()
+    note = (tmp_path / "trial" / NOTE_FILE).read_text()
     assert "/logs/agent: only" in note and "/logs/verifier: only" in note
 
 

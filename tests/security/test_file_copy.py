@@ -23,7 +23,7 @@ from src.envs.sandbox.file_copy import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_FILES,
-    NOTE,
+    NOTE_FILE,
     BoundedFile,
     ChunkReader,
     DownloadBudget,
@@ -37,7 +37,7 @@ REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
-# Above the lag that other work causes. Unpacking 20,000 files on the event loop would cause a larger lag.
+# More than the lag that other processes cause, less than the lag of unpacking 20,000 files on the event loop.
 MAX_LAG_S = 5.0
 
 
@@ -95,7 +95,7 @@ def test_a_reward_file_is_complete_or_absent(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "reward.txt").exists()
 
 
-def test_links_and_outside_deep_or_existing_paths_are_omitted(tmp_path: Path) -> None:
+def test_unpacking_omits_links_deep_outside_and_existing_paths(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "trajectory.json").write_text("Harbor's own")
@@ -139,7 +139,7 @@ def test_an_endless_stream_ends_at_the_limit() -> None:
 
 
 def block(seconds: float) -> None:
-    """Block the event loop, which a coroutine must not do."""
+    """Block the event loop. Ruff reports `time.sleep` if it is written in a coroutine."""
     time.sleep(seconds)
 
 
@@ -176,7 +176,7 @@ async def test_a_download_of_20000_files_lets_other_trials_continue(tmp_path: Pa
         assert num_iterations > 20 and longest_lag_s < MAX_LAG_S, (num_iterations, longest_lag_s)
     print(f"{num_iterations} iterations, longest lag {longest_lag_s:.3f} s")
     assert len(everything_below(tmp_path / "trial" / "agent")) <= MAX_FILES
-    assert "/logs/agent: only" in (tmp_path / "trial" / NOTE).read_text()
+    assert "/logs/agent: only" in (tmp_path / "trial" / NOTE_FILE).read_text()
 
 
 @needs_sandbox
@@ -255,7 +255,7 @@ async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
     assert outcome.metrics["files_left_out"] == 1.0
     (folder,) = (tmp_path / "jobs" / "step_000001").iterdir()
     assert len(everything_below(folder)) <= MAX_FILES and size_of(folder) <= MAX_BYTES + 4096 * MAX_FILES
-    assert (folder / "result.json").is_file() and "the rest was omitted" in (folder / NOTE).read_text()
+    assert (folder / "result.json").is_file() and "the rest was omitted" in (folder / NOTE_FILE).read_text()
 
 
 @needs_sandbox

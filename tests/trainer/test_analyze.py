@@ -19,7 +19,7 @@ from src.cli.console import Display
 from src.core.trajectory import Turn
 from src.envs.registry import open_task_source
 from src.evaluate.config import EvaluateConfig
-from src.evaluate.run import Evaluated, run
+from src.evaluate.run import PolicyAndTasks, run
 from src.policy.chat import Chat, load_chat
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
@@ -62,9 +62,9 @@ async def evaluate_clerk(folder: Path, *options: str) -> None:
 
     @asynccontextmanager
     async def opened(config: EvaluateConfig, checkpoint: str | None):
-        yield Evaluated(policy=Clerk(chat), source=open_task_source(config.environment, chat))
+        yield PolicyAndTasks(policy=Clerk(chat), source=open_task_source(config.environment, chat))
 
-    await run(config, Display(Console(file=io.StringIO())), open_evaluated=opened)
+    await run(config, Display(Console(file=io.StringIO())), open_policy_and_tasks=opened)
 
 
 def rows(text: str, heading: str) -> list[dict[str, str]]:

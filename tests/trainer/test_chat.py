@@ -69,7 +69,7 @@ def test_extend_closes_a_turn_that_was_cut():
     assert text(extended[3:]) == "<|im_end|>\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
 
 
-def test_extend_equals_render_when_nothing_is_rewritten():
+def test_extend_equals_render_if_the_template_drops_nothing():
     chat = byte_chat()
     messages = [*USER, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "ok"}]
     opened = encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n")
@@ -121,7 +121,7 @@ def test_a_tokenizer_without_a_template_is_rejected(tmp_path):
 
 @pytest.mark.seed_behaviour(63)
 def test_only_chat_calls_the_template():
-    """Thinking must be off and tools must be shown in every prompt."""
+    """Only `Chat` passes `enable_thinking` to the template and adds tools that the template does not show."""
     root = Path(__file__).resolve().parents[2]
     calls = [
         path.name

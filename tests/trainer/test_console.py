@@ -13,7 +13,7 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
-from src.loop.outcome import Success, outcome, resume_command, signals
+from src.loop.outcome import Success, outcome, resume_command, training_signal_lines
 from src.records.rollout_log import record_groups
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -248,13 +248,13 @@ def test_a_metric_of_nan_is_written_as_null(tmp_path):
 
 def test_signal_has_a_line_per_domain_if_there_are_few():
     few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
-    assert [line.split(":")[0] for line in signals(few)] == [
+    assert [line.split(":")[0] for line in training_signal_lines(few)] == [
         "training signal of airline",
         "training signal of all tasks",
         "training signal of retail",
     ]
     for others in (["retail"], [f"family-{number}" for number in range(6)]):
-        lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
+        lines = training_signal_lines({"all tasks": [0.1], **{name: [0.1] for name in others}})
         assert [line.split(":")[0] for line in lines] == ["training signal of all tasks"]
 
 

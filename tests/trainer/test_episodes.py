@@ -23,7 +23,7 @@ from src.envs.message_env import ResetResult, StepResult
 from src.envs.registry import open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
-from src.evaluate.run import Evaluated
+from src.evaluate.run import PolicyAndTasks
 from src.evaluate.run import run as run_evaluation
 from src.loop.connection import Dependencies
 from tests.fakes.backend import BanditBackend, BanditSampler
@@ -215,14 +215,14 @@ async def test_a_resumed_run_repeats_no_episode(tmp_path):
 async def test_evaluation_selects_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
-        yield Evaluated(
+        yield PolicyAndTasks(
             policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.environment, toy_chat())
         )
 
     chosen = parse_as(
         EvaluateConfig, [*OWN_SERVER, ENV, "tasks=*-test-*", "n_samples=2", f"log_path={tmp_path / 'e'}"]
     )
-    await run_evaluation(chosen, Display(Console(file=io.StringIO())), open_evaluated=opened)
+    await run_evaluation(chosen, Display(Console(file=io.StringIO())), open_policy_and_tasks=opened)
     results = json.loads((tmp_path / "e" / "results.json").read_text())
     assert [task["id"] for task in results["tasks"]] == ["retail-test-0", "airline-test-0"]
 

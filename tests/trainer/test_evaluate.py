@@ -15,7 +15,7 @@ from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
-from src.evaluate.run import Evaluated, evaluated_tasks, run
+from src.evaluate.run import PolicyAndTasks, evaluated_tasks, run
 from src.policy.sampling_policy import TopPPolicy
 from src.records.checkpoints import Checkpoint, append
 from tests.fakes.policy import UnusedPolicy
@@ -58,7 +58,7 @@ class Bench:
 
     async def go(self, *options):
         config = parse_as(EvaluateConfig, [*SERVER, f"log_path={self.path}", *options])
-        await run(config, Display(Console(file=self.text, width=200)), open_evaluated=self._open)
+        await run(config, Display(Console(file=self.text, width=200)), open_policy_and_tasks=self._open)
 
     @asynccontextmanager
     async def _open(self, config, checkpoint):
@@ -76,7 +76,7 @@ class Bench:
             played = trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
             return replace(played, metrics=self.metrics)
 
-        yield Evaluated(
+        yield PolicyAndTasks(
             policy=UnusedPolicy(0),
             source=FakeTasks(train=self.tasks, play=play, noop_rewards=self.noop_rewards),
         )

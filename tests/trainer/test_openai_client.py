@@ -47,6 +47,7 @@ def test_the_codec_is_lossless(text):
 
 
 async def test_a_conversation_reaches_the_endpoint_as_messages():
+    """The codec removes its control characters, \\x02 and \\x03, from the text of messages."""
     chat, requests = endpoint_chat(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -64,9 +65,9 @@ async def test_a_conversation_reaches_the_endpoint_as_messages():
     assert all(math.isnan(value) for value in first.logprobs) and len(first.logprobs) == len(
         first.completion_ids
     )
-    again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
-    assert again[: len(first.prompt_ids)] == first.prompt_ids
-    await policy(answer).sample(SampleRequest(prompt_ids=again, max_tokens=9, temperature=0.5, seed=3))
+    extended = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
+    assert extended[: len(first.prompt_ids)] == first.prompt_ids
+    await policy(answer).sample(SampleRequest(prompt_ids=extended, max_tokens=9, temperature=0.5, seed=3))
     assert requests[1]["messages"][2:] == [
         {"role": "assistant", "content": "sure thing"},
         {"role": "user", "content": "go on"},

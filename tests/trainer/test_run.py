@@ -256,7 +256,7 @@ async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
     assert "all 2 steps are finished; add n_epochs=2 to train further" in finished.text.getvalue()
     further = Bench(tmp_path)
     await further.go("behavior_if_log_dir_exists=resume", "max_steps=4", "n_epochs=2")
-    assert "done: 2 steps (4 of 4) in " in further.text.getvalue()
+    assert "done: 2 steps (4 in total) in " in further.text.getvalue()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -231,7 +231,7 @@ async def test_a_resume_reports_the_steps_of_this_process(tmp_path: Path) -> Non
     data, run = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
     await run.go(f"data={data}", *OPTIONS, "max_steps=1")
     await run.go(f"data={data}", *OPTIONS, "max_steps=3")
-    assert "done: 2 steps (3 of 3) in " in run.text.getvalue()
+    assert "done: 2 steps (3 in total) in " in run.text.getvalue()
     await run.go(f"data={data}", *OPTIONS, "max_steps=3")
     assert "nothing to do: all 3 steps are finished; add max_steps=6" in run.text.getvalue()
 

@@ -1,6 +1,6 @@
 """Hugging Face transformers and peft on torch, on a CPU in float32 or with CUDA in bfloat16.
 
-It runs in an interpreter that has these packages; see `sides/line.py`.
+It runs in an interpreter that has these packages; see `sides/call_protocol.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM
 
-from scripts.bench.sides.line import serve
+from scripts.bench.sides.call_protocol import serve
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

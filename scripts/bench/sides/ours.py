@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.sides.line import serve
+from scripts.bench.sides.call_protocol import serve
 from scripts.bench.small_model import RANK
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine

@@ -1,7 +1,8 @@
 """The JAX backend of PyPI's `skyrl[tinker,jax]`, called directly, without its HTTP server, database and JSON.
 
-The script runs in an interpreter that has the package; see `sides/line.py`. The backend is fastest with the
-smallest number of adapter slots, which is two: slot 0 is for the base model, and slot 1 for the adapter.
+The script runs in an interpreter that has the package; see `sides/call_protocol.py`. The backend is fastest
+with the smallest number of adapter slots, which is two: slot 0 is for the base model, and slot 1 for the
+adapter.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ typing.TypedDict = typing_extensions.TypedDict
 from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl  # noqa: E402  # pyright: ignore[reportMissingImports]
 from skyrl.tinker import types  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from scripts.bench.sides.line import serve  # noqa: E402
+from scripts.bench.sides.call_protocol import serve  # noqa: E402
 
 
 class SkyrlTx:
-    """One server with one model in training."""
+    """The backend with one training model."""
 
     def __init__(
         self, model_dir: str, *, rank: int, slots: int, recompute: bool, micro_batch_size: int
@@ -38,13 +39,13 @@ class SkyrlTx:
         self._backend = JaxBackendImpl(model_dir, config, 0)
         self._backend.create_model("model", types.LoraConfig(rank=rank, alpha=32.0, seed=0))
         self._folder = tempfile.TemporaryDirectory()
-        self._saved = 0
+        self._num_saved = 0
         self.save()
 
     def save(self) -> None:
-        """Save the checkpoint that later samples use."""
-        self._saved += 1
-        self._backend.save_sampler_checkpoint(Path(self._folder.name) / f"{self._saved}.tar.gz", "model")
+        """Save the checkpoint that later calls of `sample` use."""
+        self._num_saved += 1
+        self._backend.save_sampler_checkpoint(Path(self._folder.name) / f"{self._num_saved}.tar.gz", "model")
 
     def train(self, sequences: list[list[int]]) -> None:
         inputs = [sequence[:-1] for sequence in sequences]
@@ -81,8 +82,8 @@ class SkyrlTx:
                 for index, limit in enumerate(limits)
             ],
             all_model_ids=["model"] * len(repeated),
-            all_checkpoint_ids=[str(self._saved)] * len(repeated),
-            all_checkpoint_paths=[f"{self._folder.name}/{self._saved}.tar.gz"] * len(repeated),
+            all_checkpoint_ids=[str(self._num_saved)] * len(repeated),
+            all_checkpoint_paths=[f"{self._folder.name}/{self._num_saved}.tar.gz"] * len(repeated),
             all_session_ids=[None] * len(repeated),
             needs_prompt_logprobs=False,
             request_batch_slices=[("request", "model", 0, len(repeated), False)],

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, REWARD_FILES, note
+from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE_FILE, REWARD_FILES, note
 from src.envs.sandbox.run_directory import remove_tree
 
 logger = logging.getLogger(__name__)
 
-TOP_LEVEL = ("config.json", "result.json", "lock.json", "trial.log", "exception.txt", NOTE)
+TOP_LEVEL = ("config.json", "result.json", "lock.json", "trial.log", "exception.txt", NOTE_FILE)
 ESSENTIAL = frozenset([*TOP_LEVEL, *(f"verifier/{name}" for name in REWARD_FILES)])
 LOGS = ("trial.log", "exception.txt")
 MAX_LOG_BYTES = 2**20  # the limit of each file in LOGS when the quota is used up
@@ -96,11 +96,11 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
         _remove(path)
     if excess:
         note(
-            folder / NOTE,
+            folder / NOTE_FILE,
             f"the folder: {len(excess)} of {len(entries)} files exceeded {max_files} files or "
             f"{max_bytes / 2**20:g} MiB, or were links",
         )
-    return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE).exists())
+    return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE_FILE).exists())
 
 
 def keep_essential(folder: Path) -> FolderSummary:

@@ -56,7 +56,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     def __init__(self, *args: Any, run_label: str, **kwargs: Any) -> None:
         self._run_label = run_label
-        self._overlay: Path | None = None
+        self._override_file: Path | None = None
         super().__init__(*args, **kwargs)
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
         folder = self.trial_paths.trial_dir.resolve()
@@ -78,20 +78,25 @@ class ContainerEnvironment(DockerEnvironment):
     @property
     @override
     def _docker_compose_paths(self) -> list[Path]:
-        return [*super()._docker_compose_paths, *([self._overlay] if self._overlay is not None else [])]
+        return [
+            *super()._docker_compose_paths,
+            *([self._override_file] if self._override_file is not None else []),
+        ]
 
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
         # The compose file of a task may mount the same logs elsewhere, through the variables that Harbor
         # sets.
-        binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs]
-        return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(binds, host_value="source")
+        volumes: Any = [
+            {**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs
+        ]
+        return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(volumes, host_value="source")
 
     @override
     async def start(self, force_build: bool) -> None:
         path = run_directory(self._run_label) / f"{self.session_id}.compose.json"
         path.write_text(json.dumps(self._overrides()))  # JSON is YAML
-        self._overlay = path
+        self._override_file = path
         await super().start(force_build)
 
     @override
@@ -99,9 +104,9 @@ class ContainerEnvironment(DockerEnvironment):
         try:
             await super().stop(delete)
         finally:
-            if self._overlay is not None:
-                self._overlay.unlink(missing_ok=True)
-                self._overlay = None
+            if self._override_file is not None:
+                self._override_file.unlink(missing_ok=True)
+                self._override_file = None
 
     @override
     def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
@@ -116,8 +121,8 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Upload a directory without the files that were downloaded from the container, which would overwrite
-        the agent's own.
+        """Upload a directory without the files that were downloaded from the container: the container still
+        has the originals, and a download may be truncated.
         """
         if not await asyncio.to_thread(self._downloads.has_downloads_below, Path(source_dir)):
             await super().upload_dir(source_dir, target_dir)
@@ -171,17 +176,17 @@ class ContainerEnvironment(DockerEnvironment):
         }
         if self._enable_egress_control:
             sections["services"][self._EGRESS_CONTROL_SERVICE_NAME] = service
-        added = {"services": service, "networks": labels, "volumes": labels}
+        defaults = {"services": service, "networks": labels, "volumes": labels}
         for path in self._user_compose_paths():
             document = yaml.safe_load(path.read_text())
-            for section, labelled in sections.items():
+            for section, overrides in sections.items():
                 definitions = document.get(section) if isinstance(document, dict) else None
                 for name, definition in (definitions if isinstance(definitions, dict) else {}).items():
                     if isinstance(definition, dict) and definition.get("external"):
-                        labelled.pop(name, None)  # compose does not create it
+                        overrides.pop(name, None)  # compose does not create it
                     else:
-                        labelled[name] = added[section]
-        return {section: labelled for section, labelled in sections.items() if labelled}
+                        overrides[name] = defaults[section]
+        return {section: overrides for section, overrides in sections.items() if overrides}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
         """Download a directory of a container, within the limits of the trial. Blocks."""

@@ -47,7 +47,8 @@ from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
-CANNOT_RUN = (126, 127)  # exit statuses of shells and container runtimes if a command does not exist
+# Exit statuses of shells and container runtimes if a command cannot be executed or does not exist.
+COMMAND_UNAVAILABLE = (126, 127)
 CANNOT_MAKE_DIRECTORIES = 3  # exit status of the upload script
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
@@ -117,8 +118,10 @@ class SandboxEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     async def _build(self) -> None:
-        """Run the steps of the build plan. Directories are created by the command of the following step,
-        because every command starts a shell.
+        """Run the steps of the build plan.
+
+        Directories are not created one by one, because every command starts a shell. The command of the next
+        `Copy` creates them, or one command before the next `Run` and at the end.
         """
         directories = [*self._mount_targets(), self._workdir]
         for step in self._plan.steps:
@@ -282,8 +285,8 @@ class SandboxEnvironment(BaseEnvironment):
         self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
-        """Write the output of a command to `received` and return whether it is complete. An agent can
-        replace programs and thereby make it incomplete.
+        """Write the output of a command to `received` and return whether the output is complete. It is
+        incomplete after a timeout or above the limit, e.g. if the agent has replaced programs.
         """
         try:
             completed = await self._bubblewrap.run(
@@ -342,7 +345,7 @@ class SandboxEnvironment(BaseEnvironment):
         `target`.
 
         With `name_in_directory`, the only file is copied to `target`/`name_in_directory` if `target` is a
-        directory, as `cp` does.
+        directory, as `cp` does. If `directory_mode` is None, the modes of `directories` are not changed.
         """
         if not files and not directories:
             return
@@ -379,12 +382,13 @@ def _unpack_script(archive: str, target: str, name_in_directory: str | None) -> 
 
 
 def environment_works(status: int, environment: BaseEnvironment) -> bool:
-    """Return whether `status`, the exit status of `true`, shows that the environment still runs commands.
+    """Return whether the environment still runs commands, given the exit status of `true` in it.
 
+    The agent may have removed `true` or the shell, which gives a status of COMMAND_UNAVAILABLE.
     `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` raises
     SandboxError in that case.
     """
-    return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
+    return isinstance(environment, SandboxEnvironment) or status in (0, *COMMAND_UNAVAILABLE)
 
 
 def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:
@@ -402,7 +406,9 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
-    """Write a tar archive of host files under their absolute paths in the sandbox, owned by root. Blocks."""
+    """Write a tar archive to `host_path`. `files` contains host files and their absolute paths in the
+    sandbox. The members belong to root. Blocks.
+    """
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, path in files:
             archive.add(

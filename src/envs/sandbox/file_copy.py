@@ -35,7 +35,7 @@ HEADER_BYTES = 2048  # per member of an archive, besides its contents
 COLLECT_TIMEOUT_S = 60.0
 REWARD_FILES = ("reward.json", "reward.txt")  # downloaded first and never truncated
 MAX_REWARD_BYTES = 2**20
-NOTE = "left_out.txt"
+NOTE_FILE = "left_out.txt"
 CUT_SUFFIX = ".cut"
 CHUNK = 2**16
 LARGE_OUTPUT = 2**20
@@ -59,12 +59,12 @@ class DownloadBudget:
 
 
 class TrialDownloads:
-    """The files that were downloaded from one environment of a trial. The file `NOTE` in `folder` lists
+    """The files that were downloaded from one environment of a trial. The file `NOTE_FILE` in `folder` lists
     incomplete downloads.
     """
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
-        self._note = folder / NOTE
+        self._note = folder / NOTE_FILE
         self._files = files
         self._size = size
         self._remaining = DownloadBudget(files=files, size=size)

@@ -73,7 +73,8 @@ class ServiceEnv:
         """Without `parallel_tool_calls`, only the first call of an answer is executed."""
         self._episode = episode
         self._parallel_tool_calls = parallel_tool_calls
-        self._text_parameters: Mapping[str, set[str]] = {}  # by tool
+        # The parameters of each tool that accept only text.
+        self._text_parameters: Mapping[str, set[str]] = {}
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> ResetResult:
@@ -137,7 +138,8 @@ def tool_fields(
     """Return `Trajectory.tool_fields` of an answer (index 0) and of the messages after it (from index 1).
 
     `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
-    Arguments are objects, because chat templates require objects.
+    The arguments of a call are a JSON object and not its text as in OpenAI's API, because most chat templates
+    expect an object.
     """
     if not calls:
         return {}
