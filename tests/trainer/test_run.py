@@ -246,7 +246,7 @@ async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
     await bench.go("max_steps=1")
     resumed = Bench(tmp_path)
     await resumed.go("behavior_if_log_dir_exists=resume", "max_steps=2")
-    assert "done: 1 step (2 of 2) in " in resumed.text.getvalue()
+    assert "done: 1 step (2 in total) in " in resumed.text.getvalue()
     finished = Bench(tmp_path)
     await finished.go("behavior_if_log_dir_exists=resume", "max_steps=2")
     text = finished.text.getvalue()
