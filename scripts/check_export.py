@@ -2,14 +2,15 @@
 torch.
 
     .venv/bin/python scripts/check_export.py write BASE_MODEL DIR [train_mlp=false]
-    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... checkpoints_dir=DIR
+    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... \\
+        checkpoints_dir=DIR text=FILE
     PEFT_PYTHON scripts/check_export.py read DIR
 
-`write` writes the adapter, the merged model and the logits of this server, for a random adapter or for the
-adapter of a checkpoint. BASE_MODEL is a directory, a GGUF file or the name of a packaged model. `read` prints
-the differences of logits and logprobs from peft. Its exit status is 1 if a difference is above 1e-4, and for
-a random adapter also if a difference of logits is. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
-transformers==5.23.0 peft safetensors.
+`write` writes the adapter, the merged model and the logits of this server, for a random adapter and random
+tokens, or for the adapter of a checkpoint and the first 512 tokens of a text. BASE_MODEL is a directory, a
+GGUF file or the name of a packaged model. `read` prints the differences from peft. Its exit status is 1 if a
+logit of a random adapter, or the logprob of a token of the text, differs by more than 1e-4. PEFT_PYTHON is a
+Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
 
 train_mlp=false is for DeepSeek-V3: of its MLPs, peft 0.21 with transformers 5 loads only the factors of the
 routed experts.
@@ -18,18 +19,22 @@ routed experts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 TOLERANCE = 1e-4
 RANK = 4
+MAX_TOKENS = 512
+CHECKPOINT_OPTIONS = {"checkpoint", "checkpoints_dir", "text"}
 
 
 def write(base_model: str, directory: Path, options: dict[str, str]) -> int:
     """Export and merge an adapter with the server's commands, and write the logits of the server's forward
     pass.
     """
+    from skyrl_tx_server.engine.stop_strings import load_tokenizer
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint
     from skyrl_tx_server.files.checkpoints import CheckpointStore
@@ -52,8 +57,12 @@ def write(base_model: str, directory: Path, options: dict[str, str]) -> int:
     merged = f"output={directory / 'merged'}"
     status |= main(["merge", *saved, f"base_model={base_model}", merged, "dtype=float32"])
     config = load_model_config(base)
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 32)).astype(np.int32)
-    positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
+    if "text" in options:
+        text = Path(options["text"]).read_text()
+        tokens = np.array([load_tokenizer(base).encode(text).ids[:MAX_TOKENS]], np.int32)
+    else:
+        tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 32)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     params = load_params(base, config, "float32")
     adapter = adapter_from_arrays(arrays, config, info.lora, info.lora.rank)
     logits = head_logits(
@@ -67,7 +76,7 @@ def write(base_model: str, directory: Path, options: dict[str, str]) -> int:
         tokens=tokens,
         logits=np.asarray(logits),
         base=str(base.resolve()),
-        is_random="checkpoint" not in options,
+        is_text="text" in options,
     )
     return status
 
@@ -113,25 +122,26 @@ def read(directory: Path) -> int:
             ("merged", load(directory / "merged")(tokens).logits.numpy()),
         ):
             by_logit = float(np.abs(logits - ours["logits"]).max())
-            by_logprob = float(np.abs(logprobs(logits) - logprobs(ours["logits"])).max())
-            worst = max(worst, by_logprob, by_logit if ours["is_random"] else 0.0)
+            by_logprob = float(np.abs(logprobs(logits, ours) - logprobs(ours["logits"], ours)).max())
+            worst = max(worst, by_logprob if ours["is_text"] else by_logit)
             print(
-                f"{name:8} largest difference from the server: logits {by_logit:.2e}, logprobs "
+                f"{name:8} largest difference from the server: logits {by_logit:.2e}, logprobs of the tokens "
                 f"{by_logprob:.2e}; from the base model: logits {np.abs(logits - base).max():.2e}"
             )
     return int(worst > TOLERANCE)
 
 
-def logprobs(logits: np.ndarray) -> np.ndarray:
-    """Return the logarithm of the softmax of logits [..., V] in float64."""
-    wide = logits.astype(np.float64)
+def logprobs(logits: np.ndarray, saved: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the logprobs [N, T - 1] of the saved tokens [N, T] after the first, from logits [N, T, V]."""
+    wide = logits[:, :-1].astype(np.float64)
     wide = wide - wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    chosen = np.take_along_axis(wide, saved["tokens"][:, 1:, None], axis=-1)[..., 0]
+    return chosen - np.log(np.exp(wide).sum(axis=-1))
 
 
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[4:] if "=" in argument)
-    is_valid = given in ({}, {"train_mlp": "false"}) or given.keys() == {"checkpoint", "checkpoints_dir"}
+    is_valid = given in ({}, {"train_mlp": "false"}) or given.keys() == CHECKPOINT_OPTIONS
     if sys.argv[1:2] == ["write"] and len(sys.argv) == 4 + len(given) and is_valid:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         sys.exit(write(sys.argv[2], Path(sys.argv[3]), given))
