@@ -343,7 +343,7 @@ async def test_sixteen_trials_run_at_once(tmp_path: Path) -> None:
     assert len(outcomes) == 16
     assert [outcome.reward for outcome in outcomes if isinstance(outcome, Trajectory)] == [1.0] * 16
     assert len({outcome.trial_name for outcome in outcomes}) == 16
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert remaining_files(tasks) == {"lock", "skeleton"}
 
 
