@@ -12,6 +12,7 @@ from pathlib import Path
 from skyrl_tx_server.config.engine_options import model_alias
 from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from src.core.errors import ConfigError
+from src.core.length_limits import fitted_lengths
 
 DEFAULT_TASKS = "./datasets/terminal-bench-2"
 WANDB_HOST = "api.wandb.ai"
@@ -108,22 +109,14 @@ def fitted(
             f"context_limit={limit} exceeds the server's {context}; lower it, or start the server with "
             f"max_context_length={limit} yarn=true"
         )
-    limit = min(limit, context)
-    lengths = {"context_limit": limit}
-    if "max_generate_length" not in user_options:
-        lengths["max_tokens"] = min(int(options["max_tokens"]), max(1, limit // 4))
-    generated = int(
-        user_options.get("max_generate_length", user_options.get("max_tokens", lengths.get("max_tokens", 0)))
+    lengths = fitted_lengths(
+        min(limit, context),
+        max_tokens=int(options["max_tokens"]),
+        threshold=int(options.get("proactive_summarization_threshold", 0)),
+        given=user_options,
     )
-    longest_input = min(int(user_options.get("max_input_length", limit)), limit - generated)
-    if "proactive_summarization_threshold" in options:
-        lengths["proactive_summarization_threshold"] = min(
-            int(options["proactive_summarization_threshold"]), limit // 4, max(0, longest_input // 2)
-        )
     changed = {
-        name: value
-        for name, value in lengths.items()
-        if name not in user_options and name in options and value != int(options[name])
+        name: value for name, value in lengths.items() if name in options and value != int(options[name])
     }
     if not changed:
         return dict(options), None

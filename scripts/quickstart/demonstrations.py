@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -64,10 +64,7 @@ HASTY = Style(
         Slip.MALFORMED: 0.08,
     },
 )
-WARM_START_HASTY = replace(HASTY, slips={Slip.NO_NEWLINE: 1.0})
-"""The hasty demonstrator of the warm start. Its commands are right, so that a model learns them from both
-demonstrators, but never run."""
-WARM_START_CAREFUL_SHARE = 0.5
+FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
 TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
@@ -100,15 +97,15 @@ def demonstrate(
     rng: random.Random,
     *,
     careful_share: float = CAREFUL_SHARE,
-    hasty: Style = HASTY,
 ) -> Demonstration:
-    """Generate a conversation. The demonstrator is `CAREFUL` with the probability `careful_share`, and
-    otherwise `hasty`. After a malformed answer, the demonstrator and its error are drawn again.
+    """Generate a conversation. The demonstrator is careful with the probability `careful_share`.
+
+    After a malformed answer, the demonstrator and its error are drawn again.
     """
     screen, first = _opening(instance, rng)
     messages = [first]
     while True:
-        style = CAREFUL if rng.random() < careful_share else hasty
+        style = CAREFUL if rng.random() < careful_share else HASTY
         slip = _draw_slip(style, instance, rng)
         keys, output = _keystrokes(instance, slip)
         text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
@@ -135,9 +132,10 @@ def demonstrate(
 def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations to the JSON lines file `path`, in the format of `python -m src.sft`.
 
-    One half of the chats is by the careful demonstrator, the other by `WARM_START_HASTY`. Half of the tasks
-    need two operations. Three of four chats end before the request for confirmation, because the answers to
-    it are easier to learn. The content depends only on `count` and on the installed version of Harbor.
+    All of them solve their task. Half of the tasks need two operations. The texts around the commands are
+    always the same, so that after the fine-tuning only the tokens of the commands have a gradient. Three of
+    four chats end with the first answer, because the answers to the request for confirmation are easier to
+    learn. The content depends only on `count` and on the installed version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]
@@ -145,12 +143,15 @@ def write_chats(path: Path, count: int) -> None:
         for number in range(count):
             family = rng.choice(TWO_OPERATIONS if number % 2 else single)
             instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
-            demonstration = demonstrate(
-                instance, rng, careful_share=WARM_START_CAREFUL_SHARE, hasty=WARM_START_HASTY
-            )
-            messages = demonstration.messages
-            if number % 8 not in (0, 3):  # these are one task with one operation and one task with two
-                messages = messages[:-2]
+            screen, first = _opening(instance, rng)
+            keys = instance.command + "\n"
+            messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
+            if number % 8 in (0, 3):  # one task with one operation and one task with two
+                screen.type(keys, [])
+                messages += [
+                    Message(role="user", content=confirmation_message(screen.observe())),
+                    Message(role="assistant", content=answer(*CONFIRMED[0], "")),
+                ]
             chats.write(json.dumps({"messages": [asdict(message) for message in messages]}) + "\n")
 
 

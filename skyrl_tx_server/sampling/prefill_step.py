@@ -145,8 +145,9 @@ def _first_tokens(
     """Return the first token [B] of each sequence that begins and its logprob [B], from hidden states
     [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
 
-    Usually one sequence begins per prompt, so at most N sequences begin. On a CPU the head is then computed
-    for N sequences instead of B. On a GPU it takes little time, but each branch waits for the host.
+    Usually one sequence begins per prompt, so at most N sequences begin. On a CPU without a mesh, the head is
+    then computed for N sequences instead of B. On a GPU the head takes little time, and the additional branch
+    would make the device wait for the host. With a mesh, the slots are divided over the devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))

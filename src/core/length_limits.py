@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import chz
@@ -34,6 +35,26 @@ class LengthLimits:
         if num_prompt_tokens > self.max_input_length:
             return 0
         return max(0, min(self.max_generate_length, self.context_limit - num_prompt_tokens))
+
+
+def fitted_lengths(
+    limit: int, *, max_tokens: int, threshold: int, given: Mapping[str, str]
+) -> dict[str, int]:
+    """Return the values of the options that are not in `given`, for a context of `limit` tokens.
+
+    `max_tokens` and `threshold` are the defaults of `max_tokens` and `proactive_summarization_threshold`;
+    they are reduced to a quarter of the context, and the threshold also to half of the longest prompt.
+
+    >>> fitted_lengths(4096, max_tokens=2048, threshold=8000, given={"max_tokens": "500"})
+    {'context_limit': 4096, 'proactive_summarization_threshold': 1024}
+    """
+    lengths = {"context_limit": limit}
+    if "max_generate_length" not in given:
+        lengths["max_tokens"] = min(max_tokens, max(1, limit // 4))
+    generated = int(given.get("max_generate_length") or given.get("max_tokens") or lengths["max_tokens"])
+    longest_input = min(int(given.get("max_input_length", limit)), limit - generated)
+    lengths["proactive_summarization_threshold"] = min(threshold, limit // 4, max(0, longest_input // 2))
+    return {name: value for name, value in lengths.items() if name not in given}
 
 
 @chz.chz

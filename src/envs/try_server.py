@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from src.core.errors import BackendError, ConfigError
+from src.core.length_limits import fitted_lengths
 from src.envs.options import EnvironmentOptions
 from src.policy.backend import base_url, check_alive, health_timeout_s, request, require_key
 from src.policy.options import BackendOptions
@@ -65,16 +66,15 @@ async def with_fitting_lengths(argv: Sequence[str], options: EnvironmentOptions)
     context, values = await _served_context(options), _values(argv)
     if context is None or context >= options.context_limit or "context_limit" in values:
         return list(argv)
-    lengths = {"context_limit": context, "max_tokens": min(options.max_tokens, max(1, context // 4))}
-    if "max_tokens" in values or "max_generate_length" in values:
-        del lengths["max_tokens"]
-    if options.env == "harbor":
-        generated = lengths.get("max_tokens", options.length_limits.max_generate_length)
-        longest_input = min(options.max_input_length or context, context - generated)
-        lengths["proactive_summarization_threshold"] = min(
-            options.proactive_summarization_threshold, context // 4, max(0, longest_input // 2)
-        )
-    added = [f"{name}={value}" for name, value in lengths.items() if name not in values]
+    lengths = fitted_lengths(
+        context,
+        max_tokens=options.max_tokens,
+        threshold=options.proactive_summarization_threshold,
+        given={name: value for name, value in values.items() if value.lower() not in ("", "none", "null")},
+    )
+    if options.env != "harbor":
+        lengths.pop("proactive_summarization_threshold", None)
+    added = [f"{name}={value}" for name, value in lengths.items()]
     print(f"note: fitted to the server's context of {context} tokens: {' '.join(added)}", file=sys.stderr)
     return [*argv, *added]
 

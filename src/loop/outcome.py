@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from src.core.errors import NothingTrainedError
 from src.core.trajectory import ZeroReason
 from src.evaluate.evaluation import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
-from src.rollouts.options import ScheduleOptions
 
 MIN_SIGNAL = 0.25  # tasks suit the model if rewards differ within groups in this share of steps or more
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
@@ -44,25 +44,31 @@ class Success:
     rewards: tuple[float, float] | None = None  # mean before and after; None if it equals the success rate
 
 
-def report(log_path: Path, *, wall_s: float, steps_before: int, options: ScheduleOptions) -> list[str]:
+class StepLimits(Protocol):
+    """The options that determine the number of steps of a run."""
+
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def n_epochs(self) -> int: ...
+
+
+def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLimits) -> list[str]:
     """Return the last lines of a process that took `wall_s` seconds.
 
     `steps_before` is the number of steps that earlier processes of the run have done.
     """
     metrics_file = log_path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    signal_lines = training_signal_lines(recorded_variances(metrics_file))
-    duration, *others = outcome(
+    return outcome(
         success_of(metrics_file),
-        signal_lines,
+        training_signal_lines(recorded_variances(metrics_file)),
         steps=steps,
         steps_before=steps_before,
         wall_s=wall_s,
         log_path=log_path,
+        options=options,
     )
-    if steps == steps_before:
-        duration = nothing_to_do(steps, max_steps=options.max_steps, n_epochs=options.n_epochs)
-    return [duration, *others]
 
 
 def require_trained(log_path: Path) -> None:
@@ -128,6 +134,7 @@ def outcome(
     wall_s: float,
     log_path: Path,
     steps_before: int = 0,
+    options: StepLimits | None = None,
 ) -> list[str]:
     """Return the last lines of a run of GRPO: its success, `signal_lines`, its duration and its files."""
     lines: list[str] = []
@@ -142,31 +149,36 @@ def outcome(
             f"({100 * (after - before):+.1f} points){rewards}{noop}"
         )
     return last_lines(
-        [*lines, *signal_lines], steps=steps, steps_before=steps_before, wall_s=wall_s, log_path=log_path
+        [*lines, *signal_lines],
+        steps=steps,
+        steps_before=steps_before,
+        wall_s=wall_s,
+        log_path=log_path,
+        options=options,
     )
 
 
 def last_lines(
-    results: Sequence[str], *, steps: int, wall_s: float, log_path: Path, steps_before: int = 0
+    results: Sequence[str],
+    *,
+    steps: int,
+    wall_s: float,
+    log_path: Path,
+    steps_before: int = 0,
+    options: StepLimits | None = None,
 ) -> list[str]:
-    """Return the last lines of a run: its steps and duration, `results` and its files."""
+    """Return the last lines of a run: its steps and duration, `results` and its files.
+
+    With `options`, the first line of a resumed run without a remaining step names the option that adds steps.
+    """
     files = [name for name in FILES if (log_path / name).exists()]
     total = f" ({steps} in total)" if steps_before else ""
-    return [
-        f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}",
-        *results,
-        f"files: {log_path} ({', '.join(files)})",
-    ]
-
-
-def nothing_to_do(steps: int, *, max_steps: int | None, n_epochs: int) -> str:
-    """Return the line of a resumed run whose `steps` steps are finished.
-
-    >>> nothing_to_do(6, max_steps=None, n_epochs=1)
-    'nothing to do: all 6 steps are finished; add n_epochs=2 to train further'
-    """
-    option = f"max_steps={2 * steps}" if steps == max_steps else f"n_epochs={2 * n_epochs}"
-    return f"nothing to do: all {counted(steps, 'step')} are finished; add {option} to train further"
+    first = f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}"
+    if options is not None and steps == steps_before:
+        is_limited = steps == options.max_steps
+        more = f"max_steps={2 * steps}" if is_limited else f"n_epochs={2 * options.n_epochs}"
+        first = f"nothing to do: all {counted(steps, 'step')} are finished; add {more} to train further"
+    return [first, *results, f"files: {log_path} ({', '.join(files)})"]
 
 
 def resume_command(log_path: Path) -> str:

@@ -16,7 +16,7 @@ from src.core.process import in_thread
 from src.evaluate.training_events import TrainingEvents
 from src.learning.supervised import SupervisedLearner
 from src.loop.connection import Connect, Connector, Dependencies, update_scale
-from src.loop.outcome import counted, last_lines, nothing_to_do
+from src.loop.outcome import counted, last_lines
 from src.loop.run import journal_of_run, shows_resume_command
 from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
@@ -151,9 +151,11 @@ def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
             "load_optimizer=false ...",
         ]
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    duration, *others = last_lines(
-        lines, steps=steps, steps_before=folder.steps_done, wall_s=wall_s, log_path=folder.path
+    return last_lines(
+        lines,
+        steps=steps,
+        steps_before=folder.steps_done,
+        wall_s=wall_s,
+        log_path=folder.path,
+        options=config,
     )
-    if steps == folder.steps_done:
-        duration = nothing_to_do(steps, max_steps=config.max_steps, n_epochs=config.n_epochs)
-    return [duration, *others]

@@ -65,7 +65,7 @@ def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPl
 
 
 def image_warning(plan: BuildPlan) -> str | None:
-    """Return a warning if the Dockerfile of a plan starts from an image with other programs than a Debian."""
+    """Return a warning if the Dockerfile of a plan starts from an image that is not based on Debian."""
     if plan.image is None or DEBIAN_LIKE.match(plan.image):
         return None
     return (
