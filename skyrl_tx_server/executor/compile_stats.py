@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter, defaultdict
 from functools import cache
 
@@ -17,17 +19,23 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _MIN_LOGGED_S = 0.1
 """A compilation is logged if lowering the program took at least this long. Small programs compile quickly."""
 
+PROGRESS_INTERVAL_S = 2.5
+"""The time between two log lines about a compilation that has not ended."""
+
 _programs: Counter[str] = Counter()
 _seconds: defaultdict[str, float] = defaultdict(float)
 _cache_hits: Counter[str] = Counter()
-_being_compiled: set[str] = set()
+_being_compiled: dict[int, tuple[str, float]] = {}  # by thread: name of the program, start of the compilation
+_compilations_changed = threading.Condition()
 
 
 @cache
 def watch() -> None:
-    """Start to count all programs of the process. jax cannot remove the listeners."""
+    """Start to count all programs of the process. jax cannot remove the listeners. The listeners are called
+    in the thread that compiles."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
+    threading.Thread(target=_report_progress, name="compile-progress", daemon=True).start()
 
 
 def programs() -> dict[str, int]:
@@ -47,15 +55,33 @@ def cache_hits() -> int:
 
 def _on_duration(event: str, duration_secs: float, **details: str | int) -> None:
     name = str(details.get("fun_name", "unnamed"))
+    thread = threading.get_ident()
     if event == _LOWERED and duration_secs >= _MIN_LOGGED_S:
-        _being_compiled.add(name)
+        with _compilations_changed:
+            _being_compiled[thread] = name, time.monotonic()
+            _compilations_changed.notify()
         logger.info("compiling %s", name)
     if event == _BACKEND_COMPILE:
         _programs[name] += 1
         _seconds[name] += duration_secs
-        if name in _being_compiled:
-            _being_compiled.discard(name)
+        if thread in _being_compiled and _being_compiled[thread][0] == name:
+            with _compilations_changed:
+                del _being_compiled[thread]
             logger.info("compiled %s in %.1f s", name, duration_secs)
+
+
+def _report_progress() -> None:
+    """Log the running compilations every PROGRESS_INTERVAL_S."""
+    while True:
+        with _compilations_changed:
+            _compilations_changed.wait_for(lambda: _being_compiled)
+        time.sleep(PROGRESS_INTERVAL_S)
+        now = time.monotonic()
+        with _compilations_changed:
+            compilations = list(_being_compiled.values())
+        for name, start in compilations:
+            if now - start >= PROGRESS_INTERVAL_S / 2:
+                logger.info("compiling %s: %.0f s so far", name, now - start)
 
 
 def _on_event(event: str, **details: str | int) -> None:

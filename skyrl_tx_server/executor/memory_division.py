@@ -37,7 +37,7 @@ from skyrl_tx_server.training.train_step import forward_backward
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
-ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.1
+ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
