@@ -145,7 +145,7 @@ def quick_start(user_options: dict[str, str]) -> int:
         f"{options['logs_dir']}/{chosen.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}",
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
-    check_options(options)
+    config = check_options(options)
     server_folder = Path(options["log_path"] + ".server")
     key = new_key()
     server = start_server(
@@ -158,6 +158,7 @@ def quick_start(user_options: dict[str, str]) -> int:
         ),
         server_folder,
         key=key,
+        to_check=config if "tasks_dir" in user_options or "eval_tasks" in user_options else None,
     )
     if warm_start is not None:
         status, weights = fine_tune(warm_start, options, server_folder, key=key)
@@ -227,7 +228,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if "wandb_project" not in user_options:
             print_message("wandb is off: set WANDB_API_KEY or WANDB_MODE, or run `wandb login`")
     options = {**defaults, **user_options, "model_name": model.served_name, "skyrl_tx_url": url}
-    check_options(fitted_to_any(options, user_options))
+    config = check_options(fitted_to_any(options, user_options))
     models_or_reason = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
     reason = (
         models_or_reason
@@ -263,7 +264,8 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if "context_limit" in user_options:
             arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
         key = new_key()
-        server = start_server(url, tuple(arguments), Path(options["log_path"] + ".server"), key=key)
+        server_folder = Path(options["log_path"] + ".server")
+        server = start_server(url, tuple(arguments), server_folder, key=key, to_check=config)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):
         stop(server)
@@ -375,11 +377,17 @@ def stop(server: subprocess.Popen[bytes] | None) -> None:
         server.wait()
 
 
-def check_options(options: dict[str, str]) -> None:
-    """Raise the ConfigError that the trainer would raise for these options, before a server is started."""
-    check_environment(parse(trainer_arguments(options)))
-    if "tasks_dir" in options:
-        require_task_folder(options["tasks_dir"])
+def check_options(options: dict[str, str]) -> TrainerConfig:
+    """Raise the ConfigError that the trainer would raise for these options, before a server is started.
+
+    Harbor tasks are checked while the server starts (`start_server`), because importing Harbor takes seconds.
+    """
+    config = parse(trainer_arguments(options))
+    if config.env != "harbor":
+        check_environment(config)
+    elif config.tasks_dir is not None:
+        require_task_folder(config.tasks_dir)
+    return config
 
 
 def trainer_arguments(options: dict[str, str]) -> list[str]:
@@ -438,9 +446,17 @@ def new_key() -> str:
 
 
 def start_server(
-    url: str, arguments: tuple[str, ...], server_folder: Path, *, key: str
+    url: str,
+    arguments: tuple[str, ...],
+    server_folder: Path,
+    *,
+    key: str,
+    to_check: TrainerConfig | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. Exits with the error of the server if it fails.
+
+    While the server starts, the tasks of the run `to_check` are checked. If they are invalid, the server is
+    stopped and ConfigError is raised.
 
     `server_folder`, which only this user can read, receives the log, the key and the arguments of the server.
     The server reads the key from its environment, because every user can read arguments.
@@ -472,6 +488,12 @@ def start_server(
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     started = time.monotonic()
+    if to_check is not None:
+        try:
+            check_environment(to_check)
+        except ConfigError:
+            stop(server)
+            raise
     while not healthy(url):
         if server.poll() is not None:
             lines = [line for line in log_lines(log_file, log_start) if line.strip()]

@@ -69,7 +69,7 @@ async def run_trial(
 
 async def measure(folders: list[Path], num_trials: int) -> None:
     import_harbor()
-    environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)
+    environment = trial_environment("sandbox", {}, run_label=new_run_label())
     costs: dict[GradingMode, list[Cost]] = {method.mode: [] for method in METHODS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(-1, num_trials):

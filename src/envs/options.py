@@ -160,7 +160,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
 
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = chz.field(
         default="auto",
-        doc="Where trials run; auto: Docker if an engine answers, else the sandbox, which needs no engine",
+        doc="Where trials run; auto: Docker if an engine answers and accepts the tasks, else the sandbox",
     )
     jobs_quota_gb: float = chz.field(
         default=20.0,

@@ -24,13 +24,8 @@ import chz
 from src.cli.command_line import help_for, parse_as
 from src.cli.program import run_program
 from src.core.options import pairs
-from src.envs.harbor.environment import (
-    import_harbor,
-    new_run_label,
-    resolve_environment_type,
-    trial_environment,
-)
-from src.envs.harbor.grading_method import parse_grading_option, write_records
+from src.envs.harbor.environment import check_folders, import_harbor, new_run_label, prepare_machine
+from src.envs.harbor.grading_method import write_records
 
 
 @chz.chz
@@ -55,30 +50,32 @@ class ValidateConfig:
 def run(config: ValidateConfig) -> int:
     """Validate all tasks, print the report and return the exit status."""
     import_harbor()
-    from src.envs.harbor.task_folders import check_for, load_tasks
     from src.envs.harbor.validation import validate
 
-    kind = resolve_environment_type(config.environment_type)
-    environment_kwargs, option = parse_grading_option(
-        pairs(config.environment_kwargs, option="environment_kwargs")
+    folder, run_label = Path(config.tasks_dir).expanduser(), new_run_label()
+    checked = check_folders(
+        [folder],
+        environment_type=config.environment_type,
+        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
+        run_label=run_label,
     )
-    environment = trial_environment(
-        kind, environment_kwargs, run_label=new_run_label(), n_parallel=config.n_parallel_envs
-    )
-    tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind, environment))
+    kind = checked.environment_type
+    for note in checked.notes:
+        print(note)
+    prepare_machine(kind, run_label=run_label, n_parallel=config.n_parallel_envs)
     with tempfile.TemporaryDirectory() as scratch:
         results = asyncio.run(
             validate(
-                tasks,
-                environment=environment,
+                checked.tasks[folder],
+                environment=checked.environment,
                 n_parallel=config.n_parallel_envs,
                 directory=Path(config.logs_dir or scratch).expanduser(),
-                method=option.method,
+                method=checked.grading_option.method,
                 report=lambda result: print(result.line(logs_dir=config.logs_dir), flush=True),
             )
         )
     methods = {result.task: result.grading for result in results if result.has_scores}
-    print(f"grading methods recorded in {write_records(Path(config.tasks_dir).expanduser(), kind, methods)}")
+    print(f"grading methods recorded in {write_records(folder, kind, methods)}")
     num_sound = sum(result.is_sound for result in results)
     num_unsound = sum(result.is_unsound for result in results)
     num_unknown = len(results) - num_sound - num_unsound

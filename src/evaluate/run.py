@@ -233,7 +233,7 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
         return read_hashes(path)
     from src.envs.harbor.task_folders import load_tasks  # imports Harbor
 
-    return content_hashes(load_tasks(path, check=lambda folder, config: []))
+    return content_hashes(load_tasks(path, check=lambda folder, config: []).tasks)
 
 
 def evaluation_folder(config: EvaluateConfig) -> Path:

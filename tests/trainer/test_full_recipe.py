@@ -6,6 +6,7 @@ The lengths follow the server. A running server is used, or one line states why 
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_d
 from scripts.run_skyrl_tx import in_trainer_names, main, trainer_arguments
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from src.cli.command_line import parse
+from src.config import TrainerConfig
 from src.core.errors import ConfigError
 
 KEY = "tml-of-the-server"
@@ -69,7 +71,9 @@ def trained(
         def wait(self, timeout: float | None = None) -> int:
             return 0
 
-    def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key: str) -> Process:
+    def start_server(
+        url: str, arguments: tuple[str, ...], side_files: Path, *, key: str, to_check: TrainerConfig | None
+    ) -> Process:
         started.append(arguments)
         monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts=STARTED))
         return Process()
@@ -208,6 +212,26 @@ def test_no_quick_start_replaces_a_run_on_other_tasks(tasks: str, trained, monke
         f"run_skyrl_tx: cannot use the server at {other}: it is not a Tinker endpoint: /api/v1/healthz "
         "answered 404; give model_name=MODEL to start another server"
     )
+
+
+def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: Path) -> None:
+    stopped: list[subprocess.Popen[bytes]] = []
+    stop = run_skyrl_tx.stop
+
+    def record(server: subprocess.Popen[bytes] | None) -> None:
+        assert server is not None
+        stopped.append(server)
+        stop(server)
+
+    monkeypatch.setattr(run_skyrl_tx, "stop", record)
+    (tmp_path / "tasks" / "broken").mkdir(parents=True)
+    options = {"model_name": "local/model", "tasks_dir": str(tmp_path / "tasks")}
+    url = f"http://127.0.0.1:{run_skyrl_tx.free_port()}"
+    to_check = parse(trainer_arguments({**options, "skyrl_tx_url": url}))
+    arguments = (f"base_model={run_skyrl_tx.QUICKSTART / 'model'}",)
+    with pytest.raises(ConfigError, match=r"broken: no task\.toml"):
+        run_skyrl_tx.start_server(url, arguments, tmp_path / "server", key=KEY, to_check=to_check)
+    assert [server.poll() is not None for server in stopped] == [True]
 
 
 def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatch) -> None:

@@ -228,7 +228,7 @@ async def rewards(
 )
 async def test_a_solution_has_the_score_that_harbor_gives_it(tmp_path: Path, folder: Path) -> None:
     import_harbor()
-    environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)
+    environment = trial_environment("sandbox", {}, run_label=new_run_label())
     harbor_rewards = await rewards(folder, tmp_path, environment, None)
     assert harbor_rewards == {"reward": 1.0}
     assert await rewards(folder, tmp_path, environment, GradingMethod()) == harbor_rewards

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from harbor.environments.docker.docker import DockerEnvironment
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.harbor.environment import environment_options, resolve_environment_type
-from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox
+from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox, variant
 
 pytestmark = in_sandbox
 
@@ -110,6 +111,33 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto_prefers_docker(machine: Callable[..., None], engine: str | None, expected: str) -> None:
     machine(engine=engine, sandbox=None)
     assert resolve_environment_type("auto") == expected
+
+
+def test_auto_uses_the_sandbox_for_tasks_that_docker_refuses(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(engine=None, sandbox=None)
+    monkeypatch.setattr(DockerEnvironment, "_egress_control_kernel_support", lambda *_: False)
+    assert harbor_tasks(environment_type="auto").environment_type == "sandbox"
+    reason = f"{HELLO}: network_mode='no-network' is not supported by Harbor's Docker environment"
+    assert caplog.messages == [f"trials run in the sandbox, because Docker cannot run {reason}"]
+    with pytest.raises(ConfigError) as error:
+        harbor_tasks(environment_type="docker")
+    assert str(error.value) == f"{reason}; try environment_type=sandbox"
+
+
+def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(
+    machine: Callable[..., None], tmp_path: Path
+) -> None:
+    machine(engine=None, sandbox=None)
+    folder = variant(tmp_path, task_toml='[environment]\nos = "windows"\n')
+    with pytest.raises(ConfigError, match="windows"):
+        harbor_tasks(folder, environment_type="auto")
+    shutil.rmtree(folder.parent)
+    folder = variant(tmp_path, task_toml="[environment]\ngpus = 1\n")
+    shutil.rmtree(folder / "environment")
+    with pytest.raises(ConfigError, match="no Dockerfile"):
+        harbor_tasks(folder, environment_type="auto")
 
 
 @pytest.mark.parametrize(

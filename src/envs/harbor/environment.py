@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,16 +19,23 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
-from src.envs.harbor.grading_method import grading_methods, parse_grading_option
+from src.envs.harbor.grading_method import GradingOption, grading_methods, parse_grading_option
 from src.envs.harbor.trial_folder import JobsQuota
 from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import MAX_TRIAL_NETWORKS, why_no_engine
+from src.envs.sandbox.dockerfile import USE_SANDBOX
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
 
 logger = logging.getLogger(__name__)
+
+OWN_ENVIRONMENTS = {
+    "sandbox": "src.envs.sandbox.environment:SandboxEnvironment",
+    "docker": "src.envs.sandbox.containers:ContainerEnvironment",
+}
+"""The classes that replace those of Harbor, by the value of `environment_type`."""
 
 
 def new_run_label() -> str:
@@ -43,6 +50,97 @@ def open_harbor(config: EnvironmentOptions, chat: Chat) -> HarborTasks:
     return HarborTasks(config, chat)
 
 
+def check_harbor(settings: EnvironmentOptions) -> None:
+    """Raise ConfigError, with one line per reason, if no environment of this machine can run the tasks."""
+    import_harbor()
+    split_tasks(settings, check_folders_of(settings, run_label=new_run_label()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedFolders:
+    """Loaded task folders, and the environments of their trials."""
+
+    environment_type: str
+    environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
+    grading_option: GradingOption
+    tasks: dict[Path, list[Task]]  # by the folder
+    notes: list[str]  # what the user should know about the tasks and the choice of the environment
+
+
+def check_folders(
+    folders: Sequence[Path], *, environment_type: str, environment_kwargs: Mapping[str, str], run_label: str
+) -> CheckedFolders:
+    """Load the tasks of `folders` and check that the environment can run them.
+
+    If `auto` selects Docker and Harbor's Docker environment refuses the tasks (for example, because the
+    kernel of this machine lacks what `network_mode = "no-network"` needs), the sandbox is used, provided that
+    it accepts them. Raises ConfigError with one line per reason.
+    """
+    from src.envs.harbor import task_folders
+
+    resolved_type = resolve_environment_type(environment_type)
+    environment_kwargs, grading_option = parse_grading_option(environment_kwargs)
+
+    def checked_for(chosen_type: str) -> CheckedFolders:
+        environment = trial_environment(chosen_type, environment_kwargs, run_label=run_label)
+        check = task_folders.check_for(chosen_type, environment)
+        loaded = {folder: task_folders.load_tasks(folder, check=check) for folder in folders}
+        return CheckedFolders(
+            environment_type=chosen_type,
+            environment=environment,
+            grading_option=grading_option,
+            tasks={folder: result.tasks for folder, result in loaded.items()},
+            notes=[warning for result in loaded.values() for warning in result.warnings],
+        )
+
+    try:
+        return checked_for(resolved_type)
+    except ConfigError as error:
+        if environment_type != "auto" or resolved_type == "sandbox" or why_no_sandbox():
+            raise
+        try:
+            checked = checked_for("sandbox")
+        except ConfigError:
+            raise error from None
+        reason = str(error).splitlines()[0].replace(f"; {USE_SANDBOX}", "")
+        note = f"trials run in the sandbox, because Docker cannot run {reason}"
+        return replace(checked, notes=[note, *checked.notes])
+
+
+def check_folders_of(settings: EnvironmentOptions, *, run_label: str) -> CheckedFolders:
+    """Load and check `tasks_dir` and the folders among `eval_tasks`."""
+    assert settings.tasks_dir is not None
+    paths = [Path(name).expanduser() for name in (settings.tasks_dir, *(settings.eval_tasks or ()))]
+    return check_folders(
+        [paths[0], *filter(Path.is_dir, paths[1:])],
+        environment_type=settings.environment_type,
+        environment_kwargs=settings.environment_options,
+        run_label=run_label,
+    )
+
+
+def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[list[Task], list[Task]]:
+    """Return the training tasks and the held-out tasks. Raises ConfigError if no training task is left."""
+    (_, tasks), *held_out_folders = checked.tasks.items()
+    eval_tasks = settings.eval_tasks or ()
+    patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
+    fraction = 0.0 if eval_tasks else settings.eval_split
+    train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
+    used_ids = {task.id for task in tasks}
+    for folder, folder_tasks in held_out_folders:
+        held_out += [
+            replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
+            for task in folder_tasks
+        ]
+    # A folder of held-out tasks can be inside tasks_dir.
+    held_out_paths = {task.path for task in held_out}
+    train = [task for task in train if task.path not in held_out_paths]
+    require_unique_ids([*train, *held_out])
+    if not train:
+        raise ConfigError("all tasks are held out and none is left to train on; name fewer eval_tasks")
+    return train, held_out
+
+
 class HarborTasks:
     """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
@@ -50,44 +148,24 @@ class HarborTasks:
         """Load and check the tasks. Raises ConfigError with one line per reason. No environment is started
         before this check.
         """
-        assert settings.tasks_dir is not None
-        eval_tasks = settings.eval_tasks or ()
         import_harbor()
-        from src.envs.harbor import task_folders
-
         self.settings = settings
         self.run_label = new_run_label()
-        self.environment_type = resolve_environment_type(settings.environment_type)
+        checked = check_folders_of(settings, run_label=self.run_label)
+        self.environment_type = checked.environment_type
+        self._environment = checked.environment
+        self.train: Sequence[Task]
+        self.eval: Sequence[Task]
+        self.train, self.eval = split_tasks(settings, checked)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
-        environment_kwargs, grading_option = parse_grading_option(settings.environment_options)
-        self._environment = trial_environment(
-            self.environment_type,
-            environment_kwargs,
-            run_label=self.run_label,
-            n_parallel=settings.n_parallel_envs,
-        )
-        check = task_folders.check_for(self.environment_type, self._environment)
-        tasks = task_folders.load_tasks(Path(settings.tasks_dir).expanduser(), check=check)
-        folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
-        patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
-        fraction = 0.0 if eval_tasks else settings.eval_split
-        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
-        used_ids = {task.id for task in tasks}
-        for folder in folders:
-            held_out += [
-                replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
-                for task in task_folders.load_tasks(folder, check=check)
-            ]
-        # A folder of held-out tasks can be inside tasks_dir.
-        held_out_paths = {task.path for task in held_out}
-        self.train: Sequence[Task] = [task for task in train if task.path not in held_out_paths]
-        self.eval: Sequence[Task] = held_out
-        require_unique_ids([*self.train, *self.eval])
-        if not self.train:
-            raise ConfigError("all tasks are held out and none is left to train on; name fewer eval_tasks")
+        for line in checked.notes:
+            logger.warning("%s", line)
+        prepare_machine(self.environment_type, run_label=self.run_label, n_parallel=settings.n_parallel_envs)
         self._check_first_prompts()
-        self._grading = grading_methods([*self.train, *self.eval], grading_option, self.environment_type)
+        self._grading = grading_methods(
+            [*self.train, *self.eval], checked.grading_option, self.environment_type
+        )
         for line in clean().failed:
             logger.warning("could not remove what an ended run left: %s", line)
 
@@ -187,37 +265,35 @@ def resolve_environment_type(name: str) -> str:
 
 
 def trial_environment(
-    environment_type: str, environment_kwargs: Mapping[str, str], *, run_label: str, n_parallel: int
+    environment_type: str, environment_kwargs: Mapping[str, str], *, run_label: str
 ) -> dict[str, object]:
-    """Return the fields of Harbor's EnvironmentConfig for the trials of a run.
-
-    Creates the directory of the run if environments of this type need one.
-    """
+    """Return the fields of Harbor's EnvironmentConfig for the trials of a run."""
     options = environment_options(environment_kwargs)
-    kwargs = options["kwargs"]
-    assert isinstance(kwargs, dict)
-    match environment_type:
-        case "sandbox":
-            run_directory(run_label)
-            options["import_path"] = "src.envs.sandbox.environment:SandboxEnvironment"
-            kwargs["run_label"] = run_label
-        case "docker":
-            run_directory(run_label)
-            options["import_path"] = "src.envs.sandbox.containers:ContainerEnvironment"
-            kwargs["run_label"] = run_label
-            if n_parallel > MAX_TRIAL_NETWORKS:
-                logger.warning(
-                    "n_parallel_envs=%d: Docker's default address pools suffice for about %d trials "
-                    "at a time; enlarge default-address-pools in daemon.json",
-                    n_parallel,
-                    MAX_TRIAL_NETWORKS,
-                )
-        case harbor_type:
-            options["type"] = harbor_type
+    if (import_path := OWN_ENVIRONMENTS.get(environment_type)) is None:
+        options["type"] = environment_type
+    else:
+        options["import_path"] = import_path
+        kwargs = options["kwargs"]
+        assert isinstance(kwargs, dict)
+        kwargs["run_label"] = run_label
     # With tmux's default directory, /tmp, an agent that runs `rm -rf /tmp/*` ends its own terminal. All users
     # can write to /var/tmp.
     options["env"] = {"TMUX_TMPDIR": "/var/tmp"}
     return options
+
+
+def prepare_machine(environment_type: str, *, run_label: str, n_parallel: int) -> None:
+    """Create the host directory of the run if environments of this type need one. Log a warning if Docker
+    has too few networks for `n_parallel` trials."""
+    if environment_type in OWN_ENVIRONMENTS:
+        run_directory(run_label)
+    if environment_type == "docker" and n_parallel > MAX_TRIAL_NETWORKS:
+        logger.warning(
+            "n_parallel_envs=%d: Docker's default address pools suffice for about %d trials at a time; "
+            "enlarge default-address-pools in daemon.json",
+            n_parallel,
+            MAX_TRIAL_NETWORKS,
+        )
 
 
 def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, object]:

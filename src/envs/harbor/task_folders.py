@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import logging
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.options import require_task_folder
-from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
+from src.envs.sandbox.dockerfile import USE_DOCKER, USE_SANDBOX, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
@@ -34,16 +34,22 @@ from src.envs.sandbox.task_requirements import (
     read_build_plan,
 )
 
-logger = logging.getLogger(__name__)
-
 # Raises ConfigError for a task that the environment cannot run. Returns warnings for a task that runs, but
 # probably not as its author intended.
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run it with `harbor run`"
 
 
-def load_tasks(directory: Path, *, check: Check) -> list[Task]:
-    """Return the tasks of a folder in the order of their names. A folder with a task.toml is one task.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTasks:
+    """The tasks of a folder, in the order of their names, and one line for each warning about them."""
+
+    tasks: list[Task]
+    warnings: list[str]
+
+
+def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
+    """Load and check the tasks of a folder. A folder with a task.toml is one task.
 
     Raises ConfigError with one line for each reason why a task cannot be run.
     """
@@ -75,9 +81,11 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
         if (count := len(folders) - len(tasks)) > 1:
             lines.append(f"{count} of {len(folders)} task folders cannot be run; fix or remove them")
         raise ConfigError("\n".join(lines))
-    for warning, names in warnings.items():
-        logger.warning("%s (%d of %d tasks: %s)", warning, len(names), len(tasks), _listed(names))
-    return tasks
+    lines = [
+        f"{warning} ({len(names)} of {len(tasks)} tasks: {_listed(names)})"
+        for warning, names in warnings.items()
+    ]
+    return LoadedTasks(tasks=tasks, warnings=lines)
 
 
 def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
@@ -224,9 +232,9 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
             network_policy=config.environment.resolve_baseline(),
         )
     except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"{folder}: {' '.join(str(error).split())}; try environment_type=sandbox"
-        ) from error
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        reason = reason.replace("EnvironmentType.DOCKER environment", "Harbor's Docker environment")
+        raise ConfigError(f"{folder}: {reason}; {USE_SANDBOX}") from error
     mode = config.verifier.network_mode or config.environment.network_mode
     if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
         return [

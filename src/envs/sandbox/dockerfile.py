@@ -25,6 +25,7 @@ IGNORED = frozenset(
     ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL")
 )
 USE_DOCKER = "use environment_type=docker for this task"
+USE_SANDBOX = "try environment_type=sandbox"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
