@@ -105,7 +105,7 @@ QUICKSTARTS = {
                 "eval_split": "0.03",
             },
             rl_options={
-                "learning_rate": "7e-4",
+                "learning_rate": "3e-4",
                 "eval_group_size": "4",
                 "max_steps": "8",
                 "eval_every": "8",

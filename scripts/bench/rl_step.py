@@ -1,7 +1,7 @@
 """Compare a complete RL step with other programs: 2 groups of 8, prompts of 512 tokens, 3 turns of 48
 observed and 32 sampled tokens, and one update. The times of sampling and training are also compared.
 
-    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON [base_model=smollm2-135m]
+    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON [base_model=smollm2-135m micro_batch_size=2]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -41,6 +41,9 @@ class RlStep(ComparisonOptions):
     base_model: str | None = chz.field(
         default=None, doc="Packaged model, such as smollm2-135m. None: a random model with `layers` layers"
     )
+    micro_batch_size: int = chz.field(
+        default=8, doc="Sequences per micro-batch of the other programs; lower it if one runs out of memory"
+    )
 
 
 def main(config: RlStep) -> None:
@@ -51,20 +54,24 @@ def main(config: RlStep) -> None:
             model_dir, targets = converted_directory(config.base_model), (2.0, 2.0)
         with (
             side("ours", "ours", model_dir) as ours,
-            peers(config, model_dir, tx_micro_batch_size=8) as others,
+            peers(config, model_dir, tx_micro_batch_size=config.micro_batch_size) as others,
         ):
             sides = [ours, *others.values()]
             phases: dict[str, Phases] = {program.name: defaultdict(list) for program in sides}
-            calls = {program.name: steps(program, phases[program.name]) for program in sides}
+            hf_options = {"micro_batch_size": config.micro_batch_size}
+            calls = {
+                program.name: steps(program, phases[program.name], hf_options if program.name == "HF" else {})
+                for program in sides
+            }
             title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
             timings = interleave(calls, repeats=config.repeats)
             report(title, timings, dict(zip(("HF", "skyrl-tx"), targets, strict=True)))
             report_phases(phases)
 
 
-def steps(program: Side, phases: Phases) -> Callable[[], Measurement]:
+def steps(program: Side, phases: Phases, train_options: Mapping[str, int]) -> Callable[[], Measurement]:
     """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
-    step. The step adds its times to `phases`."""
+    step. The step adds its times to `phases`. `train_options` are further arguments of the training."""
     seeds = itertools.count()
 
     def step() -> Measurement:
@@ -82,7 +89,7 @@ def steps(program: Side, phases: Phases) -> Callable[[], Measurement]:
             trajectories = [
                 trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)
             ]
-        update = [program.call("train", sequences=trajectories), program.call("optim_step")]
+        update = [program.call("train", sequences=trajectories, **train_options), program.call("optim_step")]
         save = [program.call("save")]
         for name, calls in (("sampling", samples), ("training", update), ("saving", save)):
             phases[name].append(sum(call.wall_s for call in calls))

@@ -132,12 +132,12 @@ def demonstrate(
 def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations to the JSON lines file `path`, in the format of `python -m src.sft`.
 
-    All commands are correct, but half of the chats omit the newline that runs the command. A model that
-    imitates them fails in about half of the trials for this reason alone, and reinforcement learning can
-    correct it. Half of the tasks need two operations. The texts around the commands are always the same, so
-    that after the fine-tuning only the tokens of the commands have a gradient. Three of four chats end with
-    the first answer, because the answers to the request for confirmation are easier to learn. The content
-    depends only on `count` and on the installed version of Harbor.
+    All commands are correct, but three of four chats omit the newline that runs the command. A model that
+    imitates them fails in most trials for this reason alone, and reinforcement learning can correct it. Half
+    of the tasks need two operations. The texts around the commands are always the same, so that after the
+    fine-tuning only the tokens of the commands have a gradient. Three of four chats end with the first
+    answer, because the answers to the request for confirmation are easier to learn. The content depends only
+    on `count` and on the installed version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
     single = [family for family in TRAINING if family not in TWO_OPERATIONS]
@@ -146,7 +146,7 @@ def write_chats(path: Path, count: int) -> None:
             family = rng.choice(TWO_OPERATIONS if number % 2 else single)
             instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
             screen, first = _opening(instance, rng)
-            keys = instance.command + ("\n" if number % 4 < 2 else "")
+            keys = instance.command + ("\n" if number % 8 < 2 else "")
             messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
             if number % 8 in (0, 3):  # one task with one operation and one task with two
                 screen.type(keys, [])

@@ -9,8 +9,13 @@ import numpy as np
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.gguf_file import GgufFile
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""`general.architecture` -> `model_type` of config.json."""
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""`general.architecture` -> `model_type` and the class in `architectures` of config.json."""
 DEFAULT_ROPE_THETA = 10_000.0
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The scaling of all Llama 3.1 to 3.3 models. A GGUF file contains only the resulting divisors."""
@@ -30,7 +35,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: the file is one part of several; join the parts with llama-gguf-split --merge"
         )
     fields = _Fields(file, str(architecture))
-    model_type = ARCHITECTURES[str(architecture)]
+    model_type, model_class = ARCHITECTURES[str(architecture)]
     for name in _UNSUPPORTED:
         if fields.has(name):
             raise ConfigError(f"{file.path}: {architecture}.{name} is not supported")
@@ -52,6 +57,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if layers > MAX_LAYERS:
         raise ConfigError(f"{file.path}: {architecture}.block_count={layers} is above {MAX_LAYERS}")
     return {
+        "architectures": [model_class],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,

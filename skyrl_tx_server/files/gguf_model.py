@@ -30,7 +30,7 @@ from skyrl_tx_server.files.json_file import write_json
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 1  # of the conversion; a new version converts all files again
+VERSION = 2  # of the conversion; a new version converts all files again
 SHARD_BYTES = 1 << 30  # a larger tensor is a shard of its own
 SAMPLES, SAMPLE_BYTES = 64, 4096
 

@@ -26,6 +26,7 @@ from skyrl_tx_server.files.gguf_model import convert_gguf
 from skyrl_tx_server.files.model_source import PACKAGED, converted_directory, is_gguf
 from skyrl_tx_server.http.wire.chat_format import load_tokenizer
 from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.model.families.table import family_of
 from skyrl_tx_server.model.model_config import Llama3Scaling, YarnScaling
 from skyrl_tx_server.model.weights import load_params, resolve_model
 from tests.fakes.gguf_files import TOKENS, read_fixture, write_gguf
@@ -103,6 +104,8 @@ def test_a_converted_model_equals_its_hugging_face_files(tmp_path: Path, name: s
         converted_config.rms_norm_eps == original_config.rms_norm_eps
         and converted_config.experts == original_config.experts
     )
+    config_file = json.loads((directory / "config.json").read_text())
+    assert config_file["architectures"] == [family_of(converted_config).architecture]
     expected = np.load(FIXTURES / name / "expected.npz")
     logits = logits_of(
         converted_config, load_params(directory, converted_config, "float32"), expected["tokens"]
@@ -156,7 +159,8 @@ def test_every_pre_tokenizer_decodes_to_the_encoded_text(tmp_path: Path, pre_tok
     text = "naïve café 東京 🙂 don't\n\n\t12345 x"
     encoded = tokenizer.encode(text)
     assert tokenizer.decode(encoded.ids) == text
-    assert ("12" in encoded.tokens) is (pre_tokenizer in ("gpt-2", "llama-bpe"))  # the others split digits
+    # The other pre-tokenizers split digits.
+    assert ("12" in encoded.tokens) is (pre_tokenizer in ("gpt-2", "llama-bpe"))
 
 
 def byte_alphabet() -> set[str]:
@@ -213,7 +217,7 @@ def test_the_alias_of_a_file_is_its_name() -> None:
 
 
 def damaged(path: Path) -> dict[str, bytes]:
-    """Return damaged contents of a file. Each key is the error message that its content must cause."""
+    """Return damaged contents of a file. Each key is a part of the error message for its content."""
     valid = path.read_bytes()
     metadata = 4 + 4 + 8 + 8  # magic, version, counts
     string = struct.pack("<Q", 3) + b"abc"
@@ -270,7 +274,7 @@ def test_unknown_architectures_and_tensor_types_are_refused(tmp_path: Path, _cac
     assert not _cache.exists()
 
 
-def test_an_unsupported_valid_file_is_not_to_be_downloaded_again(tmp_path: Path) -> None:
+def test_the_error_of_a_valid_file_advises_no_new_download(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path)
     valid = path.read_bytes()
     entry = valid.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
@@ -295,7 +299,7 @@ def test_an_unsupported_valid_file_is_not_to_be_downloaded_again(tmp_path: Path)
         assert str(error.value) == f"{path}: {message}"
 
 
-def test_a_file_with_a_tensor_of_200_gb_allocates_nothing(tmp_path: Path, _cache: Path) -> None:
+def test_a_file_with_a_tensor_of_200_gb_is_refused(tmp_path: Path, _cache: Path) -> None:
     path = tmp_path / "large.gguf"
     write_gguf(path, TINY, tiny_weights())
     entry = (data := path.read_bytes()).index(b"token_embd.weight") + len("token_embd.weight") + 4

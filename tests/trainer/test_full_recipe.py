@@ -223,6 +223,12 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
         stopped.append(server)
         stop(server)
 
+    start = subprocess.Popen
+
+    def start_without_function(command: list[str], *, preexec_fn: object, **options: Any) -> object:
+        return start(command, **options)  # jax, which other tests import, does not allow a forked function
+
+    monkeypatch.setattr(subprocess, "Popen", start_without_function)
     monkeypatch.setattr(run_skyrl_tx, "stop", record)
     (tmp_path / "tasks" / "broken").mkdir(parents=True)
     options = {"model_name": "local/model", "tasks_dir": str(tmp_path / "tasks")}
