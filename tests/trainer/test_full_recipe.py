@@ -225,7 +225,7 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
 
     start = subprocess.Popen
 
-    def start_without_function(command: list[str], *, preexec_fn: object, **options: Any) -> object:
+    def start_without_function(command: list[str], *, preexec_fn: object = None, **options: Any) -> object:
         return start(command, **options)  # jax, which other tests import, does not allow a forked function
 
     monkeypatch.setattr(subprocess, "Popen", start_without_function)
