@@ -46,7 +46,7 @@ def containers_of(label: str) -> list[str]:
 async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Path) -> None:
     folder = tmp_path / "hello-docker"
     shutil.copytree(HELLO_TASK, folder)
-    # The task of the test does not set no-network, for which Harbor needs images from a registry.
+    # This task.toml omits the no-network mode, because Harbor needs images from a registry for that mode.
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")
     options = {"environment_type": "auto", "max_turns": 6, "enable_summarize": False, "eval_split": 0.0}
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())

@@ -1,4 +1,4 @@
-"""Runs each example of examples/README.md against one server with the model of the quick start."""
+"""Runs each example of examples/README.md. The fixture `url` is a server with the quick-start model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_loop_on_the_sdk_trains(url: str) -> None:
     assert re.findall(r"^step (\d): mean reward \d\.\d+$", output, re.MULTILINE) == ["0", "1", "2"]
 
 
-def test_the_loop_on_the_sdk_has_60_lines() -> None:
+def test_the_loop_on_the_sdk_has_at_most_60_lines() -> None:
     code = [line for line in (EXAMPLES / "grpo_loop.py").read_text().splitlines() if line.strip()]
     assert len(code) <= 60
 
@@ -86,7 +86,7 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
     options += ["tokenizer=datasets/quickstart/model", "backend=skyrl-tx", f"skyrl_tx_url={url}"]
     options += ["max_turns=3", "max_tokens=8", "max_steps=1", "batch_size=2", "group_size=2", "lora_rank=8"]
     options += ["context_limit=2048", "wandb_project=None", "eval_before_train=false"]
-    options += ["kl_penalty_coef=0.1"]  # With it, a step with equal rewards also has a gradient.
+    options += ["kl_penalty_coef=0.1"]  # The KL penalty gives a gradient even if all rewards are equal.
     python("-m", "src.train", *options)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     assert '"step": 1' in metrics.read_text()

@@ -125,7 +125,7 @@ def test_external_rollouts_have_the_weights_of_their_step(
         and len(sampler.received) == 5
     )
 
-    sampler.adapters.clear()  # as after a restart of the sampler
+    sampler.adapters.clear()  # simulates a restart of the sampler
     assert max_logprob_difference(training, sample_sequences(second)[0]) < 1e-4
     sampler.change_reply = lambda answer: answer["choices"][0].pop("token_ids")
     with pytest.raises(tinker.RequestFailedError, match="no 'token_ids'") as failed:

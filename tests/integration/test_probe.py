@@ -269,7 +269,7 @@ def test_ignored_unknown_settings_are_found(
 def test_an_unenforced_context_limit_is_found(
     endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The endpoint accepts 600 tokens and states a limit of 300."""
+    """The probe assumes a limit of 300 tokens, and the endpoint accepts up to 600 tokens."""
     url, server = endpoint
     server.remove_defect()
     monkeypatch.setattr(

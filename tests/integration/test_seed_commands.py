@@ -1,4 +1,4 @@
-"""The commands of the seed documents 003 and 004, in their order, as a reader types them in a fresh clone.
+"""Runs the commands of documents 003 and 004 of docs/seed-behaviours.md in a fresh clone, in their order.
 
 The cache of the model hub contains the small model of the quick start under the names of the documents, with
 the context length of Qwen3-4B. The commands differ from the documents in three points: a free port replaces
@@ -28,7 +28,7 @@ from tests.fakes.sdk_programs import is_finished
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "Qwen/Qwen3-4B"
 MODEL_CONTEXT = 40960
-CONTEXT = 32768  # the server's default for a longer model
+CONTEXT = 32768  # the server's default context length for a model with a longer context
 PREAMBLE = ("server: ", "model: ", "setup: ", "run_skyrl_tx: ")
 TASKS = ("append-01", "copy-01")
 TIMEOUT_S = 500
@@ -128,7 +128,7 @@ class Reader:
 
 
 def fresh_clone(folder: Path) -> Path:
-    """Copy the files that a commit of this working tree would have."""
+    """Copy the files that a commit of this working tree would have, and create a .venv. Return `folder`."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -313,7 +313,7 @@ def test_the_flags_of_scenario_2_are_accepted(reader: Reader, server: str) -> No
 
 
 def test_the_error_of_scenario_3_names_tensor_parallel(reader: Reader) -> None:
-    """The model has too few heads for eight devices, like Qwen3-30B-A3B."""
+    """The small model has 3 key-value heads and Qwen3-30B-A3B has 4. Neither divides over eight devices."""
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "
     flags += "--train-micro-batch-size 2 --gradient-checkpointing"
     answer = reader.run(f"scripts/start_skyrl_tx.sh {flags} dry_run=true", status=2)
@@ -361,9 +361,8 @@ def test_a_missing_server_gives_a_one_line_error(reader: Reader, tasks: Path) ->
     reader.expect_error(command, "no server answers at http://localhost:1 (ConnectError); start it", status=1)
 
 
-def test_terminal_bench_2_downloads_or_gives_a_one_line_error(
-    reader: Reader, server: str, tasks: Path
-) -> None:
+def test_a_missing_terminal_bench_2_gives_one_line_errors(reader: Reader, server: str, tasks: Path) -> None:
+    """The script that downloads the tasks cannot reach the hub."""
     moved = tasks.rename(tasks.with_name("kept"))
     try:
         reader.expect_error(

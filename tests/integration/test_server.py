@@ -1,4 +1,4 @@
-"""Runs every call of the SDK against `python -m skyrl_tx_server` with a real engine."""
+"""Runs the SDK, its command line and the OpenAI client against `python -m skyrl_tx_server`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """The downloaded adapter must fit the base model and equal the saved one."""
+    """The downloaded adapter must fit the base model and equal the saved adapter."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
@@ -158,7 +158,7 @@ def test_the_tinker_command_line_lists_and_downloads(
     )
     assert config["r"] == 4 and {*config["target_modules"]} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
     store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
-    assert [info.path for info in store.list()] == [path]  # files that the download created are removed
+    assert [info.path for info in store.list()] == [path]  # the server has removed the files of the download
     _, saved = store.read(path)
     for module in {name.rpartition(".lora_")[0] for name in tensors}:
         a, b = (tensors[f"{module}.lora_{side}.weight"] for side in "AB")
@@ -207,7 +207,7 @@ async def test_sigterm_under_load_answers_every_future(
                 )
             ]
         waiting = [asyncio.create_task(outcome(request)) for request in requests]
-        await asyncio.wait(waiting[:3])  # all programs are compiled now
+        await asyncio.wait(waiting[:3])  # after these results, all programs are compiled
         process.send_signal(signal.SIGTERM)
         outcomes = await asyncio.gather(*waiting)
     failures = [str(result["error"]) for result in outcomes if "error" in result]

@@ -1,4 +1,4 @@
-"""Runs `python -m src.sft` against a real server. Its weights are the start and the teacher of RL runs."""
+"""Runs `python -m src.sft` against a real server. RL runs use its checkpoint as start and as teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes with two virtual devices each give the SDK the same results as one process."""
+"""A server of two processes, each with two virtual devices, gives the SDK the results of one process."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray:
 def run_client(url: str) -> dict[str, np.ndarray]:
     """Take two steps, save, sample from two snapshots, and load. Returns the received numbers.
 
-    Because max_models is 1, the server moves one model to host memory when it trains the other one.
+    Because max_models is 1, the server moves one model to host memory when it trains the other model.
     """
     results: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:

@@ -88,7 +88,7 @@ def main(directory: Path) -> None:
 
 
 def fp8_weights_are_equal(model_dir: Path) -> bool:
-    """Return whether parts of FP8 weights that devices load equal the weights that one device loads."""
+    """Return whether FP8 weights that a mesh loads in parts equal the weights that one device loads."""
     write_fp8_model("qwen3_moe", model_dir)
     config = load_model_config(model_dir)
     sharded = replace(config, mesh=make_mesh(MeshShape(fsdp=2, expert=2)))
@@ -220,7 +220,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         )
         assert all(
             np.array_equal(first, second) for first, second in zip(written, written_by_scatter, strict=True)
-        ), "scatter=True writes the same positions"
+        ), "scatter=True must write the same positions"
         attention = [
             outputs[:length] for outputs, length in zip(np.asarray(attended), tiles.lengths, strict=True)
         ]
@@ -237,7 +237,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
 
 def largest_message(config: ModelConfig, shape: MeshShape) -> float:
     """Return the number of elements of the largest message between devices in a dispatch of decode steps,
-    divided by that of the attention output matrix `o` of a layer."""
+    divided by the number of elements of the attention output matrix `o` of a layer."""
     config, num_sequences = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     batch = DecodeBatch(

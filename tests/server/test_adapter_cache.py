@@ -40,7 +40,7 @@ def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 
 
 
 def save(cache: AdapterCache, *names: str) -> None:
-    """Save a snapshot for each name, which is a letter. Its values are the code of the letter, 97 for a."""
+    """Save a snapshot for each name. A name is a letter, and all values are its code: 97 for "a"."""
     for name in names:
         cache.put(name, adapter(float(ord(name))))
 
@@ -106,7 +106,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     save(cache, *"cd")
     assert list(cache.on_device) == ["a", "d"]
     cache.pin("d")
-    save(cache, "e")  # all slots are pinned, so a later `pin` loads e
+    save(cache, "e")  # all slots are pinned, so the snapshot "e" is only in host memory
     with pytest.raises(CapacityError, match="a larger max_loras"):
         cache.pin("e")
     for name in "ad":
@@ -139,7 +139,7 @@ def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
     cache.pin("a")
     for name in "bcb":
         pinned_values(cache, name)
-    save(cache, "d")  # a is the least recently used, but pinned
+    save(cache, "d")  # snapshot "a" is the least recently used, but it is pinned
     assert list(cache.in_host_memory) == ["a", "b", "d"]
     cache.unpin("a")
     cache.put("tinker://run/sampler_weights/e", adapter(5.0))

@@ -253,7 +253,7 @@ def test_a_read_or_delete_after_a_delete_is_not_found(
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
-    # the calls below have the record, as if they had read it before the first delete
+    # the calls below get the record, as if they had read it before the first delete
     monkeypatch.setattr(checkpoints, "read_record", lambda *_: record)
     with pytest.raises(NotFoundError, match="no checkpoint"):
         store.delete(path)

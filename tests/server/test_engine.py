@@ -222,8 +222,8 @@ def test_a_waiting_sample_starts_after_another_is_withdrawn():
 class TwoPromptExecutor(FakeExecutor):
     """Prefills two prompts in a batch.
 
-    A prompt with the weights "poison" fails the batch, and one with "huge" never fits. `withdraw` is called
-    during the prefill.
+    A prompt with the weights "poison" fails its batch. A prompt with the weights "huge" never fits.
+    `withdraw` is called during the prefill.
     """
 
     def __init__(self, **options) -> None:
@@ -298,7 +298,7 @@ def test_a_withdrawn_sample_is_removed_completely():
 
 
 class ChunkedExecutor(FakeExecutor):
-    """Prefills the weights "long" in three chunks."""
+    """Prefills a prompt with the weights "long" in three chunks."""
 
     def prefill(self, requests):
         (request,) = requests
@@ -416,7 +416,7 @@ def test_stop_waits_for_the_running_operation():
 
 
 class WaitingExecutor(FakeExecutor):
-    """Operations of the model `waiting` wait for a future before they finish."""
+    """Operations of the model `waiting` first wait for the future `written`, as for another thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ class WaitingExecutor(FakeExecutor):
         return (yield from super().run(op))
 
 
-def test_other_operations_run_while_one_waits_for_a_thread():
+def test_other_operations_run_while_one_waits_for_a_future():
     executor = WaitingExecutor()
     with running(executor) as engine:
         waiting, later = engine.submit(optim("waiting")), engine.submit(optim("waiting"))
@@ -445,7 +445,7 @@ def test_other_operations_run_while_one_waits_for_a_thread():
     assert executor.log[0] == "optim other" and executor.log[-2:] == ["optim waiting"] * 2
 
 
-def test_an_error_of_the_other_thread_fails_the_operation():
+def test_an_error_of_the_awaited_future_fails_the_operation():
     executor = WaitingExecutor()
     executor.written.set_exception(UserError("the disk is full"))
     with running(executor) as engine:
@@ -453,7 +453,7 @@ def test_an_error_of_the_other_thread_fails_the_operation():
         engine.submit(optim("other")).result(TIMEOUT_S)
 
 
-def test_stop_waits_for_the_other_thread():
+def test_stop_waits_for_the_awaited_future():
     executor = WaitingExecutor()
     engine = Engine(executor)
     engine.start()
@@ -531,7 +531,8 @@ def test_the_engine_drops_the_watcher_of_a_refused_sample():
         reference = weakref.ref(watcher)
         with pytest.raises(UserError):
             engine.submit(sample(10, max_tokens=1000), watcher).result(TIMEOUT_S)
-        engine.submit(sample(10)).result(TIMEOUT_S)  # the engine's thread drops its references
+        # After this operation, the engine's thread has dropped its references to the refused sample.
+        engine.submit(sample(10)).result(TIMEOUT_S)
         del watcher
         gc.collect()
         assert reference() is None

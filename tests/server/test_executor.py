@@ -356,6 +356,7 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
         assert_identical(state(engine, "resumed", checkpoints_dir), uninterrupted)
 
         run(engine, LoadWeights(model_id="fresh moments", path=saved.path, optimizer=False, create=True))
+        assert int(state(engine, "fresh moments", checkpoints_dir)["optimizer.step"]) == 0
         assert int(state(engine, "resumed", checkpoints_dir)["optimizer.step"]) == 2
         run(engine, LoadWeights(model_id="resumed", path=saved.path, optimizer=False))
         weights_only = state(engine, "resumed", checkpoints_dir)
@@ -607,7 +608,7 @@ def test_a_prefill_that_fails_asynchronously_recovers(engine: Engine, monkeypatc
 
 
 def test_a_failed_prefill_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The prompt that fails is in a prefill batch with others before and after it."""
+    """The prefill batch contains one prompt before and one prompt after the prompt that fails."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
     prefill = model_runner.prefill
 

@@ -117,7 +117,7 @@ def test_the_tile_size_grows_with_the_tokens_per_expert() -> None:
     assert [tile_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
 
 
-def test_the_program_size_does_not_depend_on_the_experts() -> None:
+def test_the_program_size_does_not_depend_on_the_expert_count() -> None:
     def count_operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
         shapes = (

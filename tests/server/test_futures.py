@@ -234,7 +234,7 @@ async def test_closing_ends_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """Poll until the result has arrived from the engine thread. Return None if 100 polls time out."""
+    """Poll until the result has arrived. Return None if 100 polls time out."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome

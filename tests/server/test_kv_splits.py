@@ -79,7 +79,7 @@ def test_more_sequences_than_a_split_holds_get_a_second_split() -> None:
     assert [rows[rows >= 0].tolist() for *_, rows in _split_list(splits)] == [[0, 1, 2, 3], [4]]
 
 
-def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
+def test_the_number_of_calls_does_not_depend_on_the_batch_size() -> None:
     def count_function_calls(rows: int) -> int:
         """Return the number of function calls for `rows` sequences of 8,192 tokens, in groups of four."""
         tables = np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)

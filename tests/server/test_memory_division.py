@@ -42,10 +42,13 @@ def settings(**changes: object) -> EngineOptions:
     return make_settings(FIXTURES / "tied", Path("unused"), **(UNSET | changes))
 
 
-def divided(rest: float, *, train_tokens_per_batch: int = 256) -> MemoryDivision:
-    """Divide the memory of a GPU on which weights and adapters leave `rest` bytes, with contexts of 256."""
+def divided(remaining_bytes: float, *, train_tokens_per_batch: int = 256) -> MemoryDivision:
+    """Divide the memory of a GPU on which weights and adapters leave `remaining_bytes`.
+
+    The context length is 256 tokens.
+    """
     model = resolve_model(settings(train_tokens_per_batch=train_tokens_per_batch))
-    return divide_memory(model, (fixed_bytes(model) + rest) / (1 - RESERVED_SHARE_OF_GPU_MEMORY))
+    return divide_memory(model, (fixed_bytes(model) + remaining_bytes) / (1 - RESERVED_SHARE_OF_GPU_MEMORY))
 
 
 def test_the_kv_cache_gets_what_training_leaves() -> None:
@@ -54,7 +57,8 @@ def test_the_kv_cache_gets_what_training_leaves() -> None:
     assert division.cache_bytes == pytest.approx(5_000_000 - 256 * 4_000)
 
 
-def test_layers_are_recomputed_if_activations_take_half_of_the_rest() -> None:
+def test_layers_are_recomputed_if_activations_exceed_half() -> None:
+    """Training may keep its activations if they take at most half of the remaining bytes."""
     assert divided(2 * 256 * 4_000 + 1).remat(256) is Remat.ACTIVATIONS
     division = divided(2 * 256 * 4_000 - 10)
     assert (division.training_bytes, division.remat(256)) == (256 * 1_000, Remat.LAYERS)

@@ -174,7 +174,8 @@ def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
 
 
 def test_a_common_prefix_is_computed_once_per_snapshot(engine: Engine):
-    """Equal prompts and a common system prompt use cached pages, but another snapshot does not."""
+    """Requests with an equal prompt or a common system prompt use cached pages. Requests for another snapshot
+    or for prompt logprobs do not."""
     system = tokens(400, seed=80)
     prompts = [
         system,
@@ -459,8 +460,8 @@ def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
 def test_processed_logprobs_are_those_after_temperature(temperature: float, expected: np.ndarray):
-    """The mode does not change the tokens. At temperature 0 the logprobs are those of the model. Filters do
-    not change logprobs."""
+    """Processed logprobs do not change the tokens. At temperature 0 the logprobs are those of the model.
+    Filters do not change logprobs."""
     chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
     np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
     np.testing.assert_allclose(logprobs, (expected - np.log(np.exp(expected).sum()))[chosen], atol=1e-5)

@@ -520,7 +520,7 @@ def test_a_client_of_a_restarted_server_gets_clear_errors(tmp_path: Path) -> Non
         with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as new_client:
             restored = new_client.create_training_client_from_state_with_optimizer(saved).result()
             assert fake_engine(second).models[restored.model_id].steps == 1
-        client.close("interrupted").result(20)  # its heartbeat would continue during later tests
+        client.close("interrupted").result(20)  # the client's heartbeat would continue during later tests
 
 
 # name: (call with the training, sampling and REST clients, pattern of the error message)

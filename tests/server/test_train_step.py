@@ -185,7 +185,7 @@ def test_gradients_match_differences_of_the_float64_reference(
         above, below = (reference(moved(adapter, index, sign * step / norm * slope)) for sign in (1, -1))
         assert (above - below) / (2 * step) == pytest.approx(norm, rel=1e-3), f"leaf {index}"
         checked += 1
-    assert checked == 13  # A of five projections, B of eight parts
+    assert checked == 13  # five LoRA A arrays and eight LoRA B arrays
 
 
 def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
@@ -196,7 +196,7 @@ def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
 
 
 def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) -> tuple[TrainDatum, ...]:
-    """Return data with `widths[i]` targets per position in datum i, or with targets [T] if it is None."""
+    """Return data with targets of shape [T, widths[i]] in datum i, or [T] if widths[i] is None."""
     random = np.random.default_rng(8)
     data = []
     for datum, width in zip(tiny_qwen3.data(lengths, weights=True), widths, strict=True):

@@ -6,8 +6,8 @@ Each run is a forked child, which kills itself at its n-th call that changes the
 1 + EVERY, 1 + 2 * EVERY, ... (default: EVERY = 1). The child acknowledges each completed step to its parent.
 After a kill, the checkpoint must have the version of the last acknowledged step or of the next step. The list
 of checkpoints must be readable, and the archive must have the same version as the checkpoint. After the next
-save, archive and sweep, no other files may remain. A failed check raises AssertionError; otherwise the
-program prints one line and its exit status is 0.
+save, archive and sweep, only the two files of the checkpoint may remain. A failed check raises
+AssertionError; otherwise the program prints one line and its exit status is 0.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 OTHER_TREE is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
 every body to the same parser or route of both versions. Both must return the same operation, or an error of
 the same class or status. Errors that differ only in the message count as reworded, unless
-`INTENDED_DIFFERENCES` lists the difference.
+`INTENDED_DIFFERENCES` lists the difference. The exit status is 1 if other differences exist.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def outcomes(number: int, seed: int) -> list[str]:
         try:
             if name == "protobuf":
                 message = bytearray(rng.choice(valid_messages))
-                # Change only one byte: the order of a map decides which of two invalid inputs is reported.
+                # Change only one byte: the order of the map decides which of two invalid inputs is reported.
                 message[rng.randrange(len(message))] = rng.randrange(256)
                 parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
             else:
@@ -94,7 +94,7 @@ def outcomes(number: int, seed: int) -> list[str]:
         except errors.UserError as error:
             result = f"{type(error).__name__}: {error}"
             if name == "protobuf":
-                # Without tokens every input is invalid, and the order of the map decides which is reported.
+                # Without tokens every input is invalid. The order of the map decides which one is reported.
                 result = re.sub(r": \w+ has (\d+) entries for 0", r": an input has \1 entries for 0", result)
         results.append(f"{name}: {result}")
     return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))

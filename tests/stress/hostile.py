@@ -186,7 +186,7 @@ class Watch:
     """Observes the server in a thread until `stop`.
 
     Every second it measures the latency of `/healthz`. Every RSS_EVERY_S seconds it records the resident
-    memory and the number of training models and snapshots that the server holds.
+    memory and the number of training models and of snapshots in host memory.
     """
 
     def __init__(self, running: Server, headers: Mapping[str, str] | None = None) -> None:
@@ -364,7 +364,7 @@ def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
     verdicts = {
         "the server survived and stopped with status 0": run.survived and run.exit_status == 0,
         f"faults of the server: {len(faults)}": not faults,
-        f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
+        f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
         f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
         < MAX_SLOPE_MIB_PER_HOUR,
         f"remaining sessions, models, samplers, futures: {run.remaining or 'none'}": not run.remaining,

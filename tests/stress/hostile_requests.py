@@ -1,11 +1,11 @@
-"""Runs the hostile clients of `hostile.py` in a separate process.
+"""Sends the attacks of `hostile`, which runs this program in a separate process.
 
     python -m tests.stress.hostile_requests URL SECONDS RATE SEED
 
-The program starts RATE random attacks of ATTACKS per second and runs at most MAX_UNDER_WAY attacks at a time.
-Once per minute and at the end it prints a JSON object: the number of attacks of each kind (`attacks`), the
-number of responses with each status (`statuses`), and the responses that a correct server never sends
-(`faults`, at most 200).
+The program starts RATE attacks per second, which it draws from ATTACKS, and one `burst` every BURST_EVERY_S
+seconds. At most MAX_UNDER_WAY attacks run at a time. Once per minute and at the end the program prints a JSON
+object: the number of attacks of each kind (`attacks`), the number of responses with each status (`statuses`),
+and the responses that a correct server never sends (`faults`, at most 200).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.stress.hostile_world import (
     JSON,
     PROTOBUF,
     VOCABULARY,
-    Tenant,
+    AttackSession,
     World,
     chat_json,
     mutated_bytes,
     mutated_json,
-    new_tenant,
+    new_session,
     sample_json,
-    tenant_of,
+    session_of,
     tokens,
     training_proto,
     valid_body,
@@ -61,7 +61,7 @@ async def garbage_protobuf(world: World) -> None:
 
 
 async def mutated_protobuf(world: World) -> None:
-    body = mutated_bytes(world, training_proto(world, await tenant_of(world)).SerializeToString())
+    body = mutated_bytes(world, training_proto(world, await session_of(world)).SerializeToString())
     response = await world.send("POST", "/api/v1/forward_backward", content=body, headers=PROTOBUF)
     if response.status_code == 200:
         await world.outcome(response.json()["request_id"])
@@ -69,8 +69,8 @@ async def mutated_protobuf(world: World) -> None:
 
 async def wild_training(world: World) -> None:
     """Sends well-formed training requests with extreme values for the attacker's own model."""
-    tenant = await tenant_of(world)
-    body = training_proto(world, tenant).SerializeToString()
+    session = await session_of(world)
+    body = training_proto(world, session).SerializeToString()
     await world.send("POST", "/api/v1/forward_backward", content=body, headers=PROTOBUF)
     adam = {
         "learning_rate": world.random.choice((1e-3, 1e6, 1e30)),
@@ -78,30 +78,30 @@ async def wild_training(world: World) -> None:
         "grad_clip_norm": 1.0,
     }
     await world.post_and_wait(
-        "optim_step", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": adam}
+        "optim_step", {"model_id": session.model_id, "seq_id": session.next_seq(), "adam_params": adam}
     )
 
 
 async def diverged(world: World) -> None:
     """Makes the weights of a model diverge and requests 16 samples from the model."""
-    tenant = await new_tenant(world)
+    session = await new_session(world)
     await world.send(
         "POST",
         "/api/v1/forward_backward",
-        content=training_proto(world, tenant).SerializeToString(),
+        content=training_proto(world, session).SerializeToString(),
         headers=PROTOBUF,
     )
     await world.post_and_wait(
         "optim_step",
-        {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": {"learning_rate": 1e30}},
+        {"model_id": session.model_id, "seq_id": session.next_seq(), "adam_params": {"learning_rate": 1e30}},
     )
-    snapshot = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "sampling_session_seq_id": 1}
+    snapshot = {"model_id": session.model_id, "seq_id": session.next_seq(), "sampling_session_seq_id": 1}
     await world.post("save_weights_for_sampler", snapshot)
-    sampler = f"{tenant.session_id}:sample:1"
+    sampler = f"{session.session_id}:sample:1"
     await world.post_and_wait(
-        "asample", sample_json(world, tenant, sampling_session_id=sampler, num_samples=16)
+        "asample", sample_json(world, session, sampling_session_id=sampler, num_samples=16)
     )
-    await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
+    await world.send("POST", f"/api/v1/sessions/{session.session_id}/finish", content=b"{}", headers=JSON)
 
 
 async def garbage_json(world: World) -> None:
@@ -124,7 +124,7 @@ async def garbage_json(world: World) -> None:
 
 
 async def mutated_request(world: World) -> None:
-    route, body = valid_body(world, await tenant_of(world))
+    route, body = valid_body(world, await session_of(world))
     if route in ("create_model", "save_weights", "load_weights") and world.random.random() < 0.8:
         return await garbage_json(world)
     response = await world.post(route, mutated_json(world, body))
@@ -134,7 +134,7 @@ async def mutated_request(world: World) -> None:
 
 async def compressed(world: World) -> None:
     rng = world.random
-    plain = json.dumps(sample_json(world, await tenant_of(world))).encode()
+    plain = json.dumps(sample_json(world, await session_of(world))).encode()
     packed = zstandard.ZstdCompressor().compress(plain)
     bodies = (
         rng.randbytes(40),
@@ -185,15 +185,15 @@ async def oversize(world: World) -> None:
 
 
 async def out_of_range(world: World) -> None:
-    tenant = await tenant_of(world)
+    session = await session_of(world)
     bad = world.random.choice(([-1], [VOCABULARY], [2**31], [2**63], [1.5], ["a"], [True, None], []))
     await world.post(
         "asample",
         sample_json(
-            world, tenant, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]}
+            world, session, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]}
         ),
     )
-    request = training_proto(world, tenant)
+    request = training_proto(world, session)
     request.data[0].model_input[0].encoded_text.tokens = np.array(
         [1, world.random.choice((-1, VOCABULARY, 2**31 - 1))], np.int32
     ).tobytes()
@@ -203,20 +203,22 @@ async def out_of_range(world: World) -> None:
 
 
 async def duplicates_and_reordered(world: World) -> None:
-    tenant = await tenant_of(world)
-    first, second = sample_json(world, tenant), sample_json(world, tenant)
+    session = await session_of(world)
+    first, second = sample_json(world, session), sample_json(world, session)
     replies = await asyncio.gather(
         *(world.post("asample", body) for body in (second, first, second, first, first))
     )
     ids = [reply.json()["request_id"] for reply in replies if reply.status_code == 200]
     if len(ids) == 5 and not (ids[0] == ids[2] and ids[1] == ids[3] == ids[4]):
         world.fault(f"the server ran a repeated request twice: {ids}")
-    await world.post("optim_step", {"model_id": tenant.model_id, "seq_id": tenant.seq_id, "adam_params": {}})
+    await world.post(
+        "optim_step", {"model_id": session.model_id, "seq_id": session.seq_id, "adam_params": {}}
+    )
     await asyncio.gather(*(world.outcome(request_id) for request_id in ids))
 
 
 async def cancelled(world: World) -> None:
-    replies = [await world.post("asample", sample_json(world, await tenant_of(world))) for _ in range(3)]
+    replies = [await world.post("asample", sample_json(world, await session_of(world))) for _ in range(3)]
     ids = [reply.json()["request_id"] for reply in replies if reply.status_code == 200] + ["sample-unknown"]
     for request_id in (*ids, *ids):
         await world.post("cancel_future", {"request_id": request_id})
@@ -225,7 +227,7 @@ async def cancelled(world: World) -> None:
 
 async def fire_and_forget(world: World) -> None:
     """Requests samples from a session or from the base model, and never retrieves the results."""
-    body = sample_json(world, await tenant_of(world))
+    body = sample_json(world, await session_of(world))
     if world.random.random() < 0.3:
         body = {
             name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")
@@ -235,31 +237,31 @@ async def fire_and_forget(world: World) -> None:
 
 async def abandoned_session(world: World) -> None:
     """Sends requests in a new session and retrieves no results. Finishes the session in half of the cases."""
-    tenant = await new_tenant(world)
+    session = await new_session(world)
     for _ in range(2):
         await world.send(
             "POST",
             "/api/v1/forward_backward",
-            content=training_proto(world, tenant).SerializeToString(),
+            content=training_proto(world, session).SerializeToString(),
             headers=PROTOBUF,
         )
-    snapshot = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "sampling_session_seq_id": 1}
+    snapshot = {"model_id": session.model_id, "seq_id": session.next_seq(), "sampling_session_seq_id": 1}
     await world.post("save_weights_for_sampler", snapshot)
     await world.post(
-        "asample", sample_json(world, tenant, sampling_session_id=f"{tenant.session_id}:sample:1")
+        "asample", sample_json(world, session, sampling_session_id=f"{session.session_id}:sample:1")
     )
     if world.random.random() < 0.5:
-        await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
+        await world.send("POST", f"/api/v1/sessions/{session.session_id}/finish", content=b"{}", headers=JSON)
 
 
 async def checkpoints(world: World) -> None:
-    tenant = await tenant_of(world)
+    session = await session_of(world)
     name = world.random.choice(("hostile", "..", "a/b", "x" * 300, "", "\x00", "é", "hostile-2"))
     saved = await world.post_and_wait(
         "save_weights",
         {
-            "model_id": tenant.model_id,
-            "seq_id": tenant.next_seq(),
+            "model_id": session.model_id,
+            "seq_id": session.next_seq(),
             "path": name,
             "overwrite": True,
             "ttl_seconds": 60,
@@ -267,19 +269,19 @@ async def checkpoints(world: World) -> None:
     )
     path = str(saved.get("path") or "tinker://a/weights/b")
     await world.post_and_wait(
-        "load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": path}
+        "load_weights", {"model_id": session.model_id, "seq_id": session.next_seq(), "path": path}
     )
     await world.post_and_wait(
         "load_weights",
         {
-            "model_id": tenant.model_id,
-            "seq_id": tenant.next_seq(),
+            "model_id": session.model_id,
+            "seq_id": session.next_seq(),
             "path": world.random.choice(("tinker://", path + "x", path[:-3])),
         },
     )
     await asyncio.gather(
         *(
-            world.send("DELETE", f"/api/v1/training_runs/{tenant.model_id}/checkpoints/weights/hostile")
+            world.send("DELETE", f"/api/v1/training_runs/{session.model_id}/checkpoints/weights/hostile")
             for _ in range(2)
         )
     )
@@ -305,7 +307,7 @@ async def stream_left(world: World) -> None:
 
 async def half_open_poll(world: World) -> None:
     """Polls a future on a raw connection and disconnects, at once with RST or after at most 3 seconds."""
-    reply = await world.post("asample", sample_json(world, await tenant_of(world)))
+    reply = await world.post("asample", sample_json(world, await session_of(world)))
     request_id = reply.json().get("request_id", "x") if reply.status_code == 200 else "x"
     body = json.dumps({"request_id": request_id}).encode()
     await _raw(
@@ -317,7 +319,7 @@ async def half_open_poll(world: World) -> None:
 
 async def dies_mid_chunk(world: World) -> None:
     """Resets the connection in the middle of a request body."""
-    body = training_proto(world, await tenant_of(world)).SerializeToString()
+    body = training_proto(world, await session_of(world)).SerializeToString()
     head = _post(world, "forward_backward", len(body), content_type=PROTOBUF["content-type"])
     await _raw(world, head + body[: world.random.randrange(len(body))], then=_reset)
 
@@ -408,25 +410,25 @@ async def burst(world: World) -> None:
 
     Each client sends BURST_PART requests, because the search in a large connection pool is slow.
     """
-    tenant = await new_tenant(world)
-    heartbeat = asyncio.create_task(_heartbeat(world, tenant))
+    session = await new_session(world)
+    heartbeat = asyncio.create_task(_heartbeat(world, session))
     await asyncio.gather(
         *(
-            _part_of_burst(world, tenant, range(first, first + BURST_PART))
+            _part_of_burst(world, session, range(first, first + BURST_PART))
             for first in range(0, BURST, BURST_PART)
         )
     )
     heartbeat.cancel()
-    await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
+    await world.send("POST", f"/api/v1/sessions/{session.session_id}/finish", content=b"{}", headers=JSON)
 
 
-async def _heartbeat(world: World, tenant: Tenant) -> None:
+async def _heartbeat(world: World, session: AttackSession) -> None:
     while True:
         await asyncio.sleep(10)
-        await world.post("session_heartbeat", {"session_id": tenant.session_id})
+        await world.post("session_heartbeat", {"session_id": session.session_id})
 
 
-async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
+async def _part_of_burst(world: World, session: AttackSession, indices: range) -> None:
     async with httpx.AsyncClient(
         base_url=world.http.base_url, headers=world.http.headers, timeout=ANSWER_WITHIN_S, limits=UNLIMITED
     ) as http:
@@ -435,7 +437,7 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
         async def sample(index: int) -> None:
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
             body = {
-                "sampling_session_id": tenant.sampler_id,
+                "sampling_session_id": session.sampler_id,
                 "seq_id": index,
                 "prompt": prompt,
                 "sampling_params": {"max_tokens": 2},
@@ -495,10 +497,10 @@ async def attack(world: World, run: Callable[[World], Awaitable[None]], slots: a
         except (httpx.InvalidURL, httpx.LocalProtocolError):
             world.statuses["not sent"] += 1  # httpx rejected the request
         except (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError) as error:
-            world.statuses[f"hung up {type(error).__name__}"] += 1
+            world.statuses[f"disconnected {type(error).__name__}"] += 1
         except (httpx.ReadTimeout, TimeoutError) as error:
             if world.is_queued_per_tenant:
-                world.statuses[f"client gave up {type(error).__name__}"] += 1
+                world.statuses[f"client timed out {type(error).__name__}"] += 1
             else:
                 world.fault(f"{run.__name__}: {type(error).__name__}: {error}")
         except Exception as error:

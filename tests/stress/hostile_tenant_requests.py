@@ -4,7 +4,8 @@
 
 Every tenant sends the attacks of `hostile_requests` with its own key. It also attacks other tenants: it
 requests more than its share of the server, creates many objects, and sends requests with the ids of the
-victim's objects to the routes of VICTIM_ROUTES. RATE is the number of attacks per second of all tenants.
+victim's objects to the routes of VICTIM_ROUTES. RATE is the number of attacks per second of all tenants
+together.
 The last line of the output is a JSON object with the number of attacks of each kind (`attacks`), the number
 of responses with each status (`statuses`) and the responses that a correct server never sends (`faults`, at
 most 200). A fault that begins with "cross-tenant" is a response that shows or changes an object of the
@@ -30,9 +31,9 @@ from tests.stress.hostile_world import (
     ANSWER_WITHIN_S,
     JSON,
     World,
-    new_tenant,
+    new_session,
     sample_json,
-    tenant_of,
+    session_of,
     tokens,
 )
 
@@ -59,36 +60,36 @@ class Victim:
 
 async def huge_sample(world: World) -> None:
     """Requests more samples than the server has slots, each almost as long as the context."""
-    tenant = await tenant_of(world)
+    session = await session_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
     await world.post(
         "asample",
         sample_json(
-            world, tenant, num_samples=world.random.choice((64, 512, 4096)), sampling_params=settings
+            world, session, num_samples=world.random.choice((64, 512, 4096)), sampling_params=settings
         ),
     )
 
 
 async def long_prompts(world: World) -> None:
-    tenant = await tenant_of(world)
+    session = await session_of(world)
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens(world, 480)}]}
     for _ in range(20):
-        await world.post("asample", sample_json(world, tenant, prompt=prompt, prompt_logprobs=True))
+        await world.post("asample", sample_json(world, session, prompt=prompt, prompt_logprobs=True))
 
 
 async def many_models(world: World) -> None:
     """Creates eight models and eight checkpoints in a new session and leaves the session open."""
-    tenant = await new_tenant(world)
+    session = await new_session(world)
     for number in range(8):
         model = {
-            "session_id": tenant.session_id,
+            "session_id": session.session_id,
             "model_seq_id": number + 1,
             "base_model": "local/quickstart",
         }
         await world.post_and_wait("create_model", model | {"lora_config": {"rank": 8, "seed": number}})
         name = {
-            "model_id": tenant.model_id,
-            "seq_id": tenant.next_seq(),
+            "model_id": session.model_id,
+            "seq_id": session.next_seq(),
             "path": f"hoard-{number}",
             "ttl_seconds": 120,
         }
@@ -100,7 +101,6 @@ async def large_metadata(world: World) -> None:
     await world.post("create_session", {"tags": ["x" * 1000] * 200, "user_metadata": metadata})
 
 
-SAMPLER = {"sampling_session_seq_id": 0, "base_model": "local/quickstart"}
 LISTINGS = (
     "/api/v1/sessions",
     "/api/v1/training_runs",
@@ -110,7 +110,7 @@ LISTINGS = (
     "/metrics",
 )
 SILENT = ("/cancel_future", "/finish", "/checkpoints")
-"""Routes that send an empty response, not an error, if the object does not exist."""
+"""Endings of routes that send an empty response or list, not an error, if the object does not exist."""
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
@@ -154,7 +154,7 @@ VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
 
 
 def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
-    """Return an attack that requests an object of the victim, or searches a listing for its session."""
+    """Return an attack that requests objects of the victim or searches listings for the victim's session."""
 
     def fill(text: str) -> str:
         return text.format(session=victim.session_id, model=victim.model_id, checkpoint=victim.checkpoint)

@@ -66,7 +66,7 @@ SPECIAL_VALUES: tuple[object, ...] = (
 
 
 @dataclass(kw_only=True, slots=True)
-class Tenant:
+class AttackSession:
     """A session that the attacks use and abandon."""
 
     session_id: str
@@ -87,7 +87,7 @@ class World:
     host: str
     port: int
     random: random.Random
-    tenant: Tenant | None = None
+    session: AttackSession | None = None
     attacks: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ class World:
         )
 
 
-async def new_tenant(world: World) -> Tenant:
+async def new_session(world: World) -> AttackSession:
     """Create a session with a model and a sampler."""
     session_id = (await world.post("create_session", {"tags": [], "user_metadata": {}})).json()["session_id"]
     lora = {"rank": world.random.choice((1, 4, 8)), "seed": world.random.randrange(2**31)}
@@ -158,16 +158,16 @@ async def new_tenant(world: World) -> Tenant:
     await world.post_and_wait("create_model", body)
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"}
     await world.post("create_sampling_session", sampler)
-    return Tenant(
+    return AttackSession(
         session_id=session_id, model_id=f"{session_id}:train:0", sampler_id=f"{session_id}:sample:0"
     )
 
 
-async def tenant_of(world: World) -> Tenant:
-    """Return the current tenant. In 1 % of the calls, replace the current tenant with a new one first."""
-    if world.tenant is None or world.random.random() < 0.01:
-        world.tenant = await new_tenant(world)
-    return world.tenant
+async def session_of(world: World) -> AttackSession:
+    """Return the current session. In 1 % of the calls, replace the current session with a new one first."""
+    if world.session is None or world.random.random() < 0.01:
+        world.session = await new_session(world)
+    return world.session
 
 
 def tokens(world: World, count: int | None = None) -> list[int]:
@@ -176,7 +176,7 @@ def tokens(world: World, count: int | None = None) -> list[int]:
     ]
 
 
-def training_json(world: World, tenant: Tenant) -> dict[str, object]:
+def training_json(world: World, session: AttackSession) -> dict[str, object]:
     ids = tokens(world)
     inputs = {
         "target_tokens": {"data": ids, "dtype": "int64"},
@@ -184,13 +184,13 @@ def training_json(world: World, tenant: Tenant) -> dict[str, object]:
     }
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": ids}]}, "loss_fn_inputs": inputs}
     inner = {"data": [datum], "loss_fn": "cross_entropy"}
-    return {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "forward_backward_input": inner}
+    return {"model_id": session.model_id, "seq_id": session.next_seq(), "forward_backward_input": inner}
 
 
-def training_proto(world: World, tenant: Tenant) -> pb.ForwardBackwardRequest:
+def training_proto(world: World, session: AttackSession) -> pb.ForwardBackwardRequest:
     ids = np.array(tokens(world), np.int32)
     loss = world.random.choice(("cross_entropy", "importance_sampling", "ppo", "cispo", "dro"))
-    request = pb.ForwardBackwardRequest(model_id=tenant.model_id, seq_id=tenant.next_seq(), loss_fn=loss)
+    request = pb.ForwardBackwardRequest(model_id=session.model_id, seq_id=session.next_seq(), loss_fn=loss)
     request.forward_only = world.random.random() < 0.3
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = ids.tobytes()
@@ -205,7 +205,7 @@ def training_proto(world: World, tenant: Tenant) -> pb.ForwardBackwardRequest:
     return request
 
 
-def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, object]:
+def sample_json(world: World, session: AttackSession, **changes: object) -> dict[str, object]:
     settings: dict[str, object] = {
         "max_tokens": world.random.randrange(1, 12),
         "temperature": world.random.choice((0.0, 0.7, 1.0)),
@@ -213,8 +213,8 @@ def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, ob
     if world.random.random() < 0.3:
         settings |= {"top_k": 5, "top_p": 0.9, "seed": world.random.randrange(99), "stop": ["a", "}"]}
     body: dict[str, object] = {
-        "sampling_session_id": tenant.sampler_id,
-        "seq_id": tenant.next_seq(),
+        "sampling_session_id": session.sampler_id,
+        "seq_id": session.next_seq(),
         "num_samples": world.random.randrange(1, 4),
     }
     body |= {
@@ -277,34 +277,35 @@ def mutated_bytes(world: World, body: bytes) -> bytes:
     return bytes(mutated)
 
 
-def valid_body(world: World, tenant: Tenant) -> tuple[str, object]:
+def valid_body(world: World, session: AttackSession) -> tuple[str, object]:
     """Return a random route and a valid body for it."""
-    training = {"model_id": tenant.model_id, "seq_id": tenant.next_seq()}
+    training = {"model_id": session.model_id, "seq_id": session.next_seq()}
     lora = {"rank": 4, "seed": 1, "train_mlp": True}
     bodies: dict[str, object] = {
-        "asample": sample_json(world, tenant),
-        "forward_backward": training_json(world, tenant),
+        "asample": sample_json(world, session),
+        "forward_backward": training_json(world, session),
         "optim_step": training
         | {"adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}},
         "create_model": {
-            "session_id": tenant.session_id,
+            "session_id": session.session_id,
             "model_seq_id": 0,
             "base_model": "local/quickstart",
             "lora_config": lora,
         },
         "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
         "create_sampling_session": {
-            "session_id": tenant.session_id,
+            "session_id": session.session_id,
             "sampling_session_seq_id": 0,
             "base_model": "local/quickstart",
         },
         "save_weights": training | {"path": "hostile", "overwrite": True, "ttl_seconds": 60},
         "save_weights_for_sampler": training | {"sampling_session_seq_id": world.random.randrange(1, 4)},
-        "load_weights": training | {"path": f"tinker://{tenant.model_id}/weights/hostile", "optimizer": True},
+        "load_weights": training
+        | {"path": f"tinker://{session.model_id}/weights/hostile", "optimizer": True},
         "retrieve_future": {"request_id": "asample-0"},
-        "get_info": {"model_id": tenant.model_id},
-        "weights_info": {"tinker_path": f"tinker://{tenant.model_id}/weights/hostile"},
-        "telemetry": {"events": [], "platform": "x", "sdk_version": "0", "session_id": tenant.session_id},
+        "get_info": {"model_id": session.model_id},
+        "weights_info": {"tinker_path": f"tinker://{session.model_id}/weights/hostile"},
+        "telemetry": {"events": [], "platform": "x", "sdk_version": "0", "session_id": session.session_id},
     }
     route = world.random.choice(list(bodies))
     return route, bodies[route]

@@ -1,9 +1,12 @@
-"""Kills a run with SIGKILL at random points, resumes it, and compares it with an uninterrupted run.
+"""Kills training runs with SIGKILL at random points, resumes them, and checks the finished runs.
 
     python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
-The run uses the real trainer and the bandit backend of the tests. MODE is synchronous, asynchronous or
-streaming. The last line of the output is a summary. The exit status is 1 if any resumed run differs.
+POINTS runs (default 50) are killed once each, and one more run is killed repeatedly. The runs use the real
+trainer and the backend of `tests.fakes.disk_bandit`. MODE is synchronous (the default), asynchronous or
+streaming. A synchronous run must equal an uninterrupted run. In the other modes, each task must be trained
+once per epoch, except the task whose trials always fail. No finished rollout may be lost or played again. The
+program prints every fault and a summary. The exit status is 1 if there is a fault.
 """
 
 from __future__ import annotations

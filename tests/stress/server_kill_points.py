@@ -176,7 +176,7 @@ def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.
 
 
 def digest(store: CheckpointStore, path: str) -> str:
-    """Return the hash of a checkpoint. Raises the errors of `CheckpointStore.read` if it is incomplete."""
+    """Return the hash of a checkpoint. Raises the errors of `CheckpointStore.read`."""
     info, arrays = store.read(path)
     sha = hashlib.sha256(repr((info.step, info.lora, info.kind)).encode())
     for name in sorted(arrays):
