@@ -221,8 +221,10 @@ def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: Te
         choice.index
         for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices
     ] == [0, 1, 2, 3]
-    client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=3)
-    assert engine.received[-1].prompt.tolist() == [5, 6, 7]
+    for prompt, expected in (([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]])):
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=3)
+        received = engine.received[-len(expected) :]
+        assert sorted(request.prompt.tolist() for request in received) == expected
 
 
 def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: TextEngine) -> None:
