@@ -1,7 +1,8 @@
 """Compare a complete RL step with other programs: 2 groups of 8, prompts of 512 tokens, 3 turns of 48
 observed and 32 sampled tokens, and one update. The times of sampling and training are also compared.
 
-    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON [base_model=smollm2-135m micro_batch_size=2]
+    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
+    python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON base_model=smollm2-135m micro_batch_size=2
 """
 
 from __future__ import annotations

@@ -96,10 +96,14 @@ def divide_memory(
     longest, budget = shapes.shapes[-1], shapes.budget
     if not on_gpu():
         activations_limit = available_bytes * ACTIVATIONS_SHARE_OF_CPU_MEMORY
-        keeps_activations = _bytes_with_activations(model) <= activations_limit
+        lengths = [
+            shape.length
+            for shape in shapes.shapes
+            if _bytes_with_activations(model, shape.length) <= activations_limit
+        ]
         return MemoryDivision(
             training_bytes=None,
-            activations_length=longest.length if keeps_activations else 0,
+            activations_length=max(lengths, default=0),
             cache_bytes=max(0.0, available_bytes - copied_layers_bytes(model)) * CACHE_SHARE_OF_CPU_MEMORY,
         )
     remaining_bytes = available_bytes * (1 - RESERVED_SHARE_OF_GPU_MEMORY) - fixed_bytes(model)
@@ -164,13 +168,13 @@ def minimum_training_bytes(model: ResolvedModel) -> float:
     return model.train_shapes.shapes[-1].length * values * model.dtype.itemsize * ESTIMATE_MARGIN
 
 
-def _bytes_with_activations(model: ResolvedModel) -> int:
-    """Estimate the bytes that the layers keep on one device for a training batch (mostly matrix products),
-    plus the bytes of one recomputed layer.
+def _bytes_with_activations(model: ResolvedModel, tokens: int) -> int:
+    """Estimate the bytes that the layers keep on one device for a stream of `tokens` tokens (mostly matrix
+    products), plus the bytes of one recomputed layer.
 
     The estimate needs no compilation and is the same on every rank.
     """
-    config, settings = model.config, model.settings
+    config = model.config
     experts = config.experts
     gate_up = 2 * config.num_layers * config.intermediate_size
     if experts is not None:
@@ -178,7 +182,6 @@ def _bytes_with_activations(model: ResolvedModel) -> int:
         gate_up = 2 * (shared + experts.dense_layers * experts.dense_width)
     products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
     kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
-    tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
     return tokens * (kept + _values_of_a_layer(model)) * model.dtype.itemsize
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -196,7 +197,7 @@ def decode_steps(
         tokens=jnp.full((slots, steps), -1, jnp.int32),
         logprobs=jnp.zeros((slots, steps), jnp.float32),
     )
-    end = jax.lax.fori_loop(0, steps, step, start)
+    end = _run_steps(step, steps, start, until_all_end=ends is not None)
     counts = jnp.where(start.remaining > 0, steps, 0)
     cache = write_positions(
         config,
@@ -209,6 +210,23 @@ def decode_steps(
     )
     carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))
     return keep_cache(config, cache), DecodeOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
+
+
+def _run_steps(
+    step: Callable[[jax.Array, _LoopState], _LoopState], steps: int, start: _LoopState, *, until_all_end: bool
+) -> _LoopState:
+    """Return the state after `steps` steps, or earlier, with the same outputs, if all sequences have ended
+    and `until_all_end` is set. On a GPU, the test after each step would wait for the host."""
+    if not until_all_end:
+        return jax.lax.fori_loop(0, steps, step, start)
+
+    def is_unfinished(state: tuple[jax.Array, _LoopState]) -> jax.Array:
+        return (state[0] < steps) & (state[1].remaining > 0).any()
+
+    def advance(state: tuple[jax.Array, _LoopState]) -> tuple[jax.Array, _LoopState]:
+        return state[0] + 1, step(*state)
+
+    return jax.lax.while_loop(is_unfinished, advance, (jnp.zeros((), jnp.int32), start))[1]
 
 
 def _repeated(segment: Segment, layers: int) -> Segment:

@@ -61,7 +61,7 @@ def run(config: ValidateConfig) -> int:
     )
     kind = checked.environment_type
     for note in checked.notes:
-        print(note)
+        print(note, file=sys.stderr)
     prepare_machine(kind, run_label=run_label, n_parallel=config.n_parallel_envs)
     with tempfile.TemporaryDirectory() as scratch:
         results = asyncio.run(
