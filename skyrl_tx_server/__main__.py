@@ -187,7 +187,8 @@ async def _serve_until_stopped(
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
-    """Serve until a stop is requested or a rank is lost. Return the exit status, or exit the process."""
+    """Serve until a stop is requested or a rank is lost. Return the exit status, or exit the process if a
+    thread cannot be stopped. Raise the error with which loading the model failed."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
@@ -371,5 +372,5 @@ def _exit_now(status: int) -> None:
 if __name__ == "__main__":
     logger = logging.getLogger("skyrl_tx_server")  # instead of "__main__"
     move_secrets()
-    # A normal exit would wait for compilations in other threads and, with several processes, for the others.
+    # A normal exit would wait for compilations in other threads and for the other processes of the server.
     _exit_now(main(sys.argv[1:]))

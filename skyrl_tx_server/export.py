@@ -192,7 +192,8 @@ def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        mode = temporary.stat().st_mode & 0o666  # as the umask allows; safetensors creates files with 0600
+        # The directory has the permissions that the umask allows. safetensors creates files with mode 0600.
+        mode = temporary.stat().st_mode & 0o666
         for file in temporary.iterdir():
             file.chmod(mode)
         os.replace(temporary, target)

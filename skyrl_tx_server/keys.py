@@ -102,7 +102,7 @@ def _replace(file: Path, text: str) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if target.exists():  # a server that runs as another user must still be able to read it
+        if target.exists():  # a server that runs as another user must still be able to read the file
             status = target.stat()
             os.fchmod(descriptor, status.st_mode & 0o777)
             os.fchown(descriptor, status.st_uid, status.st_gid)

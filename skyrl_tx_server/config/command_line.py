@@ -85,8 +85,8 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
 
 
 def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Return `argv` with the keys from the environment and from api_key_file. The command line takes
-    precedence over the environment.
+    """Return `argv` with the API keys from the environment and from api_key_file. The command line and the
+    file take precedence over the environment.
 
     The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
     both api_key and api_key_file are given, or if the file cannot be read.
@@ -94,17 +94,17 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
     values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
-    from_environment = {name: key for name, key in keys.items() if key and name not in values}
+    keys_to_add = {name: key for name, key in keys.items() if key and name not in values}
     if (file := values.get("api_key_file")) is not None and file.lower() not in _NONE:
         if "api_key" in values:
             raise ConfigError("api_key and api_key_file: pass one of them")
-        from_environment["api_key"] = _key_in(Path(file).expanduser())
-    return [*argv, *(f"{name}={value}" for name, value in from_environment.items())]
+        keys_to_add["api_key"] = _key_in(Path(file).expanduser())
+    return [*argv, *(f"{name}={value}" for name, value in keys_to_add.items())]
 
 
 def move_secrets() -> None:
-    """Restart this program with the secrets of its command line in its environment, which other users cannot
-    read."""
+    """Move the secrets from the command line to the environment, which other users cannot read, and restart
+    this program. Do nothing if the command line contains no secret."""
     visible = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
     if not visible:
         return
@@ -134,7 +134,8 @@ def _without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _with_present_name(argument: str, names: Sequence[str]) -> str:
-    """Return `argument` with the present name of its option. Print a notice if it has a former name."""
+    """Return `argument` with the present name of its option. Print a notice if `argument` has a former
+    name."""
     name, equals, value = argument.partition("=")
     present = RENAMED_OPTIONS.get(name)
     if not equals or present not in names:
@@ -218,7 +219,7 @@ def print_help(text: str) -> None:
 
 
 def _with_none(argument: str) -> str:
-    """Return `argument`, with the value None if its value is empty, `none` or `null` in any case."""
+    """Return `argument`, with None in place of an empty value, `none` or `null`, in upper or lower case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in _NONE else argument
 

@@ -83,7 +83,7 @@ class ProcessOptions(BoundedOptions):
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Raise ValueError if `address` is not host:port."""
+    """Return the host and the port. Raise ValueError if `address` is not host:port."""
     host, _, port = address.rpartition(":")
     if not host or not 0 < int(port) <= 65535:
         raise ValueError(address)

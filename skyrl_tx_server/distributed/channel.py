@@ -131,7 +131,7 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 
 
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
-    """Authenticate a connection to process 0 on another process. Return the channel to process 0.
+    """On a process other than 0, authenticate a connection to process 0. Return the channel to process 0.
 
     Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError if
     the connection ends or the listener does not answer in time.

@@ -66,8 +66,8 @@ class RankGroup(Protocol):
     """Communication between the ranks of one server, for code that runs on every rank."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
-        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank calls it in
-        the same order."""
+        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank must call
+        this method equally often and in the same order."""
         ...
 
 
@@ -182,8 +182,8 @@ class RankZero:
         return outcome.unwrap()
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
-        """Make the call on every rank and return this rank's result. Raises RankLostError if a rank is
-        lost."""
+        """Make the call on every rank, with `make` on this rank. Return the result, or raise the ServerError,
+        of this rank. Raises RankLostError if a rank is lost or has another result."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
@@ -324,8 +324,10 @@ class WorkerRank:
         return outcome.unwrap()
 
     def follow(self, start: Callable[[], Executor]) -> None:
-        """Load the model with `start`, and make the calls that rank 0 sends until rank 0 stops. Raises
-        RankLostError if rank 0 is lost."""
+        """Load the model with `start`, and make the calls that rank 0 sends until rank 0 stops.
+
+        Raises RankLostError if any rank is lost. Reports any other fatal error to rank 0 and raises it.
+        """
         try:
             operations = _Operations(executor=start())
             while (call := self._receive()) is not None:
@@ -342,7 +344,8 @@ class WorkerRank:
             raise
 
     def _listen(self) -> None:
-        """Receive messages in a thread, because jax aborts this process soon after rank 0 has exited."""
+        """Receive messages in a thread, so that the loss of rank 0 is reported before jax aborts this
+        process."""
         try:
             while not self._ended.is_set():
                 message = pickle.loads(self._connection.recv_bytes())
@@ -358,7 +361,7 @@ class WorkerRank:
             self._ended.set()
 
     def _receive(self) -> Any:
-        """Return the next message. Raises RankLostError if none will follow."""
+        """Return the next message, which is None if rank 0 stops. Raises RankLostError if a rank is lost."""
         message = self._messages.get()
         if isinstance(message, RankLostError):
             raise message

@@ -33,7 +33,7 @@ HANDSHAKE_S = 10
 RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
 MAY_DIFFER = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
-"""Options that may differ between hosts: paths, and quotas, which only process 0 enforces."""
+"""Options that may differ between hosts: paths, and the quotas of tenants, which only process 0 enforces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +46,8 @@ class Handshake:
 
 
 def lead(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """On process 0, wait for the other processes and start jax. Raises ConfigError if a process does not
-    connect in time or disconnects."""
+    """On process 0, wait for the other processes and start jax. Raises ConfigError if the address cannot be
+    used, or if a process does not connect in time or disconnects."""
     host, port = options.address
     rank0_handshake, joined = _handshake(options, settings), dict[int, Channel]()
     deadline = time.monotonic() + options.initialization_timeout_s
@@ -89,8 +89,8 @@ def lead(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
 
 
 def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """On any other process, connect to process 0 and start jax. Raises ConfigError if process 0 does not
-    answer in time or refuses this process."""
+    """On a process other than 0, connect to process 0 and start jax. Raises ConfigError if process 0 does
+    not answer in time, disconnects, has another cluster key or refuses this process."""
     where, timeout_s = f"coordinator_address={options.coordinator_address}", options.initialization_timeout_s
     with contextlib.ExitStack() as on_error:
         connection = on_error.enter_context(_connect(options))
@@ -99,7 +99,7 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
                 connection, options.cluster_key, process=options.process_id, timeout_s=timeout_s
             )
             channel.send_bytes(json.dumps(asdict(_handshake(options, settings))).encode())
-            # longer than process 0 waits for the other processes; at its timeout, process 0 disconnects
+            # This timeout is longer than that of process 0, which disconnects if a process is missing.
             reply = channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s + HANDSHAKE_S)
             answer = json.loads(reply)
         except WrongKeyError as error:

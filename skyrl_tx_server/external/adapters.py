@@ -1,6 +1,6 @@
-"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format. The external server
-loads the adapter at once and unloads it when the snapshot is dropped. If an adapter was evicted or lost, the
-next sample loads it again."""
+"""The adapters of an external server. The operation `SaveSampler` writes a snapshot in PEFT format. The
+external server loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
+evicted or lost before, the next sample loads it again."""
 
 from __future__ import annotations
 
@@ -144,5 +144,5 @@ class ExternalAdapters:
     async def _unload(self, adapter: ExternalAdapter) -> None:
         loaded, adapter.loaded = adapter.loaded, None
         if loaded is not None:
-            with suppress(ServerError):  # it was not loaded, or the server has stopped
+            with suppress(ServerError):  # loading failed, or the external server has stopped
                 await self._server.unload(await asyncio.shield(loaded))

@@ -131,8 +131,8 @@ class ExternalSampling:
         await self._tasks.cancel()
 
     def _can_serve(self, op: Sample) -> bool:
-        """Return whether the external server can serve the request exactly. Logprobs of prompt tokens, or of
-        tokens that were not sampled, are not requested from external servers; the engine computes them."""
+        """Return whether the external server can serve the request exactly. The engine serves requests for
+        logprobs of prompt tokens or of tokens that were not sampled."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs
@@ -216,8 +216,8 @@ class ExternalSampling:
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Compare a sample of the request before returning it, until MIN_AGREED_TOKENS tokens of the snapshot
-        agree. Compare a fraction of all samples in the background.
+        """Until MIN_AGREED_TOKENS tokens of the snapshot agree, compare the longest sample of each request
+        before the request is answered. Compare a fraction of all samples in the background.
 
         A sampler with wrong settings may return wrong logprobs only at temperatures that change the
         distribution. Samples with and without such a temperature are therefore counted separately.

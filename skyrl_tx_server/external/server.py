@@ -34,9 +34,8 @@ class ExternalServer:
         self._client = client
 
     async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
-        """Request samples. Raise SamplerError for an invalid reply, and AdapterLostError if `adapter` is not
-        loaded.
-        """
+        """Return samples. Raise AdapterLostError if `adapter` is not loaded, and SamplerError if the server
+        cannot be reached, refuses the request or sends an invalid reply."""
         path, body = self.dialect.request(request, adapter or self._model, adapter)
         response = await self._client.send("POST", path, body)
         if response.is_client_error and adapter is not None and adapter not in await self._client.served():
@@ -106,8 +105,8 @@ class _Client:
 async def connect(
     options: SamplerOptions, *, base_model: str, adapters: Path
 ) -> AsyncGenerator[ExternalServer]:
-    """Connect to the external server. Raise ConfigError if it does not answer, is of an unknown kind, or
-    serves another model.
+    """Connect to the external server. Raise ConfigError if the server does not answer, is of an unknown kind,
+    serves another model or cannot load adapters at run time.
 
     Unload adapters whose files are below `adapters`. An earlier run of this server has loaded them.
     """

@@ -34,7 +34,7 @@ class SamplingRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampledText:
+class ReturnedSample:
     """One sample as the server returned it."""
 
     tokens: np.ndarray  # [n] int32, may continue after a stop string
@@ -44,7 +44,7 @@ class SampledText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReply:
-    samples: list[SampledText]
+    samples: list[ReturnedSample]
     cached_tokens: int  # tokens of the prompt from the server's prefix cache; 0 if unknown
 
 
@@ -110,7 +110,7 @@ class Vllm:
         usage = response.get("usage") or {}
         return SampleReply(
             samples=[
-                _sampled_text(
+                _returned_sample(
                     choice["token_ids"],
                     _mapping(choice["logprobs"])["token_logprobs"],
                     str(choice["finish_reason"]),
@@ -128,14 +128,14 @@ class Sglang:
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """SGLang uses a seed only in deterministic mode, and always stops at the model's end-of-sequence
-        tokens."""
-        stops_at_others = (
+        """SGLang uses a seed only in deterministic mode. In a request with stop tokens, SGLang also stops at
+        the model's end-of-sequence tokens."""
+        adds_stop_tokens = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
             and not set(eos_token_ids) <= {*settings.stop_token_ids}
         )
-        return settings.seed is None and not stops_at_others
+        return settings.seed is None and not adds_stop_tokens
 
     def request(
         self, request: SamplingRequest, model: str, adapter: str | None
@@ -165,7 +165,7 @@ class Sglang:
                 )
         return SampleReply(
             samples=[
-                _sampled_text(
+                _returned_sample(
                     [entry[1] for entry in reply["output_token_logprobs"]],
                     [entry[0] for entry in reply["output_token_logprobs"]],
                     str(_mapping(reply["finish_reason"])["type"]),
@@ -181,7 +181,7 @@ DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 
 
 def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> SampleReply:
-    """Return the samples. Raise SamplerError if the reply is not complete."""
+    """Return the samples. Raise SamplerError if the reply is invalid or incomplete."""
     try:
         reply = dialect.read(json.loads(content), request)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -198,7 +198,7 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
 
 
 def cut_at_stop(
-    sample: SampledText, request: SamplingRequest, tokenizer: Tokenizer | None
+    sample: ReturnedSample, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
     """Return the sample up to the token at which the engine would have stopped. `tokenizer` is needed for
     stop strings. Raise SamplerError if the external server stopped earlier."""
@@ -237,7 +237,7 @@ def _settings(settings: SamplingSettings) -> dict[str, object]:
     }
 
 
-def _sampled_text(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> SampledText:
+def _returned_sample(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> ReturnedSample:
     tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
         raise ValueError("the token ids are not a list of integers")
@@ -245,7 +245,7 @@ def _sampled_text(token_ids: Sequence[int], logprobs: Sequence[float], finish: s
         raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
         raise ValueError("a log-probability is not a number")
-    return SampledText(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
+    return ReturnedSample(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -34,7 +34,8 @@ class BaseTensors:
             return tuple(opened.get_slice(name).get_shape())
 
     def read_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the names and tensors of a file, FP8 weights as bfloat16 and without their scales."""
+        """Yield the name and the value of each tensor of a file. FP8 weights are multiplied by their scales
+        and yielded as bfloat16. The scales are not yielded."""
         fp8_file = Fp8File(file)
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118  not a dict
@@ -68,7 +69,7 @@ def open_base_model(directory: Path) -> BaseTensors:
 
 def fingerprint(directory: Path) -> str:
     """Return the SHA-256 of config.json and, for each weight file, of its tensor table and 64 samples of its
-    bytes. This takes seconds for any model."""
+    bytes. This takes seconds for any model. Raise ConfigError if a file cannot be read."""
     digest = hashlib.sha256()
     with _config_errors(directory):
         config = read_json_object(directory / "config.json")
@@ -94,7 +95,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def _config_errors(directory: Path) -> Generator[None]:
-    """Replace errors that occur while the model is read by ConfigError."""
+    """Raise ConfigError in place of an error that occurs while the model is read."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

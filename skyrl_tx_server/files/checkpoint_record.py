@@ -47,7 +47,7 @@ class CheckpointInfo:
     created_at: datetime  # UTC
     size_bytes: int  # the size of the arrays file
     step: int  # number of optimizer steps taken
-    generation: str  # identifies the arrays; each save under a name has a new one
+    generation: str  # identifies the arrays; every save creates a new generation
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +82,8 @@ def check_run_id(run_id: str) -> None:
 
 @contextlib.contextmanager
 def record_errors(path: str) -> Generator[None]:
-    """Replace errors that occur while the record of `path` is read by NotFoundError or UserError."""
+    """Raise NotFoundError or UserError in place of an error that occurs while the record of `path` is
+    read."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):

@@ -122,7 +122,8 @@ class CheckpointStore:
         return self.info(path)
 
     def list(self, run_id: str | None = None) -> list[CheckpointInfo]:
-        """Return every readable checkpoint of the tenant, or of one run, oldest first."""
+        """Return the checkpoints that the tenant owns, or those of one run, oldest first. Checkpoints with an
+        invalid record are left out."""
         if run_id is not None:
             check_run_id(run_id)
             return self._list(run_id) if self._owns(run_id) else []
@@ -185,7 +186,8 @@ class CheckpointStore:
         """Write the checkpoint and return after it is durable.
 
         Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the files cannot
-        be written, and UserError if a quota would be exceeded. An error leaves all checkpoints unchanged.
+        be written, NotFoundError if the path belongs to another tenant, and UserError if a quota would be
+        exceeded or the path contains a symbolic link. An error leaves all checkpoints unchanged.
         """
         self._check_own(path)
         with _WRITE_LOCK:

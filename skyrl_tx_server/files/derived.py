@@ -40,7 +40,8 @@ class DerivedFiles:
         try:
             make(temporary)
             while True:
-                with contextlib.suppress(FileExistsError):  # `exist_ok` fails if the folder is removed
+                # With `exist_ok`, mkdir would raise an error if another thread removed the existing folder.
+                with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:
                     temporary.rename(target)

@@ -78,7 +78,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 class _Fields:
-    """The metadata of one architecture. The methods check their types and raise ConfigError."""
+    """The metadata of one architecture. `count` and `number` raise ConfigError for a field that is missing or
+    has an invalid value."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file = file

@@ -51,8 +51,8 @@ _ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's scaling, see gguf_config
 def convert_gguf(path: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file, converting the file if the cache has none.
 
-    Raises ConfigError, before anything is written, if the file is damaged, is of an architecture or tensor
-    type that is not supported, or does not fit on the disk.
+    Raises ConfigError, before any weights are written, if the file is damaged, its architecture, a tensor
+    type or its tokenizer is not supported, or the converted weights do not fit on the disk.
     """
     file = read_gguf(path)
     plan = _plan(file)
@@ -164,7 +164,8 @@ def _plan(file: GgufFile) -> _Plan:
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str | list[str], str, tuple[int, ...]]]:
     """Yield the Hugging Face name, the GGUF name and the Hugging Face shape of every tensor.
 
-    The experts of a layer are one stacked tensor, with a list of Hugging Face names.
+    A GGUF file stacks the matrices of all experts of a layer in one tensor. For such a tensor, the first item
+    is a list with the Hugging Face name of each expert's matrix, and the shape is that of one matrix.
     """
     hidden, width = config["hidden_size"], config["head_dim"]
     q_width, kv_width = config["num_attention_heads"] * width, config["num_key_value_heads"] * width

@@ -36,10 +36,11 @@ SPLITS = (_SMOLLM, _GPT2, *_REGEXES)
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> None:
-    """Write the two files into `directory`. A tokenizer.json in the folder of the GGUF file takes precedence
-    over the tokenizer in the GGUF file.
+    """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the folder of the
+    GGUF file takes precedence over the tokenizer in the GGUF file.
 
-    Raises ConfigError for a tokenizer that is not byte-level BPE with a known split.
+    Raises ConfigError for invalid token ids, and for a tokenizer in the GGUF file that is not byte-level BPE
+    with one of `SPLITS`.
     """
     tokens = _tokens(file)
     tokenizer_file = file.path.with_name("tokenizer.json")
@@ -90,11 +91,11 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
     for kind, add in add_methods.items():
         added_tokens = [token for token, type_ in zip(tokens, types, strict=False) if type_ == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added_tokens])
-    first_id = file.metadata.get("tokenizer.ggml.bos_token_id")
-    if file.metadata.get("tokenizer.ggml.add_bos_token") and isinstance(first_id, int):
-        token = tokens[first_id]
+    bos_id = file.metadata.get("tokenizer.ggml.bos_token_id")
+    if file.metadata.get("tokenizer.ggml.add_bos_token") and isinstance(bos_id, int):
+        token = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, first_id)]
+            single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, bos_id)]
         )
     return tokenizer
 

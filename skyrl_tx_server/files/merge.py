@@ -65,7 +65,7 @@ def write_merged(
 def merged_bytes(base: BaseTensors) -> int:
     """Return an upper bound of the bytes that `write_merged` writes, including an untied head in float32."""
     vocabulary, hidden = base.shape(EMBEDDING)
-    factor = 2 if base.block is None else 4  # bfloat16 or FP8 in the files, float32 at most afterwards
+    factor = 2 if base.block is None else 4  # the largest growth is from bfloat16 or FP8 to float32
     return factor * sum(file.stat().st_size for file in set(base.files.values())) + 4 * vocabulary * hidden
 
 

@@ -89,10 +89,11 @@ def write_adapter(
 
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
-    cannot represent it.
+    """Read an adapter of `base` in float32, with the tensor names of a checkpoint. Raise UserError if this
+    server cannot represent the adapter.
 
-    If the adapter has only some projections of a part, such as q and v of attention, the others get zeros.
+    If the adapter has only some projections of a part, such as q and v of attention, the other projections of
+    this part get zero factors.
     """
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)

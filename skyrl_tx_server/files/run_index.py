@@ -50,7 +50,7 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    """Bytes of the file, and of those of its lines that are not out of date."""
+    """The bytes of the whole file, and the bytes of the lines that are not out of date."""
 
     file: int = 0
     current: int = 0

@@ -57,8 +57,8 @@ def _split(names: str | None) -> list[str]:
 
 
 def check_access(policy: AccessPolicy, request: Request) -> None:
-    """Raise ForbiddenError for a request from a web page or for a host name that the server does not
-    serve."""
+    """Raise ForbiddenError if a web page that is not allowed sent the request, or if the server does not
+    serve the host name of the request."""
     headers = [(name, value) for name, value in request.scope["headers"] if name in _CHECKED_HEADERS]
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) < len(headers):

@@ -20,8 +20,8 @@ JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight. The limit on
-connections also limits their number."""
+"""Uncompressed bodies up to this size are parsed on the event loop and do not count as bytes in flight. The
+limit on connections also limits the number of such bodies."""
 DISCARD_AT_MOST = 1 << 30
 """A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
@@ -150,7 +150,8 @@ async def read_parsed[T](
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
-    """Return the largest number of bytes that the body can have."""
+    """Return the largest number of bytes of the decompressed body that are kept in memory. For a compressed
+    body and for a body of unknown length, the number is above SMALL_BYTES."""
     length = headers.get(b"content-length", b"")
     if compressed or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)

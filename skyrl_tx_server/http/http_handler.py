@@ -1,8 +1,8 @@
 """Run every route: check access and API key, log one line, and convert errors to statuses.
 
 The SDK retries 409 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is therefore a
-400; 429 and 503 are for temporary errors. A failure that retrieve_future reports is a 200 with an `error`
-field (`routes/futures.py`).
+400; 429 and 5xx are for errors that may be temporary. A failure that retrieve_future reports is a 200 with an
+`error` field (`routes/futures.py`).
 """
 
 from __future__ import annotations

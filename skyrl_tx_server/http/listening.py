@@ -28,7 +28,7 @@ HEAD_TIMEOUT_S = 20.0
 """Maximum time from the connection, or from the first byte of its next request, to the end of the request's
 headers."""
 WRITE_TIMEOUT_S = 120.0
-"""A connection is closed if the client reads nothing of its reply for this time."""
+"""A connection is closed if its write buffer is full and the client does not drain it in this time."""
 HANDSHAKE_TIMEOUT_S = 20.0
 MAX_URL_BYTES = 16 << 10
 MAX_HEADERS = 128
@@ -63,8 +63,8 @@ def connection_limit(requested: int, max_files: int) -> int:
 
 
 class Connections:
-    """The open connections, and the idle ones in the order in which they became idle. An idle connection has
-    no request in progress."""
+    """The open connections, and the idle connections in the order in which they became idle. A connection is
+    idle until the headers of a request are complete, and again after the reply."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -89,8 +89,7 @@ class Connections:
         self._idle.pop(protocol, None)
 
     def close_longest_idle(self) -> bool:
-        """Close the connection that has been idle longest. Return False if every connection has a request in
-        progress."""
+        """Close the connection that has been idle longest. Return False if no connection is idle."""
         if not self._idle:
             return False
         protocol, _ = self._idle.popitem(last=False)
@@ -282,8 +281,8 @@ class BoundedServer(uvicorn.Server):
 
 
 class StoppableServer(BoundedServer):
-    """A server that sets `stop` on SIGTERM or SIGINT. The caller then shuts the server down. A second signal
-    exits the process."""
+    """A server that shuts down and sets `stop` on SIGTERM or SIGINT. The caller then ends the waiting
+    requests, so that the shutdown does not have to cancel them. A second signal exits the process."""
 
     def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
         super().__init__(config, max_connections)

@@ -50,8 +50,8 @@ class TaskSource(Protocol):
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """Create a trial of `task` that writes its files below `directory`.
 
-        `seed` makes the sampling reproducible. `member` is the index of the trial in its group; everything
-        that an environment randomizes depends only on the task and `member`, so it is equal in every step.
+        `seed` makes the sampling reproducible. `member` is the index of the trial in its group. What an
+        environment randomizes depends only on the seed of the run, the task and `member`, not on the step.
         """
         ...
 

@@ -3,7 +3,7 @@
 The kernel ends the processes of sandboxes together with their trainer. Directories of sandboxes and, with
 Docker, containers, networks, volumes and images of trials can remain. All of them have a run label. A run has
 ended if its lock is free and its process does not exist. The command reports an object as removed only if the
-object does not exist afterwards. Its exit status is 1 if it could not remove an object.
+object does not exist afterwards. Its exit status is 1 if it could not remove a Docker object.
 """
 
 from __future__ import annotations

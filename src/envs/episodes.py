@@ -1,6 +1,6 @@
 """The task source of message environments: each of its trials is one call of `run_episode`.
 
-A factory that `env=my_package.countdown:open_countdown` selects:
+The following function is an example of a factory. `env=my_package.countdown:open_countdown` selects it.
 
     def open_countdown(config: EnvironmentOptions, chat: Chat) -> TaskSource:
         return episodes(config, chat, EnvSpec(tasks=[...], make=lambda task, seed: CountdownEnv(task.row)))
@@ -119,7 +119,7 @@ class EpisodeTasks:
 def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
     """Return the task source of `spec` with the options of the run.
 
-    Raises ConfigError if two tasks share an id or if eval_tasks selects no valid held-out tasks.
+    Raises ConfigError if two tasks share an id, and the errors of `split`.
     """
     require_unique_ids([*spec.tasks, *spec.held_out])
     train, held_out = split(
@@ -147,7 +147,8 @@ def split(
     """Return (training tasks, held-out tasks).
 
     If `spec` has a test split, `patterns` select held-out tasks from that split only, and all of
-    `spec.tasks` are training tasks.
+    `spec.tasks` are training tasks. Raises ConfigError if a pattern then matches one of `spec.tasks`, and the
+    errors of `hold_out`.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

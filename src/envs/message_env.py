@@ -1,4 +1,4 @@
-"""Message environments, and `run_episode`, which plays one with a policy.
+"""Message environments, and `run_episode`, which plays one episode of an environment with a policy.
 
 Without `step_wise`, sampled tokens are never encoded again from their text.
 

@@ -54,7 +54,10 @@ def require_unique_ids(tasks: Sequence[Task]) -> None:
 
 
 def _matching(tasks: Sequence[Task], patterns: Sequence[str], error: str) -> list[Task]:
-    """Return the tasks whose ids match a pattern. A pattern without a match replaces `{!r}` in `error`."""
+    """Return the tasks whose ids match a pattern.
+
+    Raises ConfigError for a pattern without a match. The pattern replaces `{!r}` in the message `error`.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
             raise ConfigError(error.format(pattern))

@@ -8,8 +8,8 @@ source of the answers:
     policy=typed     the user, at the terminal; the default at a terminal
     policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
 
-Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each), 2 (wrong options),
-130 (interrupted).
+Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each graded trial),
+2 (wrong options), 130 (interrupted).
 """
 
 from __future__ import annotations

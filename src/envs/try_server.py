@@ -1,6 +1,6 @@
-"""The server of `python -m src.envs.try_env`: its default, and length limits that its context allows.
+"""The server of `python -m src.envs.try_env`: its default address, and length limits that its context allows.
 
-All functions return a command line with options that the user has not set.
+The public functions take a command line and return it with additional options that the user has not set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ LOCAL_SERVER = "http://localhost:8000"
 
 
 def with_backend(argv: Sequence[str]) -> list[str]:
-    """Add backend=skyrl-tx if a model plays, no option names an endpoint, and the cloud has no valid key."""
+    """Add backend=skyrl-tx if a model gives the answers, no option names an endpoint, and no valid key for
+    the Tinker cloud is set."""
     values = _values(argv)
     if not _has_model(values) or values.keys() & {"backend", "skyrl_tx_url", "tinker_base_url"}:
         return list(argv)
@@ -56,7 +57,7 @@ async def with_local_server(
 
 
 async def with_fitting_lengths(argv: Sequence[str], options: EnvironmentOptions) -> list[str]:
-    """Add the length limits that the context of a server of our own requires. Those in `argv` are kept.
+    """Add length limits that fit the context of a skyrl-tx server. Limits in `argv` are kept.
 
     Raises BackendError if the server does not answer.
     """
@@ -80,7 +81,8 @@ async def with_fitting_lengths(argv: Sequence[str], options: EnvironmentOptions)
 
 
 async def _served_context(options: EnvironmentOptions) -> int | None:
-    """Return the context of the model. None: the server does not list it, which `connect` reports."""
+    """Return the context of the model in tokens. None: the server does not list the model; `connect` reports
+    this error."""
     key = require_key(options)
     assert key is not None  # because backend=skyrl-tx
     url = f"{base_url(options)}/api/v1/get_server_capabilities"

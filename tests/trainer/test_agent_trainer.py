@@ -1,4 +1,4 @@
-"""Tests `agent-trainer`: each command is an existing module, and `resume` restores every option of a run."""
+"""Tests `agent-trainer`: its commands, and the options that `resume` and `evaluate` take from a run."""
 
 from __future__ import annotations
 

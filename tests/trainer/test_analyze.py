@@ -53,7 +53,7 @@ class Clerk:
 
 
 async def evaluate_clerk(folder: Path, *options: str) -> None:
-    """Evaluate the clerk on tasks of toy_retail."""
+    """Evaluate the policy `Clerk` on tasks of toy_retail."""
     chat = load_chat(str(MODEL))
     argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=shop=toy_retail:test"]
     argv += ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "n_samples=3", "max_tokens=60"]
@@ -68,7 +68,7 @@ async def evaluate_clerk(folder: Path, *options: str) -> None:
 
 
 def rows(text: str, heading: str) -> list[dict[str, str]]:
-    """Return the rows of the table below a heading, by the names of the columns."""
+    """Return the rows of the first table below a heading, each as a dict from column name to cell."""
     lines = text.partition(heading)[2].splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("|"))
     table = takewhile(lambda line: line.startswith("|"), lines[start:])

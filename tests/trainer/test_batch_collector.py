@@ -33,7 +33,8 @@ def batch(step: int, names: str) -> Batch:
 class Bench:
     """A batch collector with its files in `path`.
 
-    All trials of `failing` tasks fail. In a group of a `mixed` task, only the first trial succeeds.
+    All trials of `failing` tasks fail. In a group of a `mixed` task, only the first trial has the reward 1.
+    All other graded trials have the reward 0.
     A trial of a `held` task waits until `release[task]` is set.
     """
 
@@ -136,7 +137,10 @@ async def test_too_many_failures_or_no_task_left_stop_the_run(tmp_path):
 
 
 async def test_the_curriculum_continues_after_a_restart(tmp_path):
-    """The journal records the chosen tasks, not the schedule. A quarantined task is not chosen again."""
+    """The journal records the tasks that the curriculum chose, not those of the schedule.
+
+    The curriculum does not choose a quarantined task again.
+    """
     bench, chosen = Bench(tmp_path, failing="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
         step_batch = await bench.collect(step, "ab")

@@ -1,4 +1,4 @@
-"""Tests that ./run_skyrl_tx.sh resolves relative paths in the folder from which it is called."""
+"""Tests that relative paths of ./run_skyrl_tx.sh are relative to the folder from which it is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from scripts.caller_paths import CALLER_DIR, with_absolute_paths
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_existing_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_inputs_and_all_outputs_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CALLER_DIR, str(tmp_path))
     (tmp_path / "a.jsonl").touch()
     given = ["data=a.jsonl,b.jsonl", "model_name=Qwen/Qwen3-4B", "log_path=runs/one", "env=a.jsonl", "seed=1"]

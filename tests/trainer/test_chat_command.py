@@ -1,4 +1,4 @@
-"""Tests `agent-trainer chat` with a scripted user and a fake policy, the options of a run, and errors."""
+"""Tests `agent-trainer chat`: conversations of a scripted user, options of a run, and errors."""
 
 from __future__ import annotations
 

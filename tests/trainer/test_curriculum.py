@@ -62,7 +62,7 @@ def test_choice_depends_on_state_seed_and_step_only():
 
 
 def test_a_floor_below_one_task_explores_at_random():
-    half_task = chz.replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
+    half_task = chz.replace(SIGNAL, exploration_floor=0.125)  # 0.125 of 4 chosen tasks is half a task
     state = Curriculum().after(
         [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
     )

@@ -126,7 +126,7 @@ def test_each_problem_is_reported_without_other_problems(
         {"trials": [SOLVED] * 19 + [LOST]},
     ],
 )
-def test_values_at_the_thresholds_are_healthy(tmp_path: Path, changes: dict) -> None:
+def test_a_check_passes_if_one_of_its_conditions_is_not_met(tmp_path: Path, changes: dict) -> None:
     assert problems(run_of(tmp_path / "run", **changes)) == {}
 
 

@@ -25,6 +25,7 @@ THIS = "tests.trainer.test_document_metrics"
 KEPT_VARIABLES = ("HOME", "PATH", "TMPDIR", "VIRTUAL_ENV")
 ADDED_BY_WANDB = {"_runtime", "_step", "_timestamp"}
 
+# The metric names of each step and of each evaluation, by the sections of the seed documents that list them.
 EVERY_STEP = {
     "001 and 002, section 15": (
         "generation/avg_reward generation/success_rate train/avg_reward train/min_reward train/max_reward "

@@ -72,7 +72,7 @@ def test_replace_substitutes_good_groups_for_bad_ones():
         EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
     )
     assert state.is_complete and state.num_copies == 2
-    # No group is used twice.
+    # No good group is copied twice.
     assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {"a", "b"}
 
 

@@ -147,7 +147,7 @@ async def test_eval_top_p_applies_only_to_evaluations(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BanditSampler, "sample", recorded)
     await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "eval_group_size=1", "eval_top_p=0.9")
-    assert [top_p for top_p, _ in groupby(top_ps)] == [0.9, 1.0, 0.9]  # before, in and after the training
+    assert [top_p for top_p, _ in groupby(top_ps)] == [0.9, 1.0, 0.9]  # evaluation, training, evaluation
 
 
 @pytest.mark.seed_behaviour(24, 149)

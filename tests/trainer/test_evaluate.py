@@ -43,7 +43,11 @@ EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint
 
 
 class Bench:
-    """Runs evaluations on fakes. `solves(checkpoint, task, member)` grades a trial; trials in `lost` fail."""
+    """Runs evaluations on fakes.
+
+    `solves(checkpoint, task_id, member)` is the reward of a trial. Trials whose `(task_id, member)` is in
+    `lost` fail.
+    """
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"
@@ -239,7 +243,7 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench.lost, bench.played = (), 0
-    # The address of the server may have changed.
+    # The second call continues the evaluation. The server may have another address.
     await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
@@ -276,7 +280,8 @@ async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
     ):
         await bench.go(f"checkpoint={folder}")
     assert not bench.path.exists()
-    await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")  # the same name, another content
+    # The task has the id of a training task, but another content.
+    await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")
     assert bench.opened[-1] == "tinker://r/s/7"
 
 

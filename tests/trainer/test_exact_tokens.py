@@ -1,4 +1,4 @@
-"""Tests that each trained token was sampled at its position, with the recorded logprob."""
+"""Tests that exactly the sampled tokens are trained, each once, at its position and with its logprob."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHATS = {"thinking is removed from history": byte_chat(), "history is unchanged"
 
 
 class RandomPolicy:
-    """A policy that samples random ids, with thinking and stray control tokens, and records every turn.
+    """A policy that samples random answers, some with thinking or control tokens, and records every turn.
 
     Some answers are empty, some are cut, and some change when they are decoded and encoded again.
     """

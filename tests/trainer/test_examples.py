@@ -30,7 +30,10 @@ def split(names_P_G: list[list[str]], num_substeps: int) -> Any:
 
 
 def two_and_six(*, second_stop=StopReason.STOP):
-    """Return a group with 2 and 6 sampled tokens and the rewards 2 and 0, so the advantages are 1 and -1."""
+    """Return a group of two trajectories with 2 and 6 sampled tokens.
+
+    Their rewards are 2 and 0, so their advantages are 1 and -1.
+    """
     members = [
         trajectory(reward=2, turns=[turn([1], [10, 11])]),
         trajectory(reward=0, turns=[turn([1], [12, 13, 14]), turn([2], [15, 16, 17])], stop=second_stop),
@@ -80,7 +83,7 @@ def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
 @pytest.mark.seed_behaviour(142)
 def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
-    # SkyRL-fleet truncates such a sequence and trains the rest. Here, no token of the sequence is trained.
+    # SkyRL's fork `fleet` trains the part of such a sequence within the limit. Here, no token is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)

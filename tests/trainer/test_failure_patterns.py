@@ -64,7 +64,7 @@ def test_a_tool_answer_that_mentions_errors_is_no_error():
         (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
         (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
         (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
-        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # caused by the agent
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent closed it
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )

@@ -47,7 +47,7 @@ def quick(monkeypatch):
 
 
 class Future:
-    """A future as the SDK returns it: the caller may omit the await."""
+    """An awaitable like a future of the SDK. Unlike a coroutine, it causes no warning if nobody awaits it."""
 
     def __init__(self, call):
         self._call = call
@@ -72,7 +72,7 @@ class PolicyStuckForSeeds(PolicyWrapper):
 class Bench(FakeRun):
     """A run that calls `before_trial` before each trial and `before_call` before each call to the backend.
 
-    Both can raise or hang. If `before_trial` returns a result, it is the outcome of the trial.
+    Both can raise or hang. If `before_trial` returns a result, this is the result of the trial.
     """
 
     def __init__(self, path, mode, *, before_trial=None, before_call=None):
@@ -291,7 +291,7 @@ async def test_a_run_ends_as_stated_after_a_fault_of_trials(
 
 
 def at_call(name, number, fault):
-    """Return a `before_call` that runs `fault` before the call of `name` with this number, from 1."""
+    """Return a `before_call` that runs `fault` before call number `number` of `name`, counted from 1."""
     num_calls = 0
 
     async def before_call(bench, called):
@@ -374,7 +374,7 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
 )
 async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full_file):
     real_write, real_fsync = os.write, os.fsync
-    # The number of the first write that fails, from 1.
+    # The first write to the file that fails, counted from 1.
     num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full_file, 1)
 
     def is_full(descriptor):

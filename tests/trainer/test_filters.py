@@ -146,7 +146,8 @@ def test_overlong_filtering_masks_trials_that_a_limit_ended(stop, kept):
 def test_the_eos_rule_uses_only_the_end_of_the_last_answer():
     eos = settings(apply_overlong_filtering="eos")
     ended, cut = turn([1], [2]), replace(turn([1], [2]), stop_reason=StopReason.LENGTH)
-    assert is_trainable(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
+    # This is case L9 of docs/skyrl-semantics.md.
+    assert is_trainable(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)
     assert not is_trainable(trajectory(turns=[ended, cut], stop=StopReason.MAX_TURNS), eos)
     assert not is_trainable(trajectory(turns=[]), eos)
 

@@ -1,6 +1,7 @@
-"""Tests `./run_skyrl_tx.sh model_name=...` without further options.
+"""Tests `./run_skyrl_tx.sh` for a model of the user.
 
-The lengths follow the server. A running server is used, or one line states why it is not.
+The script fits its default lengths to the context of the server. It uses a running server, or states in one
+line why it does not.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def server(models: dict[str, int], *, health: int = 200, key: str | None = None)
 def trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[dict[str, str], object, tuple[str, ...]]]:
-    """Replace the starts of server and trainer. Return the list of their options, process and arguments."""
+    """Replace the functions that start the server and the trainer.
+
+    Returns the list of trainer starts, each with the options of the trainer, the process of the server (None
+    if the server was running already) and the arguments of the last started server.
+    """
     calls: list[tuple[dict[str, str], object, tuple[str, ...]]] = []
     started: list[tuple[str, ...]] = []
 
@@ -95,6 +100,7 @@ def trained(
     return calls
 
 
+# The models of a started server, with their contexts in tokens.
 STARTED = {"local/model": 4096, "org/name": 32768}
 
 
@@ -226,7 +232,8 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
     start = subprocess.Popen
 
     def start_without_function(command: list[str], *, preexec_fn: object = None, **options: Any) -> object:
-        return start(command, **options)  # jax, which other tests import, does not allow a forked function
+        # JAX, which other tests import, warns about a fork, and only `preexec_fn` runs its fork handler.
+        return start(command, **options)
 
     monkeypatch.setattr(subprocess, "Popen", start_without_function)
     monkeypatch.setattr(run_skyrl_tx, "stop", record)
@@ -243,8 +250,8 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
 def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatch) -> None:
     monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
     assert main(["tasks_dir=tasks"]) == main(["quickstart=terminal"]) == 0
-    (own, _, _), (quick_start, _, _) = trained
-    assert "eval_tasks" not in own and "eval_tasks" in quick_start
+    (other_tasks, _, _), (quick_start, _, _) = trained
+    assert "eval_tasks" not in other_tasks and "eval_tasks" in quick_start
 
 
 def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests the grading method of each task: the records of validate, the option, and scores as in Harbor."""
+"""Tests the grading method of each task: the records of `validate`, the option `grading`, and the scores."""
 
 from __future__ import annotations
 

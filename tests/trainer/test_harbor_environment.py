@@ -98,7 +98,7 @@ NO_SANDBOX = "bubblewrap cannot start"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set the reasons why this machine cannot run Docker and the sandbox. None means that it can."""
+    """Return a function that sets why this machine cannot run Docker and the sandbox. None: it can."""
 
     def set_reasons(*, engine: str | None, sandbox: str | None) -> None:
         monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: engine)

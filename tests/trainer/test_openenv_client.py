@@ -54,7 +54,7 @@ class Client:
 
 
 class FullClient(Client):
-    """A client of a server that refuses the first sessions with the error of OpenEnv 0.10."""
+    """A client of a server that refuses the first `refusals` sessions with the error of OpenEnv 0.10."""
 
     def __init__(self, *, refusals: int) -> None:
         super().__init__()

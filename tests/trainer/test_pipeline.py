@@ -90,6 +90,7 @@ async def settle():
 
 
 async def started(stage, step=1):
+    """Start to take a group of the step, and let the pipeline start its groups. Return the waiting task."""
     taking = asyncio.ensure_future(stage.taken(step))
     await settle()
     return taking
@@ -123,7 +124,8 @@ async def test_groups_that_end_during_an_update_are_bounded():
         assert [await taking, await stage.taken(1)] == ["a", "b"]
         assert stage.under_way == "cd"
         await stage.end("c", "d")
-        assert stage.under_way == ""  # a group that ends now would be two updates old when it is used
+        # A group that ended during this update while c and d wait would be trained two updates later.
+        assert stage.under_way == ""
         assert [await stage.taken(2), await stage.taken(2)] == ["c", "d"]
         assert stage.under_way == ""
         stage.pipeline.update_ended()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# The thread returns to Python inside pydantic, which is written in Rust, as threads of the tinker SDK do.
+# Rust code of pydantic calls Python code in the daemon thread, as in threads of the tinker SDK. Without
+# `exit_process`, the finalization of the interpreter can abort the process.
 DAEMON_THREAD = """
 import atexit, threading, time
 from pydantic import BaseModel, field_validator

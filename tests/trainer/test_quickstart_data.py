@@ -33,7 +33,7 @@ def chat() -> Chat:
 
 
 def invented_words(text: str) -> set[str]:
-    """Return the invented words and the numbers of three or more digits in a text."""
+    """Return the invented words and the numbers of three or four digits in a text."""
     syllables = "|".join(SYLLABLES)
     words = set(re.findall(rf"(?<![a-z])(?:{syllables}){{2,3}}(?![a-z])|(?<!\d)\d{{3,4}}(?!\d)", text))
     english = "file name make save line move take mode remove rename delete"

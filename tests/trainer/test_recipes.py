@@ -24,6 +24,7 @@ from tests.fakes.run import FakeRun
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").glob("*.args"))
+# Recipe that changes another recipe -> the recipe with which it is tested.
 OVERLAYS = {"taxonomy": "retail_4b_grpo_lora", "small_memory": "retail_4b_grpo_lora"}
 OVERLAYS |= {"generalize": "tau_bench_config", "retail": "retail_4b_grpo_lora"}
 SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
@@ -32,8 +33,8 @@ JUDGE = ["judge_model=m", "judge_base_url=http://h:1/v1"]
 QWEN_3B, QWEN_7B = "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
 QWEN_4B, QWEN_8B, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"
 RL, JUDGED = "tau_bench_rl", "_with_taxonomy_feedback"
-# CONFIG has the numbers of the configuration file, and SCRIPT those of the scripts that override it. Learning
-# rates of full fine-tuning (5e-7 and 3e-7) are ten times as large here.
+# CONFIG has the numbers of the configuration file in the seed documents, and SCRIPT those of the scripts that
+# override this file. Their learning rates for full fine-tuning (5e-7 and 3e-7) are multiplied by ten here.
 CONFIG = {"kl_penalty_coef": 0.01, "learning_rate": 5e-6, "lr_warmup_steps": 50, "temperature": 0.8}
 CONFIG |= {"weight_decay": 0.05, "grad_clip_norm": 0.5, "batch_size": 64, "num_substeps": 64 // 16}
 CONFIG |= {"group_size": 5, "eval_every": 3, "test_data": ["retail:test", "airline:test"]}

@@ -98,7 +98,7 @@ class Bench(FakeRun):
     ("waits", "message"),
     [
         (True, "server lost: playing step 4: the server at http://"),
-        # The message depends on which part notices the loss first.
+        # The message depends on which part of the trainer notices the loss first.
         (False, "server lost: training(: no model session-| step 4: the server at http://)"),
     ],
     ids=["while a trial waits", "when training goes on"],

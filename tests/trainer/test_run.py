@@ -50,7 +50,7 @@ class Bench(FakeRun):
 
 
 async def waits_said(tmp_path, monkeypatch):
-    """Return the lines about waits of a run with updates that take several iterations of the event loop."""
+    """Run two steps with slow updates, and return the printed lines about waits."""
     bench = Bench(tmp_path)
     client = bench.backend.training_client
     fast = client.forward_backward
@@ -127,10 +127,10 @@ async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
 
 
 async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
-    async def lose(trial, policy):
+    async def reward_half(trial, policy):
         return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
 
-    bench = Bench(tmp_path, play=lose)
+    bench = Bench(tmp_path, play=reward_half)
     with pytest.raises(
         NothingTrainedError, match=r"in 2 steps: the rewards of every group are equal \(mean 0.5"
     ):
@@ -460,12 +460,12 @@ async def test_a_run_whose_trials_all_fail_names_the_main_cause(tmp_path):
 
 
 async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
-    async def fail_once(trial, policy):
+    async def fail_odd_seeds(trial, policy):
         if trial.seed % 2:
             return failure(trial.task.id, FailureKind.AGENT)
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=fail_once)
+    bench = Bench(tmp_path, play=fail_odd_seeds)
     await bench.go("max_steps=1", "eval_split=0")
     record = bench.lines("metrics.jsonl")[1]
     assert record["trials/failed/agent"] + record["trials/graded"] == record["trials/total"] == 8
@@ -476,16 +476,16 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
     )
 
 
-async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
+async def test_a_run_stopped_in_its_first_evaluation_is_kept(tmp_path):
     started = asyncio.Event()
 
-    async def hang_after_one(trial, policy):
+    async def hang_after_three(trial, policy):
         if len(bench.source.made) > 3:
             started.set()
             await asyncio.Event().wait()
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=hang_after_one)
+    bench = Bench(tmp_path, play=hang_after_three)
     running = asyncio.ensure_future(bench.go("n_parallel_envs=1"))
     await asyncio.wait_for(started.wait(), 10)
     running.cancel()
@@ -497,7 +497,7 @@ async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
         await bench.go()
     num_made = len(bench.source.made)
     await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
-    # The rest of the evaluation, the step and the last evaluation.
+    # The remaining trials of the evaluation, and those of the step and of the last evaluation.
     assert len(bench.source.made) - num_made == 8 - 3 + 8 + 8
     await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
@@ -574,7 +574,7 @@ async def test_a_full_fine_tuning_learning_rate_is_reported(tmp_path):
     )
 
 
-EVERY_STEP = {  # the seeds' names
+EVERY_STEP = {  # metric names of the seed documents
     *(
         "generation/avg_reward",
         "generation/success_rate",
@@ -641,7 +641,7 @@ async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, mo
         "taxonomy_alpha=0.5",
     )
     before, step = bench.lines("metrics.jsonl")
-    assert judge.num_calls == 1  # fake trials have no conversations, so all are equal
+    assert judge.num_calls == 1  # All fake trials have the same empty conversation.
     assert (
         step["reward/avg_shaped_reward"]
         == step["reward/avg_raw_reward"] + 0.5

@@ -31,7 +31,7 @@ def network_commands(script: str) -> list[str]:
         "mkdir -p /opt/curl && touch /opt/curl/wget.conf",
     ],
 )
-def test_words_that_are_not_commands_need_no_network(script: str) -> None:
+def test_local_commands_and_quoted_words_need_no_network(script: str) -> None:
     assert network_commands(script) == []
 
 

@@ -1,6 +1,6 @@
-"""Runs `run_episode` on the length (L) and assembly (S) cases of SkyRL's generator, with SkyRL's numbers.
+"""Runs `run_episode` on the length (L) and assembly (S) cases of SkyRL's generator and expects its numbers.
 
-Comments state the intended differences from SkyRL. `tests/fakes/episodes.py` explains the ids.
+Comments state the intended differences from SkyRL. `tests/fakes/episodes.py` explains the token ids.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def response(trajectory: Trajectory) -> Response:
 
 
 def at(index: int, length: int, value: float = 1.0) -> list[float]:
+    """Return a list of zeros with `value` at `index`."""
     return [value if i == index else 0.0 for i in range(length)]
 
 
@@ -98,8 +99,8 @@ async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
 
 
 async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
-    # SkyRL crashes. SkyRL's minimal output is one end token with mask 0. Here, the trajectory has no turn,
-    # because no token was sampled.
+    # SkyRL's generator crashes. For other trajectories without an answer, it returns one end token with
+    # mask 0. Here, the trajectory has no turn, because no token was sampled.
     trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
     assert policy.calls == [] and environment.answers == []
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (

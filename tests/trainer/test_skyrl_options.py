@@ -1,4 +1,4 @@
-"""Tests options under the names of SkyRL."""
+"""Tests that each option name of SkyRL sets one of our options or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_script_of_skyrl_is_read_with_one_note(capsys: pytest.CaptureFixture[s
     )
 
 
-# Options of the documents, as in their scripts and configurations -> our option, or "" for a refused name.
+# Options in scripts and configurations of the seed documents -> our option, or "" for a refused name.
 DOCUMENTS = {
     "data.train_data=['a.parquet']": "train_data",
     "data.val_data=['v.parquet']": "test_data",

@@ -35,7 +35,7 @@ def test_failures_of_the_agent_quarantine_no_task():
 def test_the_failure_rate_needs_four_groups_and_drops_old_ones():
     bad, good = group("a", failed=4), group("b", graded=4)
     assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
-    # Half is not more than half.
+    # A failure rate equal to max_failure_rate is allowed.
     assert not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
     too_many = FaultState().after([good, bad, bad, bad], SETTINGS)
     assert too_many.has_too_many_failures(SETTINGS)

@@ -1,4 +1,4 @@
-"""Runs tau2-bench as an environment with a fake worker."""
+"""Runs env=tau_bench with a fake worker in place of tau2-bench."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ async def test_an_episode_reaches_the_official_evaluator(home: Path):
     assert trajectory.conversation[2]["content"] == "save it"
     assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
     assert trajectory.metrics["no_write_action"] == trajectory.metrics["user_tool_errors"] == 0.0
-    # The last message of the user.
     assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}
 
 

@@ -257,7 +257,7 @@ async def test_tokens_are_counted_by_the_tokenizer_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("foreign")])
-async def test_a_backend_error_is_not_an_exception(error: Exception) -> None:
+async def test_a_backend_error_ends_the_episode_by_a_base_exception(error: Exception) -> None:
     llm, policy = llm_saying(error)
     with pytest.raises(EpisodeEnd) as end:
         try:

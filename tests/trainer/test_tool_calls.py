@@ -1,4 +1,4 @@
-"""Tests the strategies of the parser, their order, and the texts that it must not execute."""
+"""Tests the strategies of the parser of tool calls, their order, and texts that are no calls."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def test_a_bare_name_is_a_call_without_arguments():
 @pytest.mark.parametrize(
     ("answer", "strategy"),
     [
-        # This format precedes the tagged one.
+        # WHOLE precedes TAGGED.
         ('{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}', Strategy.WHOLE),
-        # This format precedes the fenced one.
+        # TAGGED precedes FENCED.
         (
             f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```',
             Strategy.TAGGED,
         ),
-        # This format precedes the embedded one.
+        # FENCED precedes EMBEDDED.
         (f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```', Strategy.FENCED),
-        # This format precedes the ReAct one.
+        # EMBEDDED precedes REACT.
         ('Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}', Strategy.EMBEDDED),
-        # This format precedes the code one. Its input has more than JSON, so nothing is called.
+        # REACT precedes CODE. Text follows the JSON of the action input, so nothing is called.
         ('Action: cancel\nAction Input: {}\nget_order(id="#1")', Strategy.REACT),
     ],
 )
@@ -198,7 +198,7 @@ def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():
 @pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "```json\n{}", "Well: {}"])
 @pytest.mark.seed_behaviour(10)
 def test_no_other_cut_call_is_executed(form, cut):
-    """No prefix of a call is executed, and none raises an exception."""
+    """A prefix that lacks a part of the arguments calls nothing, or the tool with no arguments at all."""
     parsed = parse(form.replace("{}", JSON[:cut]), TOOLS)
     complete = JSON[:cut].endswith('"') and JSON[:cut] + "}" * 2 == JSON
     assert complete or not parsed.calls or parsed.calls == [ToolCall(name="get_order", arguments={})]

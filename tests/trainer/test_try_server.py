@@ -1,4 +1,4 @@
-"""Tests the default server of `try`, and the length limits that its context requires."""
+"""Tests the default server of `agent-trainer try`, and the length limits that its context requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.envs.try_server import with_backend, with_fitting_lengths, with_local_s
 from tests.trainer.test_full_recipe import server
 
 MODEL = ["env=tau_bench", "model_name=org/model"]
-OWN = "backend=skyrl-tx"
+OUR_BACKEND = "backend=skyrl-tx"
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +25,12 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 async def fitted(*argv: str, context: int) -> list[str]:
     """Return the arguments that are added for a server with this context."""
     with server({"org/model": context}) as url:
-        command = [*MODEL, OWN, f"skyrl_tx_url={url}", *argv]
+        command = [*MODEL, OUR_BACKEND, f"skyrl_tx_url={url}", *argv]
         return (await with_fitting_lengths(command, parse_as(TryConfig, command).environment))[len(command) :]
 
 
 def test_a_model_without_a_key_for_the_cloud_is_served_locally():
-    assert with_backend(MODEL) == [*MODEL, OWN]
+    assert with_backend(MODEL) == [*MODEL, OUR_BACKEND]
 
 
 def test_a_key_for_the_cloud_selects_the_cloud(monkeypatch: pytest.MonkeyPatch):
@@ -54,17 +54,17 @@ def test_no_backend_is_added_to_options_that_need_none(argv: Sequence[str]):
 
 async def test_a_server_that_answers_is_used():
     with server({"org/model": 2048}) as url:
-        command = [*MODEL, OWN]
+        command = [*MODEL, OUR_BACKEND]
         assert await with_local_server(command, MODEL, url=url) == [*command, f"skyrl_tx_url={url}"]
 
 
 async def test_without_a_server_the_error_has_the_commands():
     url = "http://127.0.0.1:9"
     with pytest.raises(ConfigError) as caught:
-        await with_local_server([*MODEL, OWN], MODEL, url=url)
+        await with_local_server([*MODEL, OUR_BACKEND], MODEL, url=url)
     assert str(caught.value) == (
         f"no server is ready at {url}; start one with `scripts/start_skyrl_tx.sh org/model`, then type "
-        f"`agent-trainer try env=tau_bench model_name=org/model {OWN} skyrl_tx_url={url}`; "
+        f"`agent-trainer try env=tau_bench model_name=org/model {OUR_BACKEND} skyrl_tx_url={url}`; "
         "for the Tinker cloud, set TINKER_API_KEY"
     )
 
@@ -91,7 +91,7 @@ async def test_lengths_of_the_user_are_kept(typed: list[str], added: list[str]):
 
 async def test_the_lengths_of_terminus_2_fit_together():
     with server({"org/model": 2048}) as url:
-        command = ["tasks_dir=.", "model_name=org/model", OWN, f"skyrl_tx_url={url}"]
+        command = ["tasks_dir=.", "model_name=org/model", OUR_BACKEND, f"skyrl_tx_url={url}"]
         argv = await with_fitting_lengths(command, parse_as(TryConfig, command).environment)
     config = parse_as(TryConfig, argv)
     assert (config.context_limit, config.max_tokens) == (2048, 512)

@@ -132,14 +132,15 @@ ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
 WITH_SIGINT = ("everything hangs", "forward_backward", "probe: everything hangs")
 # Other scenarios test these waits with a signal.
 NOT_SIGNALLED = ("everything fails", "health trickles", "opening fails", "evaluate: opening")
-NEVER_ENDS = ("opening the environment",)  # It has no deadline, because it does not wait for the backend.
+# Opening an environment has no deadline, because it does not wait for the backend.
+NEVER_ENDS = ("opening the environment",)
 SCENARIOS = [
-    (place, end)
-    for place in SCENARIOS_BY_NAME
+    (name, end)
+    for name in SCENARIOS_BY_NAME
     for end in ENDS
-    if not (end == "SIGINT" and place not in WITH_SIGINT)
-    if not (end == "SIGTERM" and place in NOT_SIGNALLED)
-    if not (end == "by itself" and place in NEVER_ENDS)
+    if not (end == "SIGINT" and name not in WITH_SIGINT)
+    if not (end == "SIGTERM" and name in NOT_SIGNALLED)
+    if not (end == "by itself" and name in NEVER_ENDS)
 ]
 
 
@@ -169,7 +170,7 @@ class Programs:
         self._listener.start()
 
     def start(self, module: str, argv: list[str], log: Path) -> tuple[int, int]:
-        """Return the number and the process id of the program."""
+        """Start a program. Return its number and its process id."""
         assert self._process.stdin is not None
         with self._changed:
             number, self._count = self._count, self._count + 1
@@ -235,8 +236,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End
     results: dict[tuple[str, str], Ended | str] = {}
 
     def run(scenario: tuple[str, str], root: Path) -> None:
-        place, end = scenario
-        results[scenario] = play(programs, root, SCENARIOS_BY_NAME[place], ENDS[end])
+        name, end = scenario
+        results[scenario] = play(programs, root, SCENARIOS_BY_NAME[name], ENDS[end])
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(run, SCENARIOS, [tmp_path_factory.mktemp("scenario") for _ in SCENARIOS]))
@@ -244,18 +245,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End
     return results
 
 
-@pytest.mark.parametrize(("place", "end"), SCENARIOS, ids=[" - ".join(scenario) for scenario in SCENARIOS])
+@pytest.mark.parametrize(("name", "end"), SCENARIOS, ids=[" - ".join(scenario) for scenario in SCENARIOS])
 def test_a_wait_ends_at_its_deadline_or_at_a_signal(
-    ended: dict[tuple[str, str], Ended | str], place: str, end: str
+    ended: dict[tuple[str, str], Ended | str], name: str, end: str
 ) -> None:
-    result = ended[place, end]
+    result = ended[name, end]
     assert isinstance(result, Ended), result
-    print(place, end, result)
+    print(name, end, result)
     assert "Traceback" not in result.output
     last = result.output.strip().splitlines()[-1]
     if ENDS[end] is None:
-        assert result.status == (2 if SCENARIOS_BY_NAME[place].module == "probe" else 1), result.output
-        assert re.search(SCENARIOS_BY_NAME[place].last_line, last), result.output
+        assert result.status == (2 if SCENARIOS_BY_NAME[name].module == "probe" else 1), result.output
+        assert re.search(SCENARIOS_BY_NAME[name].last_line, last), result.output
     else:
         assert result.status == INTERRUPTED, result.output
         assert sum("stopping" in line for line in result.output.splitlines()) == 1, result.output

@@ -115,7 +115,8 @@ class OpenFileResponse(FileResponse):
 
 
 def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
-    """Open a file of a checkpoint. Raise NotFoundError if the checkpoint has another generation."""
+    """Open the archive or a file of a checkpoint's adapter. Raise NotFoundError if the checkpoint has another
+    generation."""
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:

@@ -1,4 +1,4 @@
-"""retrieve_future, the long poll for results and failures, and cancel_future."""
+"""The routes of futures: retrieve_future, a long poll for a result or an error, and cancel_future."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 async def cancel_future(state: AppState, request: Request) -> Reply:
     """Withdraw a request. A waiting operation never starts, and a running sample ends after the current
-    decode dispatch. Any other running operation finishes, and its result is discarded."""
+    decode dispatch. Any other running operation finishes, and its result is kept only for the grace period of
+    delivered results."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.finish(ignored=("type",))

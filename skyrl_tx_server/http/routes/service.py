@@ -17,7 +17,7 @@ async def healthz(state: AppState, request: Request) -> Reply:
 
 
 async def client_config(state: AppState, request: Request) -> Reply:
-    """Return settings for the SDK. The SDK must send the chunks of a forward_backward in order and limit its
+    """Return settings with which the SDK sends the chunks of a forward_backward in order and limits its
     concurrent sampling requests."""
     await read_body(state, request)
     return {

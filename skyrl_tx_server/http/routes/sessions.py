@@ -1,5 +1,5 @@
-"""Sessions: a client's first call creates a session, and its heartbeats keep it open. A session ends when the
-client closes it or sends no heartbeat for `session_timeout_s`."""
+"""Sessions: a client's first call creates a session, and its heartbeats keep the session open. A session ends
+when the client closes it, or sends no heartbeat and no other request for `session_timeout_s`."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def save_named(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
         if not state.checkpoints.exists(path):
-            state.run_index.forget(path)  # a killed server may have left records of a deleted checkpoint
+            state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -273,7 +273,8 @@ async def list_training_runs(state: AppState, request: Request) -> Reply:
 
 
 def _runs(state: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Return the runs in the run index, and the runs of copied checkpoints that are not in the index."""
+    """Return the runs in the run index. Add a run for checkpoints whose run is not in the index, for example
+    because they were copied from another server."""
     runs = state.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
@@ -294,7 +295,8 @@ async def get_training_run(state: AppState, request: Request) -> Reply:
 
 
 def _run_to_json(state: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    latest: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # oldest first
+    # `infos` is sorted from the oldest to the newest, so the newest checkpoint of each kind remains.
+    latest: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}
     last_request = state.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )

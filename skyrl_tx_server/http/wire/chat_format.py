@@ -47,7 +47,7 @@ class Rendered:
     """A conversation as token ids, with the generation prompt."""
 
     token_ids: list[int]
-    opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
+    opens_reasoning: bool  # the generation prompt ends in <think>, so the completion begins with reasoning
 
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:

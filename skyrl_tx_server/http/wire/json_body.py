@@ -25,9 +25,9 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonBounds:
-    """Limits of a body. Each element of a list and each member of an object is one value."""
+    """Limits of a body."""
 
-    values: int = 10_000
+    values: int = 10_000  # elements of lists and members of objects, except the first of each container
     strings: int = 20_000  # names of members are strings as well
     containers: int = 10_000  # lists and objects
     depth: int = 32

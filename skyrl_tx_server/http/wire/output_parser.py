@@ -171,7 +171,8 @@ class StopCutter:
 
 
 class Answer:
-    """Converts the token ids of one sample to pieces. The token that ended the sample has no text."""
+    """Converts the token ids of one sample to pieces. A stop token has no text. The token that completes a
+    stop string has only its text before the stop string."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None

@@ -46,7 +46,8 @@ CHECKED_FROM_BYTES = 64 << 10
 MAX_FIELDS = 200_000
 """Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
 datums."""
-MAX_PACKED_BYTES = 1024  # of a packed list of numbers; the only one in a request is a tensor's shape
+MAX_PACKED_BYTES = 1024
+"""Maximum size of a packed list of numbers. The only such list in a request is the shape of a tensor."""
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
 
 _DTYPES = {
@@ -104,7 +105,7 @@ def _check_fields(body: bytes) -> None:
 
 def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count: int) -> int:
     """Return `count` plus the number of fields of the message at body[offset:end], including nested messages.
-    Raise IndexError if it is truncated."""
+    Raise UserError if there are too many, and IndexError if the body ends within a varint."""
     while offset < end:
         count += 1
         if count > MAX_FIELDS:

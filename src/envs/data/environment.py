@@ -70,7 +70,7 @@ class DataEnv:
 
 
 def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
-    """Return the task source of `data` and `test_data`. Raises the errors of `read_tasks`."""
+    """Return the task source of `data` and `test_data`. Raises ConfigError for invalid options or files."""
     reward = open_reward(str(config.reward))
     tasks, held_out = read_tasks(config, reward)
     options = config.environment_options

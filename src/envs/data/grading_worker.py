@@ -1,8 +1,9 @@
 """`python -m src.envs.data.grading_worker math|regex`: compares answers with references. Requests and replies
 are lines of JSON.
 
-    {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}
-    {"id": 1, "equal": true}
+    -> {"id": 0}                     the worker is ready
+    <- {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}
+    -> {"id": 1, "equal": true}
 
 A comparison may not end for an answer such as 9^9^9^9, and Python cannot interrupt it. SIGALRM therefore ends
 the process at the deadline of a request, and its memory is limited.

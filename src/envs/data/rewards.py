@@ -2,9 +2,9 @@
 
     def grade(answer: str, row: Mapping[str, Any]) -> float: ...        # reward=my_module:grade
 
-`answer` is the agent's last answer without thoughts, `row` the row of the file. The function may be async. It
-returns a number, or a mapping with `reward`, optionally `message`, and any other numbers, which become
-metrics. A message is sent to the agent, which answers again.
+`answer` is the agent's last answer without thoughts. `row` contains the columns of the question's row. The
+function may be async. It returns a number, or a mapping with `reward`, optionally `message`, and any other
+numbers, which become metrics. A message is sent to the agent, which answers again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reward(Protocol):
 
 
 def open_reward(name: str) -> Reward:
-    """Return the reward function of `reward=NAME`. Raises ConfigError if there is none."""
+    """Return the reward function of `reward=NAME`. Raises ConfigError if NAME names no function."""
     match name:
         case "exact":
             return ComparedReward(lambda answer, reference: marked(answer) == marked(reference))
@@ -153,7 +153,11 @@ class WorkerReward:
                 ) from error
 
     async def grade(self, answer: str, question: Question) -> Graded:
-        """Raises AgentFault if the comparison exceeds the time limit, WorkerLost if it ends workers."""
+        """Compare the answer with the reference in a worker.
+
+        Raises AgentFault if the comparison exceeds the time limit, and WorkerLost if its worker exits in each
+        of MAX_ATTEMPTS attempts.
+        """
         reference = require_reference(question)
         if self._name == "math":
             reference = marked(reference)

@@ -40,7 +40,8 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One row: the messages before the first answer, the later user messages, and the reference answer."""
+    """One row: the messages before the agent's first answer, the user messages that follow its answers, and
+    the reference answer."""
 
     opening: Sequence[Message]
     follow_ups: Sequence[str]
@@ -49,13 +50,13 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The text of the user's messages, which identifies repeated rows."""
-        user_texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
-        return "\n".join([*user_texts, *self.follow_ups])
+        """The text of all messages except system messages, which identifies repeated rows."""
+        texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
+        return "\n".join([*texts, *self.follow_ups])
 
 
 def read_questions(path: Path, columns: Columns) -> list[Question]:
-    """Read the questions of a file. Raises ConfigError with file and line if a row has none."""
+    """Read the questions of a file. Raises ConfigError with file and line if a row has no question."""
     return [question_of(record, columns) for record in read_records(path)]
 
 
@@ -88,10 +89,11 @@ def question_of(record: Record, columns: Columns) -> Question:
 
 
 def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> list[Task]:
-    """Return a task for each question. Rows with the same messages and answer as an earlier row are left out.
+    """Return a task for each question. A row with the same `Question.text` and reference answer as an earlier
+    row is left out.
 
-    The id of a task is that of its row, or the name of the file and the number of the line. `name` is the
-    domain of the metrics; if it is empty, the row's own domain is used.
+    The id of a task is the id in its row, or else the name of the file and the number of the record. `name`
+    is the domain in metrics; if it is empty, the domain in the row is used.
     """
     tasks: dict[tuple[str, str | None], Task] = {}
     for question in questions:

@@ -47,7 +47,7 @@ class FleetSettings:
     headers: Mapping[str, str]
     call_timeout_s: float  # of one tool call
     verifier_timeout_s: float  # without the time of its tool calls
-    max_result_chars: int  # the rest of a tool's result is not shown to the agent
+    max_result_chars: int  # the agent sees at most this many characters of a tool's result
     reset_tool: str  # called at the start of each trial; empty: none
     verifier_tools: frozenset[str]  # only the verifier can call them
 
@@ -163,7 +163,10 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
-    """Return the settings of `environment_kwargs`, and whether all calls of an answer are executed."""
+    """Return the settings of `environment_kwargs`, and whether all calls of an answer are executed.
+
+    Raises ConfigError for an invalid option.
+    """
     options = config.environment_options
     if config.tasks_dir is not None:
         raise ConfigError("env=fleet reads its tasks from train_data and test_data; remove tasks_dir")
@@ -188,7 +191,10 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
 
 
 async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
-    """Run a verifier, and open a session with each server. Raises ConfigError if one of them fails."""
+    """Run a verifier, and list the tools of each server.
+
+    Raises ConfigError if one of them fails, or if the tools of a server do not fit the settings.
+    """
     try:
         await verify(PROBE, "", _no_tool, timeout_s=VERIFIER_TIMEOUT_S)
     except (SandboxError, AgentFault) as error:

@@ -23,7 +23,8 @@ CONNECT_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 8 * 2**20
 MAX_PAGES = 100  # of the list of tools
-# HTTP statuses of a server or gateway that does not work. 404: the session has ended.
+# HTTP statuses that the arguments of a call cannot cause: the server denies access, the session has ended
+# (404), or the server or a gateway is unavailable.
 UNAVAILABLE = frozenset({401, 403, 404, 408, 429, 502, 503, 504})
 
 
@@ -177,7 +178,7 @@ class McpSession:
 
 
 def openai_schema(tool: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the OpenAI schema of a tool of `tools/list`. Raises ValueError if its schema is not an object.
+    """Return the OpenAI schema of a tool of `tools/list`. Raises ValueError if `inputSchema` is no object.
 
     >>> openai_schema({"name": "f", "inputSchema": {"type": "object"}})["function"]
     {'name': 'f', 'description': '', 'parameters': {'type': 'object'}}
@@ -194,7 +195,9 @@ def openai_schema(tool: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def tool_result(result: Mapping[str, object]) -> ToolResult:
-    """Convert a result of `tools/call`. Images and sounds become a note.
+    """Convert a result of `tools/call`. In the text, a note replaces each image and sound.
+
+    Raises ValueError if `content` is not a list of objects.
 
     >>> tool_result({"content": [{"type": "text", "text": "3"}]})
     ToolResult(text='3', value=3, is_error=False)

@@ -3,7 +3,8 @@
     {"task_key": "inventory-001", "env_key": "inventory", "env_version": "v1", "task_modality": "tool_use",
      "prompt": "Add 3 units of W1.", "verifier_code": "def verify(env, final_answer=None): ..."}
 
-`env_version` and `task_modality` may be left out. Other fields are passed to the reset tool and the verifier.
+`env_version` and `task_modality` may be left out, and a task may have further fields. The reset tool and the
+verifier receive all fields except those whose name begins with `verifier_`.
 """
 
 from __future__ import annotations

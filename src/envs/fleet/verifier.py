@@ -1,7 +1,8 @@
 """Runs the verifier of a Fleet task in a separate sandbox.
 
-The sandbox has no network, an empty environment, and read-only system directories. An agent reaches neither
-the process nor its files: the verifier receives the final answer as text and calls tools through the trainer.
+The sandbox has no network, none of the trainer's environment variables, and read-only system directories. An
+agent reaches neither the process nor its files: the verifier receives the final answer as text and calls
+tools through the trainer.
 A verifier that raises, hangs or returns no finite number gives the reward 0 with a graded-zero reason,
 because the state that the agent left can cause each of these.
 """
@@ -92,7 +93,7 @@ def sandbox_command(seccomp: int) -> list[str]:
 
 
 async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process:
-    """Start the program. The stack kills it. Raises SandboxError."""
+    """Start the verifier's program, which `stack` kills when it closes. Raises SandboxError."""
     seccomp = as_descriptor(seccomp_filter(max_shared_mapping=TMP_BYTES))
     try:
         process = await asyncio.create_subprocess_exec(

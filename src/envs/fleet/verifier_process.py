@@ -2,6 +2,7 @@
 
 It exchanges JSON lines with `src.envs.fleet.verifier` through its standard input and output:
 
+    -> {"ready": true}
     <- {"code": ..., "function": ..., "task": {...}, "final_answer": ...}
     -> {"call": name, "arguments": {...}}           any number of times
     <- {"value": ..., "text": ..., "is_error": ...}

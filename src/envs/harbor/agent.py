@@ -34,7 +34,7 @@ class AgentSession:
     """The state that a trial shares with the agent that Harbor constructs for it."""
 
     llm: TinkerLLM
-    stop_reason: StopReason | None = None  # None: Harbor cancelled the agent, or it ended with an error
+    stop_reason: StopReason | None = None  # None: Harbor cancelled the agent, or an error ended it
     error: TrainerError | None = None  # the error that ended the agent and prevents grading
     num_commands: int = 0  # terminal commands, which are the tool calls of Terminus-2
     num_parse_failures: int = 0  # answers from which no commands could be parsed
@@ -171,6 +171,8 @@ class TrainingTerminus2(Terminus2):
         sandbox.
 
         An agent that broke its own machine (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.
+        Raises SandboxError if the sandbox runs no commands, and `error` itself if it is not an error of the
+        terminal.
         """
         if isinstance(error, TrainerError):
             self.session.error = error

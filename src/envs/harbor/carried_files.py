@@ -80,7 +80,7 @@ class FileChanges:
 
     carried: Mapping[str, FileEntry] = field(default_factory=dict)  # created or changed files by path
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
-    symlinks: frozenset[str] = frozenset()  # of the environment before the agent acted, without `removed`
+    symlinks: frozenset[str] = frozenset()  # links from before the agent acted, without those in `removed`
 
 
 class CarryRules:
@@ -154,7 +154,10 @@ def _carry_rules(environment: tuple[tuple[str, str], ...], modules: tuple[str, .
 
 
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:
-    """Return the entries of a listing in `LISTING_FORMAT` by path. Raises AgentFault if it is malformed."""
+    """Return the entries of a listing in `LISTING_FORMAT` by path.
+
+    Raises AgentFault if the listing is malformed or too large.
+    """
     if len(listing) >= MAX_LISTING_BYTES:
         raise AgentFault(
             ZeroReason.FILES_TOO_LARGE, f"the listing of the agent's files exceeds {MAX_LISTING_BYTES} bytes"
@@ -328,7 +331,7 @@ def _normalize(path: str) -> str:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Return `paths` without those that are below another one."""
+    """Return `paths` without those that are below another path of `paths`."""
     outermost: set[str] = set()
     for path in sorted(set(paths), key=lambda path: path.count("/")):
         if not any(str(parent) in outermost for parent in PurePosixPath(path).parents):

@@ -46,12 +46,14 @@ def new_run_label() -> str:
 
 
 def open_harbor(config: EnvironmentOptions, chat: Chat) -> HarborTasks:
-    """Return the task source of env=harbor. Raises ConfigError if no task or an invalid task is found."""
+    """Return the task source of env=harbor. Raises the errors of `HarborTasks`."""
     return HarborTasks(config, chat)
 
 
 def check_harbor(settings: EnvironmentOptions) -> None:
-    """Raise ConfigError, with one line per reason, if no environment of this machine can run the tasks."""
+    """Raise ConfigError, with one line per reason, for invalid tasks, for tasks that the selected environment
+    cannot run on this machine, and for a split that is not possible.
+    """
     import_harbor()
     split_tasks(settings, check_folders_of(settings, run_label=new_run_label()))
 
@@ -145,8 +147,9 @@ class HarborTasks:
     """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
     def __init__(self, settings: EnvironmentOptions, chat: Chat) -> None:
-        """Load and check the tasks. Raises ConfigError with one line per reason. No environment is started
-        before this check.
+        """Load and check the tasks without starting the environment of a trial.
+
+        Raises ConfigError with one line per reason.
         """
         import_harbor()
         self.settings = settings
@@ -201,7 +204,7 @@ class HarborTasks:
         """Do nothing: trials share no resources."""
 
     async def noop_reward(self, task: Task) -> float | None:
-        """Return None: `src.envs.validate` ensures that doing nothing earns 0."""
+        """Return None: `src.envs.validate` checks that an agent that does nothing has the reward 0."""
         return None
 
     def batch_ended(self, directory: Path) -> None:

@@ -1,9 +1,10 @@
 """The grading of a trial: in a fresh environment with the agent's files only, or in the agent's environment.
 
     agent starts   The files of the agent's environment are listed.
-    agent ends     The processes of a sandbox are killed. A fresh environment of the same task starts.
-    verification   A container is killed. The files that the agent changed are unpacked in the fresh
-                   environment, in which the verifier then runs.
+    agent ends     If the agent's environment is a sandbox, its processes are killed. A fresh environment of
+                   the same task starts.
+    verification   If the agent's environment is a container, the container is killed. The files that the
+                   agent changed are unpacked in the fresh environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless the same error occurs
 without the agent. To determine this, a second fresh environment is started.
@@ -107,6 +108,8 @@ class Grading:
         if shutil.disk_usage(tempfile.gettempdir()).free < MIN_FREE_BYTES:
             return None
         run_verifier = self.fault is None and reason in VERIFIER_REASONS
+        # A separate verifier environment is not started again. Only a record of `validate` shows that such a
+        # verifier works without the agent.
         if self._cannot_start or (run_verifier and self._is_separate and not self._method.is_recorded):
             return None
         return reason if await self._works_without_agent(run_verifier=run_verifier) else None
@@ -236,9 +239,11 @@ class Grading:
         return environment
 
     async def _works_without_agent(self, *, run_verifier: bool) -> bool:
-        """Return whether a fresh environment starts and accepts a file.
+        """Return whether a fresh environment starts, runs a command and, if the trial is graded in a fresh
+        environment, accepts a file.
 
-        With `run_verifier`, the verifier must also give a reward there.
+        With `run_verifier`, the verifier must also give a reward there, unless the task has a separate
+        verifier environment.
         """
         trial = self._trial
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,8 @@
 """The grading method of each task.
 
-The option `environment_kwargs` selects it. Without this option, the record that `src.envs.validate` wrote
-selects it. The default is a fresh environment.
+The settings `grading` and `keep_processes` of `environment_kwargs` select the method of all tasks. Without
+them, the record that `src.envs.validate` wrote selects the method of a task. A task without a record is
+graded in a fresh environment.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ TIMEOUT_S = 120
 
 
 async def clean_in_place(environment: BaseEnvironment, method: GradingMethod, *, since: float) -> None:
-    """Remove the files of the agent that a verifier would load implicitly. Some of these files may remain.
+    """Kill the processes of a sandbox, unless `method` keeps them, and remove the files of the agent that a
+    verifier would load implicitly. Some of these files may remain.
 
     Changes after the time `since`, in seconds since the epoch, are attributed to the agent.
     """

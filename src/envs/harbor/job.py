@@ -23,7 +23,7 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
         job_name=directory.name,
         jobs_dir=directory.parent,
         n_concurrent_trials=n_parallel_envs,
-        # `llm_kwargs` names the session of one trial.
+        # `llm_kwargs` is left out, because it names the session of one trial.
         agents=[
             first.agent.model_copy(
                 update={"kwargs": {k: v for k, v in first.agent.kwargs.items() if k != "llm_kwargs"}}

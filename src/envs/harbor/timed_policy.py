@@ -13,7 +13,7 @@ PROBE_TIMEOUT_S = 20.0
 
 
 class TimedPolicy(PolicyWrapper):
-    """A policy that measures the time of its calls."""
+    """Passes each call to `policy` and measures its time. The trial starts when this object is made."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
@@ -38,15 +38,18 @@ class TimedPolicy(PolicyWrapper):
         return turn
 
     def agent_used_most(self, now: float) -> bool:
-        """Return whether the agent's side used more than half of the time between the start and `now`."""
+        """Return whether the agent used more than half of the time between the start and `now`.
+
+        The agent's time is the time after the first completion, without the time of sampling calls.
+        """
         if self._first_completion is None:
             return False
         return now - self._first_completion - self._sampling_s > (now - self._started) / 2
 
     async def responds(self) -> bool:
-        """Return whether one token is sampled within `PROBE_TIMEOUT_S`.
+        """Return whether the server samples one token within `PROBE_TIMEOUT_S`.
 
-        If it is, the server works, and the cancelled call was sampling a long answer.
+        If so, the server works, and the cancelled call was sampling a long answer.
         """
         request = SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
         try:

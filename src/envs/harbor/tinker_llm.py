@@ -56,7 +56,7 @@ class TinkerLLM(BaseLLM):
         super().__init__()
         self.turns: list[Turn] = []  # turns of the main conversation
         self.subagent_turns: list[Turn] = []  # turns of the sub-agents that summarize
-        self.all_turns: list[Turn] = []  # both, in the order in which they were sampled
+        self.all_turns: list[Turn] = []  # both kinds of turns, in the order of sampling
         self.prefix_breaks = 0
         self.empty_completions = 0
         self._policy = policy
@@ -77,8 +77,8 @@ class TinkerLLM(BaseLLM):
         it is.
 
         Raises ContextLengthExceededError if the prompt is too long and the agent can shorten its context.
-        Raises EpisodeEnd if the agent cannot, after `max_consecutive_truncations` consecutive cut or empty
-        answers, and for errors of the backend.
+        Raises EpisodeEnd if the prompt is too long and the agent cannot shorten its context, after
+        `max_consecutive_truncations` consecutive cut or empty answers, and for errors of the backend.
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent

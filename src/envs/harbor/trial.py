@@ -134,7 +134,7 @@ class HarborTrial:
                     )
                     self._running = running
                     try:
-                        # The caller enforces the deadline of the trial by cancelling it.
+                        # The caller of `run` enforces the trial's deadline by cancelling the call.
                         result = await run_with_deadline(trial.run(), None)
                     except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
@@ -238,9 +238,9 @@ class HarborTrial:
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
     """Return the waiting time of the last call if the server made the agent reach its time limit, else 0.
 
-    This is assumed if the call took more than half of the agent's time, or if the agent has no answer at
-    all. Harbor grades an agent that reached its time limit, but an agent that waited for a lost server must
-    not be graded.
+    The server is assumed to be the cause if the call took more than half of the agent's time, or if the agent
+    has no answer at all. Harbor grades an agent that reached its time limit, but an agent that waited for a
+    lost server must not be graded.
     """
     if not timed_out(result):
         return 0.0

@@ -19,7 +19,8 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # raised by TrainingVerifier; others are in `Grading.fault`
+    # Only TrainingVerifier raises an AgentFault that `Grading.fault` does not store.
+    "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
 }

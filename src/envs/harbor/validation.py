@@ -48,7 +48,7 @@ class TaskValidation:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
     def line(self, *, logs_dir: str | None = None) -> str:
-        """Return the line of the report on this task. The trials are kept in `logs_dir`; None: nowhere."""
+        """Return this task's line of the report. `logs_dir` is the folder of the trials; None: not kept."""
         if self.oracle is None and not self.is_unsound:
             return (
                 f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it is solvable"
@@ -96,7 +96,7 @@ async def validate(
             return await _play(task, agent, method, environment=environment, directory=directory)
 
     async def validate_task(task: Task) -> TaskValidation:
-        """Validate one task. A task without a solution is graded in a fresh environment."""
+        """Validate one task. The method of a task without a solution is `method`, by default FRESH."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
             play(task, "oracle", first),

@@ -8,8 +8,8 @@
 The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore
 cannot fill a file of the host, replace it by a link, or delete it. Pid 1 ends when its stdin closes, and
 bubblewrap requests that the kernel kills it when the trainer ends. The kernel kills every process of a pid
-namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel
-already kills pid 1 when the thread that started bubblewrap ends, even if the trainer continues. Start
+namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel also
+kills pid 1 if only the thread that started bubblewrap ends and the trainer continues. Therefore start
 sandboxes from the thread of the event loop, never from a worker thread.
 
 Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter
@@ -197,8 +197,8 @@ class Bubblewrap:
         await self._launch.clean_up_when_empty()
 
     def stage_path(self, name: str) -> tuple[Path, str]:
-        """Return the path of a new file on the host and its read-only path in the sandbox. Commands that
-        start after the file was written can read it.
+        """Return a host path for a new file, which the caller writes, and its read-only path in the sandbox.
+        Commands that start after the file was written can read it.
         """
         path = self._launch.requests / name
         self._staged.add(path)

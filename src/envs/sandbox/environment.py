@@ -5,7 +5,8 @@ Differences from Docker:
 - The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install` of an
   installed package succeeds.
 - A public network, which is Harbor's default, reaches the internet but not the host. If this machine cannot
-  provide one, tasks that do not request it explicitly run without a network, and the others are refused.
+  provide a public network, tasks that do not request one explicitly run without a network, and tasks that
+  request one are refused.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
 This file is long because Harbor's abstract class is implemented by one class.
@@ -120,8 +121,8 @@ class SandboxEnvironment(BaseEnvironment):
     async def _build(self) -> None:
         """Run the steps of the build plan.
 
-        Directories are not created one by one, because every command starts a shell. The command of the next
-        `Copy` creates them, or one command before the next `Run` and at the end.
+        Every command starts a shell, so one command creates several directories. It is the upload of the next
+        `Copy`, or a separate command before the next `Run` and after the last step.
         """
         directories = [*self._mount_targets(), self._workdir]
         for step in self._plan.steps:

@@ -274,8 +274,8 @@ def _unpack_member(
     *,
     is_reward: bool,
 ) -> bool:
-    """Write one member. Return whether it is complete; links and devices, which are never written, count as
-    complete.
+    """Write one member. Return whether it is complete. Members that are never written (links, devices, paths
+    outside of `target`, existing files) count as complete.
     """
     if not (member.isreg() or member.isdir()):
         return True

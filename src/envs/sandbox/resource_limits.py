@@ -5,8 +5,8 @@ trainer can create control groups (cgroup v2: as root, or below a cgroup that sy
 root), they limit memory and processes. Otherwise only limits per process and per user apply.
 `limits_enforced_by` reports which limits apply.
 
-The directory of each sandbox lists its cgroups, so that a later run can remove them if the trainer was
-killed.
+A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
+the trainer was killed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SandboxLimits:
 
     @property
     def tmpfs_sizes_mb(self) -> dict[str, int]:
-        """The size of each tmpfs in MiB. They use at most three quarters of the memory limit, so that a full
-        file system is an error for the writing process and does not make the kernel kill another one."""
+        """The size of each tmpfs in MiB. Together they use at most three quarters of the memory limit, so
+        that a full file system is an error for the writing process and the kernel kills no other process."""
         total = (
             self.storage_mb
             if self.memory_mb is None
@@ -57,7 +57,7 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return the limits (`resource.RLIMIT_*`) of each process. RLIMIT_NPROC counts those of the user."""
+        """Return each process's limits (`resource.RLIMIT_*`). RLIMIT_NPROC counts the user's processes."""
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
             limits[resource.RLIMIT_NPROC] = self.processes

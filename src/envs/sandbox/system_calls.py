@@ -1,5 +1,5 @@
-"""The seccomp filter of a sandbox, which denies system calls that no task needs, and the numbers of these
-calls.
+"""The seccomp filter of a sandbox, which denies system calls that no task needs, and the numbers of the
+system calls that the filter and the exec server use.
 
 The filter denies the calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
@@ -128,8 +128,10 @@ type Instruction = tuple[int, int, int, int]  # code, jump if true, jump if fals
 
 
 def call_numbers(names: Sequence[str]) -> list[int]:
-    """Return the numbers of system calls on this machine's architecture. Raises SandboxError if the
-    architecture is unknown."""
+    """Return the numbers of system calls on this machine's architecture, without the calls that it lacks.
+
+    Raises SandboxError if the architecture is unknown.
+    """
     column = list(ARCHITECTURES).index(_architecture())
     numbers = (NUMBERS[name][column] for name in names)
     return [number for number in numbers if number is not None]

@@ -23,7 +23,7 @@ class NetworkAccess(StrEnum):
     PUBLIC = "public"
     OFF = "off"  # the task requests no network
     # This machine cannot provide a public network. LACKING: nobody requests one explicitly, so the task runs
-    # without. REFUSED: the task or the user requests one, so the task cannot run.
+    # without a network. REFUSED: the task or the user requests one, so the task cannot run.
     LACKING = "lacking"
     REFUSED = "refused"
 
@@ -36,7 +36,8 @@ def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> Ne
         return NetworkAccess.OFF
     if why_no_network() is None:
         return NetworkAccess.PUBLIC
-    # Harbor converts allow_internet to network_mode, and sets allow_internet to None in every configuration.
+    # When Harbor loads a task, it converts allow_internet to network_mode and sets allow_internet to None.
+    # allow_internet is therefore always in `model_fields_set`, and only its value shows a request.
     is_requested = (
         has_network_option or "network_mode" in config.model_fields_set or config.allow_internet is True
     )
@@ -65,7 +66,8 @@ def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPl
 
 
 def image_warning(plan: BuildPlan) -> str | None:
-    """Return a warning if the Dockerfile of a plan starts from an image that is not based on Debian."""
+    """Return a warning if the Dockerfile of a plan starts from an image other than debian, ubuntu or
+    buildpack-deps."""
     if plan.image is None or DEBIAN_LIKE.match(plan.image):
         return None
     return (

@@ -71,7 +71,11 @@ class SandboxUser:
 
 
 def claim_user(directory: Path) -> SandboxUser:
-    """Reserve a uid for one sandbox until `release` is called. The lock file is in `directory`."""
+    """Reserve a uid for one sandbox until `release` is called. The lock file is in `directory`.
+
+    Return the trainer's own user if the trainer is not root or its user namespace maps one uid only. Raises
+    SandboxError if all uids are in use or the namespace does not map them.
+    """
     if os.geteuid() != 0:
         return SandboxUser(uid=None, lock=None)
     uids = available_uids(Path("/proc/self/uid_map").read_text())

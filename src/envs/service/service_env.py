@@ -162,7 +162,7 @@ def tool_fields(
 async def do_nothing(env: MessageEnv) -> float:
     """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns.
 
-    It is the `noop_reward` of the task.
+    Service environments pass this function as `EnvSpec.noop_reward`.
     """
     reward = 0.0
     try:

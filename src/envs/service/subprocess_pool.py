@@ -72,7 +72,11 @@ class Worker:
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))
 
     async def wait_until_ready(self) -> None:
-        """Raises ConfigError with the worker's error message if it cannot start."""
+        """Wait for the worker's first reply, which has the id 0.
+
+        Raises ConfigError with the worker's message if the reply is an error, and WorkerLost if the worker
+        exits or sends no valid reply.
+        """
         reply = await self._reply(0, timeout_s=START_TIMEOUT_S)
         if "error" in reply:
             await self.kill()
@@ -245,7 +249,10 @@ async def worker_pool(settings: WorkerSettings) -> AsyncGenerator[WorkerPool]:
 
 
 async def start_worker(settings: WorkerSettings) -> Worker:
-    """Start a worker and wait until it is ready. Raises ConfigError if it cannot be started."""
+    """Start a worker and wait until it is ready.
+
+    Raises ConfigError if the command cannot be run, and the errors of `Worker.wait_until_ready`.
+    """
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the worker is killed
     try:
         process = await asyncio.create_subprocess_exec(

@@ -48,7 +48,7 @@ class SplitSource:
 def read_source(
     text: str, domains: Collection[str], *, may_be_named: bool = False
 ) -> RowSource | SplitSource:
-    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with one of `domains`.
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with one of `domains`. `may_be_named` permits `NAME=`.
 
     Raises ConfigError for a file that cannot be read.
 
@@ -68,7 +68,7 @@ def named(tasks: Sequence[Task], name: str) -> list[Task]:
 
 
 def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """Raises ConfigError if a task id, which includes the domain, occurs in both lists."""
+    """Raise ConfigError if a task id occurs in both lists."""
     training_ids = {task.id for task in tasks}
     if shared_ids := [task.id for task in held_out if task.id in training_ids]:
         more = f" (and {len(shared_ids) - 1} more)" if len(shared_ids) > 1 else ""

@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 WORKER_MEMORY_MB = 4096
 LISTING_TIMEOUT_S = 300.0
 NUM_CONSENTS = 6  # messages in which a scripted user agrees before it ends the conversation
-STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # for the termination reasons of tau2 that are limits
+# Termination reason of tau2 -> stop reason. For other termination reasons, the stop reason is that of the
+# last answer.
+STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}
 
 Grading = Literal["all", "env"]
 GRADINGS: tuple[Grading, ...] = ("all", "env")

@@ -6,12 +6,13 @@ It runs in the Python environment of tau2 and imports only the standard library 
 orchestrator. The messages of the agent and of the user come from the trainer; the tools, the rules and the
 grading run here.
 
-    {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}
-    {"id": 1, "speaker": "user", ...}
-    {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}
-    {"id": 2, "speaker": "agent", ...}
-    {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judge_reply": null}
-    {"id": 3, "reward": 1.0, ...}
+    -> {"id": 0}                     the worker is ready
+    <- {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}
+    -> {"id": 1, "speaker": "user", ...}
+    <- {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}
+    -> {"id": 2, "speaker": "agent", ...}
+    <- {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judge_reply": null}
+    -> {"id": 3, "reward": 1.0, ...}
 
 Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does
 not return (`9**9**9`).
@@ -399,7 +400,7 @@ def task_record(task: Any, environment: Any) -> dict[str, Any]:
 def prepare() -> None:
     """Import tau2 without its log output, and cache the parsed database files.
 
-    Raises ImportError for the unrelated package of that name.
+    Raises ImportError if tau2-bench is not installed. The package tau2 on PyPI is unrelated to it.
     """
     # Without this variable, litellm sends a request when it is imported.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")

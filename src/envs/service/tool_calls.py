@@ -278,7 +278,9 @@ def _parsed(
 
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
-    """Return whether the text is a call or a broken call. Not every JSON object with a name is one."""
+    """Return whether the text is a call or a broken call. A JSON object with a name alone is no call, unless
+    the name is that of a tool.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
