@@ -72,7 +72,7 @@ class Collected:
 class Scorers:
     """Models with fixed weights that score the sampled tokens."""
 
-    reference: ReferenceModel | None  # for the KL penalty; None without one
+    reference: ReferenceModel | None  # for the KL penalty; None without a penalty
     teacher: ReferenceModel | None  # for distillation; None without a teacher
 
 
@@ -180,7 +180,7 @@ class Terminus2RLTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # if the earlier process had it due, the line was not sent to the trackers
+            else:  # the earlier process has not sent the line to wandb if an evaluation was due there
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:

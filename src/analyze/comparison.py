@@ -123,7 +123,11 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 
 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
-    """Return a table of COMPARED_METRICS: means over the common steps, mean and largest difference."""
+    """Return a table of COMPARED_METRICS over the steps that both runs have; empty without such a step.
+
+    A row has the mean of each run, the mean of the second minus the first, and the largest absolute
+    difference.
+    """
     if first.metrics_file is None or second.metrics_file is None:
         return []
     rows = []

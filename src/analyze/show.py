@@ -93,7 +93,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def shown(run: str, selected: str | None = None, step: str | None = None) -> Iterator[RenderableType]:
-    """Yield the contents to print. `step` limits them to a step or evaluation, None: all.
+    """Yield the contents to print. `step` limits them to one step or evaluation; None selects all.
 
     Raises ConfigError if there is no such run, step, task or trial.
     """
@@ -224,7 +224,7 @@ def _is_in(step: str, name: str, number: int) -> bool:
 
 
 def _file_name(key: RolloutKey) -> str:
-    """Return the name of the file in rollouts/. Further batches of dynamic sampling belong to their step."""
+    """Return the name of the rollout's file in rollouts/. Refills of a step are in the file of the step."""
     return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
 
 

@@ -38,7 +38,7 @@ SERVER_FILE = "server.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the command. Return the exit status 2 for an invalid command, or 0 for help."""
+    """Replace this process by the command. Return 0 for help, or 2 for a missing or invalid command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(help_text())

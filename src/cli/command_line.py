@@ -129,7 +129,10 @@ def _has_word(text: str, beginning: str) -> bool:
 
 
 def sections_of(kind: type[object]) -> dict[str, list[str]]:
-    """Return the names of the options by section. Options of the trainer are in the trainer's sections."""
+    """Return the names of the options by section.
+
+    An option that the trainer has with the same type is in the trainer's section of this option.
+    """
     fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
     trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}
     by_heading: dict[str, list[str]] = {}
@@ -162,7 +165,7 @@ def values_of(kind: object) -> str:
 
 
 def print_help(text: str) -> None:
-    """Print `text`. The reader of a pipe, such as `head`, may close it before the end."""
+    """Print `text`. It is no error if the reader of a pipe, such as `head`, closes the pipe early."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -195,7 +198,7 @@ def _renamed(argument: str) -> str:
 
 
 def _with_none(argument: str) -> str:
-    """Return the argument with the value None in place of `none` and `null` in any case."""
+    """Return the argument with the value None in place of `none` and `null`, in upper or lower case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in ("none", "null") else argument
 

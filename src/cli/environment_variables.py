@@ -10,7 +10,10 @@ from dotenv import load_dotenv
 
 
 def load_environment(argv: Sequence[str]) -> None:
-    """Load `.env`, and `.env.skyrl-tx` with backend=skyrl-tx. Neither overrides a variable that is set."""
+    """Load `.env`, and `.env.skyrl-tx` with backend=skyrl-tx, and set variables of libraries.
+
+    A variable that is already set keeps its value.
+    """
     load_dotenv(Path(".env"))
     if "backend=skyrl-tx" in argv:
         load_dotenv(Path(".env.skyrl-tx"))
@@ -54,7 +57,8 @@ def with_local_model(argv: Sequence[str]) -> list[str]:
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     """Add the options that the variables TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA set.
 
-    TAXONOMY_FEEDBACK has an effect only if SKYRL_MODE is unset or `train`.
+    The added options replace options of the same name in `argv`. TAXONOMY_FEEDBACK has an effect only if
+    SKYRL_MODE is unset or `train`.
     """
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")

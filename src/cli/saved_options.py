@@ -76,7 +76,7 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
 
 
 def _shared_values(options: dict[str, Any], kind: type[object]) -> dict[str, Any]:
-    """Return the values in a run's evaluations of the options that `kind` shares with the trainer."""
+    """Return the values that a run's evaluations use for the options that `kind` shares with the trainer."""
     shared = chz.chz_fields(kind).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
     values = {name: value for name, value in options.items() if name in shared}
     values["top_p"] = options.get("eval_top_p")

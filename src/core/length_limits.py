@@ -24,7 +24,7 @@ class LengthLimits:
     context_limit: int
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the maximum length of the completion; 0 if the prompt exceeds its limit.
+        """Return the maximum length of the completion: 0 if the prompt is too long or fills the context.
 
         >>> limits = LengthLimits(
         ...     max_input_length=22, max_generate_length=5, max_sequence_length=30, context_limit=30
@@ -43,7 +43,8 @@ def fitted_lengths(
     """Return the values of the options that are not in `given`, for a context of `limit` tokens.
 
     `max_tokens` and `threshold` are the defaults of `max_tokens` and `proactive_summarization_threshold`;
-    they are reduced to a quarter of the context, and the threshold also to half of the longest prompt.
+    both are reduced to at most a quarter of the context, and the threshold also to at most half of the
+    longest prompt.
 
     >>> fitted_lengths(4096, max_tokens=2048, threshold=8000, given={"max_tokens": "500"})
     {'context_limit': 4096, 'proactive_summarization_threshold': 1024}

@@ -36,7 +36,7 @@ class Pattern(StrEnum):
     OTHER_ERROR = "other_tool_error"
     UNREADABLE = "unreadable_answer"  # a call that could not be parsed, or an empty answer
     CONTEXT_OVERFLOW = "context_overflow"
-    LIMIT = "other_limit"  # a limit of turns, time or errors
+    LIMIT = "other_limit"  # a limit of turns, time, answer length or errors
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
     FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
@@ -158,7 +158,7 @@ def pattern_of(error: str) -> Pattern:
 
 
 def user_simulator_faults(trajectory: Trajectory) -> list[str]:
-    """Return the faults of the user simulator in a failed trial, in words; none without a user simulator."""
+    """Return the faults of the user simulator in a trial, in words; none without a user simulator."""
     if not has_user_simulator(trajectory):
         return []
     messages = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
@@ -203,7 +203,7 @@ def pattern_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
 
 
 def _calls(message: Mapping[str, Any]) -> bool:
-    """Return whether an answer calls a tool; True if the calls of the answer were not recorded."""
+    """Return whether an answer calls a tool other than COMPLETE; True if its calls were not recorded."""
     if "tool_calls" not in message:
         return True
     return any(call["function"]["name"] != COMPLETE for call in message["tool_calls"])

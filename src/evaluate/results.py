@@ -114,7 +114,7 @@ def report_section(
     indent: str = "",
 ) -> None:
     """Print the mean reward if rewards are partial, rates, no-op success, success at tasks that need a
-    writing action and at the others, and failure patterns.
+    writing action and at tasks that need none, and failure patterns.
 
     Failure patterns describe the calls of an agent, so they are not printed for an environment that reports
     no `tool_calls`.

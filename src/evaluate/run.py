@@ -64,7 +64,7 @@ class PolicyAndTasks:
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # stops the evaluation if the endpoint is lost; None: no watchdog
+    watchdog: Watchdog | None = None  # stops the evaluation if probes fail; None: the endpoint is not probed
 
 
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
@@ -216,7 +216,7 @@ async def _unprobed() -> None:
 
 
 def finished_or_policy(text: str) -> str | Mapping[str, Any]:
-    """Return the results of the finished evaluation in `text`, or `text` itself if it names a policy."""
+    """Return the results of the finished evaluation at the path `text`, or `text` if it names a policy."""
     path = Path(text).expanduser()
     return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
 

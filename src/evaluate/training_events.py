@@ -10,7 +10,7 @@ from src.rollouts.run_events import RunEvents
 
 
 class TrainingEvents(RunEvents, Protocol):
-    """Receives the events of a training run on the event loop, in the order of events."""
+    """Receives the events of a training run on the event loop, in the order in which they happen."""
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Called after step `step` has updated the weights."""

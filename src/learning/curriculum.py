@@ -65,7 +65,7 @@ class Curriculum:
     def choose(
         self, tasks: Sequence[Task], count: int, options: CurriculumOptions, *, step: int, attempt: int
     ) -> list[Task]:
-        """Return `count` different tasks, as a function of the state, the seed, the step and the attempt."""
+        """Return at most `count` different tasks. State, seed, step and attempt determine the choice."""
         rng = random.Random(f"{options.seed}/curriculum/{step}/{attempt}")
         order = sorted(tasks, key=lambda task: task.id)
         rng.shuffle(order)  # so that ties are broken at random

@@ -64,7 +64,7 @@ def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequen
 
 
 def step_sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """Return one sequence per turn, whether or not the turns extend each other."""
+    """Return one sequence per turn that has sampled tokens, whether or not the turns extend each other."""
     return [_sequence([turn], advantage) for turn in turns if turn.completion_ids]
 
 

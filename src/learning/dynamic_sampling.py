@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
 A group is good if its rewards differ. `filter` collects good groups over several batches and keeps the number
-that the step needs. `replace` replaces bad groups by good groups of the same batch if more than
-`min_replace_ratio` of it is good, and samples another batch otherwise.
+that the step needs. `replace` replaces bad groups by good groups of the same batch if the share of good
+groups is above `dynamic_sampling_min_replace_ratio`, and samples another batch otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SamplingState:
     kept: list[TrajectoryGroup]  # the groups to train on, after the reward rules
     is_complete: bool
     num_batches: int = 0
-    num_bad: int = 0  # groups with equal rewards, over all batches
+    num_bad: int = 0  # groups with equal rewards or without a reward, over all batches
     num_copies: int = 0  # good groups that replace bad ones
     num_surplus: int = 0  # good groups beyond the number that the step needs
 
@@ -40,7 +40,7 @@ EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
-    """Return whether rewards differ or there is only one, as in SkyRL. Ungraded groups are not good."""
+    """Return whether the rewards differ or the group has only one, as in SkyRL. Ungraded groups are bad."""
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
 
 

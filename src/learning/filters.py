@@ -14,7 +14,8 @@ from src.learning.options import FilterOptions
 
 logger = logging.getLogger(__name__)
 
-# Trajectories that a limit ended, which SkyRL calls non-stop. Closing the terminal is an action of the agent.
+# The stop reasons that SkyRL calls non-stop: a limit ended the trajectory, or the trial failed.
+# SESSION_CLOSED is missing, because closing the terminal is an action of the agent.
 OVERLONG = frozenset(
     {
         StopReason.LENGTH,
@@ -54,7 +55,7 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards to train on. Apply it once per group.
+    """Return the groups with the rewards to train on. Apply the rules once per group.
 
     The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
     set the reward of trajectories that a limit ended or that have a long answer to 0.

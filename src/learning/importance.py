@@ -25,12 +25,12 @@ SEQUENCE_BOUNDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "outlier": 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TisResult:
-    """The factors of the advantages of the N sampled tokens of one trajectory."""
+    """The factors of the advantages of the N sampled tokens of one example."""
 
     factors: np.ndarray  # [N], 0 for masked tokens
-    num_capped: int  # capped tokens; with tis=sequence: 1 if the ratio of the trajectory is capped, else 0
-    is_masked: bool  # whether the whole trajectory is masked
-    num_masked_tokens: int
+    num_capped: int  # capped tokens; with tis=sequence: 1 if the ratio of the example is capped, else 0
+    is_masked: bool  # whether `tis_sequence_mask` masks the whole example
+    num_masked_tokens: int  # tokens that `tis_token_mask_low` and `tis_token_mask_high` mask
 
 
 def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptions) -> TisResult:
@@ -63,7 +63,7 @@ def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptio
 
 
 def out_of_bounds(log_ratios: np.ndarray, options: ImportanceOptions) -> bool:
-    """Return whether the whole trajectory is masked."""
+    """Return whether `tis_sequence_mask` masks all tokens, which have these log ratios [N]."""
     kind = options.tis_sequence_mask
     if kind == "off" or not log_ratios.size:
         return False

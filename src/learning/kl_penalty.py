@@ -19,7 +19,7 @@ from src.policy.sampling_policy import ReferenceModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlResult:
-    """The examples with the penalty in their advantages, and the estimated KL divergence per token (k1)."""
+    """The examples with changed advantages, and the estimated KL divergence per sampled token (k1)."""
 
     examples: list[Example]
     mean_kl: float
@@ -30,7 +30,7 @@ async def apply_kl_penalty(
 ) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
-    The mean is over all sampled tokens, so the sum of the advantages of the batch does not change.
+    The mean is over all sampled tokens of `examples`, so the sum of their advantages does not change.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))

@@ -1,4 +1,4 @@
-"""Optimizer updates through the Tinker API: one forward_backward and one optim_step per substep.
+"""Optimizer updates through the Tinker API. A substep is one optim_step after one or more forward_backward.
 
 All requests of an update are sent before the first result is awaited.
 """
@@ -34,9 +34,9 @@ class TrainedTokens:
 class Learner:
     """Sends datums and optimizer steps to one training client.
 
-    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, the update
-    of `alpha / rank * B @ A` is then that of an alpha `update_scale` times as large: Adam's step does not
-    depend on the size of the gradient, and the decay per step stays the same.
+    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, this gives
+    the update of `alpha / rank * B @ A` that an alpha `update_scale` times as large would give: Adam's step
+    does not depend on the size of the gradient, and the decay per step stays the same.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Learner:
             raise ConfigError(f"loss_fn={self._options.loss_fn}: {answer}") from error
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
-        """Return the trainer's logprobs of each datum, [T] with 0 for the first token. One `forward` call."""
+        """Call `forward` once and return the logprobs of each datum, [T] with 0 for the first token."""
         if not datums:
             return []
         with sdk_boundary("computing the trainer's logprobs"):

@@ -74,7 +74,7 @@ class TrainingBatch:
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return counts, rewards and lengths of one batch as it was played. Ungraded trials have counts only."""
+    """Return counts, rewards and lengths of one batch as it was played; only counts if no trial is graded."""
     played = PlayedGroups(groups, group_size=group_size)
     counts = measure(TRIAL_METRICS, played)
     if not played.trajectories:
@@ -104,7 +104,7 @@ def batch_metrics(
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return the metrics of an evaluation: those of all groups under `test/`, and those of each domain."""
+    """Return the metrics of all groups of an evaluation under `test/`, and of each domain or family."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
     for domain, members in by_domain_or_family(groups).items():
         values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))

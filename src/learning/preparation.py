@@ -43,8 +43,8 @@ async def prepare(
     """Convert the examples of a batch to the datums of each optimizer step.
 
     `reference` gives the logprobs for the KL penalty, `teacher` those for distillation, and `learner` those
-    for importance correction. `version` is the version of the weights to be trained. Tokens that are more
-    than `max_staleness` updates older are masked last.
+    for importance correction. `version` is the version of the weights to be trained. If `max_staleness` is
+    above 0, the last operation masks the tokens that are more than `max_staleness` updates older.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(examples_per_substep, dropped)

@@ -92,7 +92,7 @@ class Connector[Config: LoopOptions, Source]:
         self._connect = connect
 
     async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
-        """Open the dependencies with the weights of the folder's checkpoint, or else of the options."""
+        """Open the dependencies with the weights of the folder's checkpoint, or else the initial weights."""
         config = self._config
         if folder.checkpoint is not None:
             state_path = folder.checkpoint.state_path

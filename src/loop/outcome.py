@@ -41,7 +41,8 @@ class Success:
     after: float | None
     noop_success: float | None  # the success rate of an agent that does nothing
     is_partial: bool = False  # whether the rates use only a part of a benchmark's grading
-    rewards: tuple[float, float] | None = None  # mean before and after; None if it equals the success rate
+    # Mean reward before and after; None if it equals the success rate or step 0 was not evaluated.
+    rewards: tuple[float, float] | None = None
 
 
 class StepLimits(Protocol):
@@ -88,7 +89,10 @@ def require_trained(log_path: Path) -> None:
         )
     rewards = recorded(metrics_file, "env/all/reward/total").values()
     if any(recorded(metrics_file, "reward/signal_ratio").values()):
-        cause = "the filters removed every group whose rewards differ; see batch/* in metrics.jsonl"
+        cause = (
+            "the filters removed every group whose rewards differ; see groups/dropped/* and batch/* in "
+            "metrics.jsonl"
+        )
     else:
         mean = sum(rewards) / max(1, len(rewards))
         cause = (

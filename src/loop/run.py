@@ -191,7 +191,7 @@ def journal_of_run(log_path: Path) -> Generator[Journal]:
     try:
         yield journal
     except BaseException as error:
-        with suppress(StorageError):  # a full disk may be the reason
+        with suppress(StorageError):  # a full disk may have caused `error`
             journal.ended(end_state(error), str(error))
         raise
     journal.ended(RunState.DONE)

@@ -195,7 +195,7 @@ async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> flo
 
 
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
-    """Raise ConfigError unless the server serves the model with a context of `context_limit`."""
+    """Raise ConfigError unless the server serves the model with a context of at least `context_limit`."""
     action = f"listing the models of the server at {base_url(options)}"
     limit_s = options.heartbeat_timeout_s
     with sdk_boundary(action):

@@ -175,7 +175,7 @@ class Chat:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template shows tools."""
+        """Whether the template writes the given tools into the prompt. If not, a warning is logged once."""
         tool = {"type": "function", "function": _FUNCTION}
         is_shown = _FUNCTION_NAME in self._probe([_QUESTION], tools=[tool])
         if not is_shown:

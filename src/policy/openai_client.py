@@ -180,7 +180,8 @@ class EndpointPolicy:
 async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndpoint]:
     """Connect to an endpoint.
 
-    Raises ConfigError if it rejects the API key or does not serve the model, BackendError without an answer.
+    Raises ConfigError if the endpoint rejects the API key or does not serve the model, and BackendError if it
+    does not answer.
     """
     async with _client(base_url) as client:
         try:

@@ -42,7 +42,7 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
 
 
 def truncate_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, so that the next line starts at the beginning of a line."""
+    """Remove an incomplete last line, so that the next record is not appended to it."""
     if not path.exists():
         return
     with storage_boundary(path), path.open("r+b") as file:

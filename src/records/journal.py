@@ -4,7 +4,9 @@
     {"event": "rollout_started", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, ...}
     {"event": "finished", ... "outcome": "graded"}                     written after the rollout's tokens
     {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the groups, as GroupKeys, of the step
+    {"event": "quarantined", "step": 1, "task": "b", "cause": "sandbox"}
     {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the groups that the step trained on
+    {"event": "evaluated", "step": 1}                                  the evaluation after the step
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
     {"event": "ended", "state": "done"}
 
@@ -128,7 +130,7 @@ class Journal:
         self._note_end(key, outcome)
 
     def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
-        """Record that a step was trained. `state` is the state of task selection and failures after it."""
+        """Record that a step was trained. `state` has the task selection and failures after the step."""
         self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
         distinct = list(dict.fromkeys(groups))  # dynamic sampling may repeat a group

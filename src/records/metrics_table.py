@@ -1,4 +1,4 @@
-"""All metrics of a run and the other names under which they are logged. docs/metrics.md is generated from it.
+"""All metrics of a run, and their aliases. docs/metrics.md is generated from this module.
 
 `SECTIONS` joins the tables of `src/learning/metrics.py`, whose entries compute their values, with the metrics
 that other modules compute. `ALIASES` keeps dashboards of SkyRL, of its forks and of earlier releases working.
@@ -270,7 +270,7 @@ def metric_of(name: str) -> Metric[Any] | None:
     entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
     entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
     matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
-    if matches:  # prefer an exact name to a family, and any other family to one with `<name>`
+    if matches:  # prefer an exact name to a pattern, and any other pattern to one with `<name>`
         return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]
     for alias in ALIASES:
         if match := _pattern(alias.name).fullmatch(name):

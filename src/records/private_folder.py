@@ -1,4 +1,5 @@
-"""Folders that only this user can read: a run's folder contains conversations, a server's folder its key.
+"""Folders that only this user can read. A run's folder contains conversations, and a server's folder contains
+an API key.
 
 In a folder that every user can write to, such as the temporary folder, another user may have created an entry
 of the same name. An existing entry must therefore be a folder of this user or of root and no symbolic link,

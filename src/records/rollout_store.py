@@ -1,7 +1,7 @@
 """Finished rollouts with their exact tokens and logprobs, one line each in finished/<purpose>_<step>.jsonl.
 
-A prompt that continues an earlier turn is stored as the tokens that follow that turn, so a rollout of n
-tokens takes n numbers. A prompt with a rewritten history is stored as the tokens after the prefix that it
+A prompt that continues an earlier turn is stored as the tokens that follow that turn, so each token of a
+chain is stored once. A prompt with a rewritten history is stored as the tokens after the prefix that it
 shares with the previous prompt. Lists of numbers are packed:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
@@ -127,7 +127,7 @@ class FinishedRollouts:
         )
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """Return the path of the trial folder of a step or evaluation. The folder may not exist.
+        """Return the folder of all trials of a step or evaluation. The folder may not exist.
 
         The files of unfinished trials of earlier processes are removed from it.
         """

@@ -99,8 +99,9 @@ def run_path(config: RunFolderOptions, *, name: str) -> Path:
 def lock_run_dir(path: Path) -> Generator[None]:
     """Lock the folder while the block runs. Raises ConfigError if another process uses it.
 
-    The lock file is next to the folder, which may be deleted, or inside it if the parent is not writable. The
-    kernel releases the lock with the process. On a file system without locks, a warning is logged.
+    The lock file is next to the folder, because the folder may be deleted. If the parent is not writable, the
+    lock file is in the folder. The kernel releases the lock when the process ends. On a file system without
+    locks, a warning is logged.
     """
     try:
         make_parents(path)

@@ -59,8 +59,8 @@ class RunLog:
     def log(self, step: int, metrics: Mapping[str, float], *, is_whole: bool = True) -> None:
         """Append the line of a step.
 
-        If `is_whole` is false, `amend` will complete the line, and wandb and trackio receive it then: they
-        accept a step only once.
+        If `is_whole` is false, the line is not sent to wandb and trackio, because they accept a step only
+        once. `amend` later completes the line and sends it.
         """
         metrics = self._with_aliases(metrics)
         append_record(self._path, {"step": step, **finite(metrics)})
@@ -68,9 +68,10 @@ class RunLog:
             self._send(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics, possibly none, to the line of a step, and send the line.
+        """Add metrics, possibly none, to the line of the last step in the file, and send the line.
 
-        The file is replaced as a whole: after a crash it has either the old line or the new one.
+        Lines of later steps are removed. The file is replaced as a whole: after a crash it has either the old
+        line or the new one.
         """
         lines = records(self._path)
         before = next((record for record in lines if record["step"] == step), {})

@@ -45,7 +45,8 @@ class StepBatch:
 class BatchCollector:
     """Collects the batch of each step.
 
-    It keeps the state of failures and of the curriculum after `steps_done` steps.
+    It also keeps the state of failures and of the curriculum. The journal gives the state after `steps_done`
+    steps.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        The rollouts are read once, because reading also removes incomplete files from the step's folder.
+        Each step has one plan, because `_plan` also removes the files of unfinished trials.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)

@@ -1,7 +1,7 @@
 """Roll out groups of trials.
 
-One semaphore limits the number of concurrent trials. Each trial has a deadline and several attempts. This
-module converts exceptions of a trial to a `TrialFailure`.
+One semaphore limits the number of concurrent trials. A trial has up to `trial_attempts` attempts, each with a
+deadline. This module converts exceptions of a trial to a `TrialFailure`.
 """
 
 from __future__ import annotations

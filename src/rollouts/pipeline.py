@@ -36,8 +36,8 @@ class Batch:
 def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return every batch of the run.
 
-    The result depends only on the tasks and the options, so a resumed run has the same batches. A batch never
-    contains tasks of two epochs, so the last batch of an epoch may be smaller.
+    The result depends only on the tasks and the options, so a resumed run has the same batches. Without a
+    domain mixture, a batch never contains tasks of two epochs, so the last batch of an epoch may be smaller.
     """
     if options.domain_shares:
         return mixed(tasks, options)
@@ -211,9 +211,12 @@ class Pipeline:
     def _admission_limit(self) -> int:
         """Return the number of groups that may be rolled out at once.
 
-        A group that ends during an update, when n other groups wait, is trained `1 + n // batch_size` updates
-        later, so at most `max_staleness` batches should end during one update. The limit is that number of
-        batches, plus one for every two updates that fit into a group's mean duration, minus waiting groups.
+        The limit is `max_groups_in_flight` or, with `max_staleness`, a smaller number if groups would be too
+        old. A group that ends during an update, when n other groups wait, is trained `1 + n // batch_size`
+        updates later, so at most `max_staleness` batches should end during one update. This smaller number is
+        the groups of `max_staleness` batches, plus one batch for every two updates that fit into the mean
+        duration of a group, minus the waiting groups. Before the first update has ended, it is the groups of
+        `max_staleness + 1` batches, minus the groups that steps have taken and the waiting groups.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size

@@ -8,7 +8,7 @@ from src.core.trajectory import TrajectoryGroup
 
 
 class RunEvents(Protocol):
-    """Receives the events of rollouts. The methods are called on the event loop, in the order of events."""
+    """Receives the events of rollouts on the event loop, in the order in which they happen."""
 
     def say(self, text: str) -> None:
         """Show one line of text to the user."""

@@ -35,7 +35,10 @@ class FaultState:
     recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
-        """Return the state with the failures of `groups` added."""
+        """Return the state with the failures of `groups` added.
+
+        A group in which all failures are of the kind `agent` resets the strikes of its task.
+        """
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         for group in groups:
             causes = Counter(

@@ -68,8 +68,9 @@ def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
 
 
 def split(examples: Sequence[Example], options: DataOptions) -> Dataset:
-    """Hold out `eval_split` of the tasks: none if it is 0, or else at least one of two or more tasks.
+    """Hold out the share `eval_split` of the tasks.
 
+    If the share is above 0 and there are two or more tasks, at least one is held out and one is trained.
     Each chat of a file is one task; equal chats are the same task. The choice depends on the tasks and the
     seed, not on the order of the examples.
     """

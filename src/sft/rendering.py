@@ -36,7 +36,7 @@ class Example:
 def example_of(
     tokens: Sequence[int], weights: Sequence[bool], *, where: str, context_limit: int, task: str | None = None
 ) -> Example:
-    """Return an example. `task` None: its content hash. Raises ConfigError if the example is too long."""
+    """Return an example. If `task` is None, the content hash is the task. Raises ConfigError if too long."""
     if len(tokens) > context_limit:
         raise ConfigError(
             f"{where}: the chat has {len(tokens)} tokens, more than context_limit={context_limit}; "

@@ -136,7 +136,7 @@ async def train(
 def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
     """Return the last lines of a process that took `wall_s` seconds.
 
-    `folder` is the run folder as the process found it.
+    `folder` has the checkpoint from which the process started.
     """
     metrics_file, lines = folder.path / "metrics.jsonl", []
     values = recorded(metrics_file, HELD_OUT_NLL)

@@ -37,7 +37,9 @@ class Condition:
 
 
 def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
-    """Return the files with None and the run folders with their conditions.
+    """Return the path of each file of chats with None, and of each run folder with its condition.
+
+    Raises ConfigError for a condition without a run folder, and for a run folder without a condition.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward

@@ -1,8 +1,7 @@
 """The loop of supervised fine-tuning: each step is `update -> evaluate -> report -> save`.
 
-Its exactly-once rules are those of `src/terminus2_trainer.py`: a step is recorded after the server has
-trained it, a checkpoint is saved after the metrics of its step are logged, and a resumed run repeats the
-steps after the last checkpoint.
+As in `src/terminus2_trainer.py`, a step is recorded after the server has trained it, a checkpoint is saved
+after the metrics of its step are logged, and a resumed run repeats the steps after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ HELD_OUT_NLL = "test/nll"
 class SupervisedTrainer:
     """Trains on batches, evaluates the weights and saves checkpoints.
 
-    `steps_done` is the number of training steps of the weights on the server.
+    `steps_done` is the number of training steps that the weights on the server have had.
     """
 
     def __init__(
@@ -68,7 +67,10 @@ class SupervisedTrainer:
         )
 
     async def train(self, batches: Sequence[Batch]) -> None:
-        """Train on every batch after `steps_done`. If the run is stopped or fails, the weights are saved."""
+        """Train on every batch after `steps_done`.
+
+        If the run is stopped or fails, a checkpoint is saved, except after a BackendError or a StorageError.
+        """
         try:
             await self._evaluate_start(num_steps=len(batches))
             for batch in batches[self.steps_done :]:
@@ -93,7 +95,7 @@ class SupervisedTrainer:
                 self._run_log.log(0, await self._evaluate(0))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted during it
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
                 self._run_log.amend(step, await self._evaluate(step))
                 self._journal.evaluated(step)
             else:

@@ -1,6 +1,6 @@
 """Command line of the chat: `agent-trainer chat RUN`, or `python -m src.evaluate.chat key=value ...`.
 
-Exit status: 0 (/exit or end of input), 2 (wrong options), 130 (interrupted), or that of a lost server.
+Exit status: 0 (/exit or end of input), 1 (the server failed), 2 (wrong options), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def say(text: str) -> None:
 
 
 def chat(config: ChatConfig) -> None:
-    """Chat until the end of input.
+    """Chat until /exit or the end of input.
 
     The event loop runs only to connect, to answer and to close the connection, so that the terminal's line
     editing and Ctrl-C work as in other programs.

@@ -5,7 +5,8 @@ capabilities.json.
                             [only=CHECK,CHECK]
                             [request_timeout_s=600]
 
-`request_timeout_s` limits the time to list the models, of each check and to close the session.
+`request_timeout_s` limits the time to list the models, the time of each check and the time to close the
+session.
 
 The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
 checked.
