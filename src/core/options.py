@@ -1,9 +1,9 @@
 """Base class and validators of option classes.
 
-Each package declares the options of its components as chz classes in its module `options`. The parameter type
-of a component is its own class. The configuration of a program inherits the classes of all its components and
-is passed to each component unchanged. The `options` modules must not import slow modules, which would delay
-`--help` and the messages for mistyped options.
+Each package declares the options of its components as chz classes in its module `options`. A component takes
+an object of its own option class. The configuration of a program inherits the classes of all its components
+and is passed to each component unchanged. The `options` modules must not import slow modules, which would
+delay `--help` and the messages for mistyped options.
 
 The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
 """

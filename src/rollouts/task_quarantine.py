@@ -37,7 +37,7 @@ class FaultState:
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
         """Return the state with the failures of `groups` added.
 
-        A group in which all failures are of the kind `agent` resets the strikes of its task.
+        A group with a graded trial, or with failures of the kind `agent` alone, resets its task's strikes.
         """
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         for group in groups:

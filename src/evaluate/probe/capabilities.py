@@ -58,7 +58,7 @@ def read(path: str | Path) -> Capabilities:
 
 
 def require(capabilities: Capabilities, config: TrainerConfig) -> None:
-    """Raise ConfigError if the endpoint failed a check that the run needs, or if the model differs."""
+    """Raise ConfigError if a check that the run needs failed, or if another model was checked."""
     if capabilities.model_name != config.model_name:
         raise ConfigError(
             f"capabilities={config.capabilities} is about {capabilities.model_name}, not "
