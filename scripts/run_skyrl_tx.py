@@ -455,8 +455,8 @@ def start_server(
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. Exits with the error of the server if it fails.
 
-    While the server starts, the tasks of the run `to_check` are checked. If they are invalid, the server is
-    stopped and ConfigError is raised.
+    While the server starts, the Harbor tasks of the run `to_check` are checked. If they are invalid, the
+    server is stopped and ConfigError is raised.
 
     `server_folder`, which only this user can read, receives the log, the key and the arguments of the server.
     The server reads the key from its environment, because every user can read arguments.
@@ -488,9 +488,11 @@ def start_server(
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     started = time.monotonic()
-    if to_check is not None:
+    if to_check is not None and to_check.env == "harbor":
+        from src.envs.harbor.environment import check_harbor  # the import of Harbor takes seconds
+
         try:
-            check_environment(to_check)
+            check_harbor(to_check)
         except ConfigError:
             stop(server)
             raise

@@ -29,10 +29,7 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "openenv": "src.envs.openenv_client:open_openenv",
     "data": "src.envs.data.environment:open_data",
 }
-CHECKS = {  # functions that check the files of an environment
-    "data": "src.envs.data.environment:check_data",
-    "harbor": "src.envs.harbor.environment:check_harbor",
-}
+CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that check the files of an environment
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:

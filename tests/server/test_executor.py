@@ -355,8 +355,8 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
         train(engine, "resumed", seed=2)
         assert_identical(state(engine, "resumed", checkpoints_dir), uninterrupted)
 
-        run(engine, LoadWeights(model_id="fresh moments", path=saved.path, optimizer=False, create=True))
-        assert int(state(engine, "fresh moments", checkpoints_dir)["optimizer.step"]) == 0
+        run(engine, LoadWeights(model_id="fresh-moments", path=saved.path, optimizer=False, create=True))
+        assert int(state(engine, "fresh-moments", checkpoints_dir)["optimizer.step"]) == 0
         assert int(state(engine, "resumed", checkpoints_dir)["optimizer.step"]) == 2
         run(engine, LoadWeights(model_id="resumed", path=saved.path, optimizer=False))
         weights_only = state(engine, "resumed", checkpoints_dir)

@@ -120,7 +120,7 @@ def test_auto_uses_the_sandbox_for_tasks_that_docker_refuses(
     monkeypatch.setattr(DockerEnvironment, "_egress_control_kernel_support", lambda *_: False)
     assert harbor_tasks(environment_type="auto").environment_type == "sandbox"
     reason = f"{HELLO}: network_mode='no-network' is not supported by Harbor's Docker environment"
-    assert caplog.messages == [f"trials run in the sandbox, because Docker cannot run {reason}"]
+    assert caplog.messages[0] == f"trials run in the sandbox, because Docker cannot run {reason}"
     with pytest.raises(ConfigError) as error:
         harbor_tasks(environment_type="docker")
     assert str(error.value) == f"{reason}; try environment_type=sandbox"
