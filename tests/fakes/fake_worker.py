@@ -6,6 +6,7 @@ alarm {episode}          runs until SIGALRM ends the process, as in tau2's worke
 die {episode}            exits with status 3 and a message on stderr
 nonsense {episode}       writes a line that is not a reply, then hangs
 once {episode, how, flag}  creates the file `flag` and fails as operation `how`; adds 0 if the file exists
+die_if {episode, flag}   adds 0; exits with status 3 if the file `flag` exists
 forget {episode}         discards the sum of the episode
 known {episode}          {"episodes": [...]}, the sorted episodes that have a sum
 """
@@ -40,6 +41,10 @@ def handle(request: dict) -> dict:
             open(request["flag"], "w").close()
             misbehave(request["how"])
         op, request["n"] = "add", 0
+    if op == "die_if":
+        if os.path.exists(request["flag"]):
+            misbehave("die")
+        op, request["n"] = "add", 0
     if op == "add":
         totals[episode] = totals.get(episode, 0) + request["n"]
         return {"total": totals[episode], **({"pid": os.getpid()} if request.get("pid") else {})}
@@ -52,6 +57,8 @@ def handle(request: dict) -> dict:
     return {"error": f"ValueError: no such thing as {op}"}
 
 
+if "hang" in sys.argv:
+    misbehave("hang")
 if "refuse" in sys.argv:
     print(json.dumps({"id": 0, "error": "wrong tau2; run scripts/setup_tau.sh"}), flush=True)
     sys.exit()

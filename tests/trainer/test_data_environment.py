@@ -15,13 +15,14 @@ import pytest
 from src.cli.command_line import parse, parse_as
 from src.config import run_name
 from src.core.errors import ConfigError
-from src.core.trajectory import StopReason, Trajectory, ZeroReason
+from src.core.trajectory import StopReason, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
 from src.envs.data import rewards
 from src.envs.data.records import Record, read_records
 from src.envs.data.rewards import last_number, open_reward
 from src.envs.data.rows import Columns, question_of
 from src.envs.registry import check_environment, open_task_source
+from src.envs.service import subprocess_pool
 from src.evaluate.config import EvaluateConfig
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER
@@ -185,6 +186,17 @@ async def test_an_endless_comparison_gives_reward_0(tmp_path, monkeypatch, rewar
     )
     result = await play(source, answer)
     assert (result.reward, result.zero_reason) == (0.0, ZeroReason.VERIFIER_TIMEOUT)
+    await source.close()
+
+
+async def test_a_grading_worker_that_does_not_start_gives_no_reward(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess_pool, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(subprocess_pool, "GRACE_S", 0.01)
+    questions = written(tmp_path / "a.jsonl", {"question": "?", "answer": "3"})
+    source = opened(f"data={questions}", "reward=math", "eval_split=0")
+    trial = source.trial(source.train[0], directory=Path("unused"), seed=1, temperature=1.0)
+    result = await trial.run(FakePolicy(byte_chat(), ("3",)))
+    assert isinstance(result, TrialFailure) and "a worker did not start" in str(result)
     await source.close()
 
 

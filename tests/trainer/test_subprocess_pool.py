@@ -7,12 +7,14 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from src.core.errors import ConfigError, SandboxError
 from src.envs.service import subprocess_pool
 from src.envs.service.subprocess_pool import (
+    RequestFailed,
     WorkerLost,
     WorkerPool,
     WorkerSession,
@@ -175,6 +177,48 @@ async def test_a_start_error_of_a_worker_is_reported():
     async with worker_pool(settings) as pool:
         with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
             await Counter(pool, "one").add(1)
+
+
+async def test_a_worker_that_does_not_start_is_no_failed_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subprocess_pool, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(subprocess_pool, "GRACE_S", 0.1)
+    async with pool_of(arguments=("hang",)) as pool:
+        with pytest.raises(SandboxError, match="a worker did not start: a worker did not answer") as error:
+            await Counter(pool, "one").add(1)
+    assert not isinstance(error.value, RequestFailed)
+
+
+async def test_a_replay_that_ends_workers_is_no_failed_request(tmp_path: Path):
+    async with pool_of() as pool:
+        counter, flag = Counter(pool, "one"), tmp_path / "flag"
+        await counter.ask("die_if", flag=str(flag))
+        flag.touch()
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(SandboxError, match="cannot continue on another worker: die_if: a wor") as error:
+            await counter.add(1)
+            await counter.add(1)
+    assert not isinstance(error.value, RequestFailed)
+
+
+async def test_a_cancelled_start_ends_the_worker(monkeypatch: pytest.MonkeyPatch):
+    processes: list[asyncio.subprocess.Process] = []
+    is_started = asyncio.Event()
+    create = asyncio.create_subprocess_exec
+
+    async def record(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        processes.append(await create(*command, **options))
+        is_started.set()
+        return processes[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", record)
+    async with pool_of(arguments=("hang",)) as pool:
+        start = asyncio.create_task(pool.worker())
+        await is_started.wait()
+        await asyncio.sleep(0)  # the pool now waits for the worker's first reply
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 async def test_closing_the_pool_ends_all_workers():

@@ -155,8 +155,8 @@ class WorkerReward:
     async def grade(self, answer: str, question: Question) -> Graded:
         """Compare the answer with the reference in a worker.
 
-        Raises AgentFault if the comparison exceeds the time limit, and WorkerLost if its worker exits in each
-        of MAX_ATTEMPTS attempts.
+        Raises AgentFault if the comparison exceeds the time limit, WorkerLost if its worker exits in each of
+        MAX_ATTEMPTS attempts, and SandboxError if no worker starts.
         """
         reference = require_reference(question)
         if self._name == "math":

@@ -5,6 +5,9 @@ Requests and replies are JSON lines, and every request has a deadline.
 A worker runs many episodes and answers one request at a time. A worker that exits, hangs or sends an invalid
 reply is killed and replaced. Its episodes are replayed on another worker, which must give identical replies.
 An episode may lose `MAX_LOSSES` workers to its own requests; the next loss fails the episode.
+
+The errors distinguish a failure that a request caused (`RequestFailed`), for which an agent can be
+responsible, from a failure of the pool (every other SandboxError), which must not become a reward.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0  # added to the time limit that the worker itself enforces
 START_TIMEOUT_S = 180.0
 MAX_LINE_BYTES = 1 << 27
-MAX_LOSSES = 1  # an episode fails if its requests end more workers than this
+MAX_LOSSES = 1  # an episode fails if its requests, or the replays of its requests, end more workers than this
 
 WorkerReply = Mapping[str, Any]
 
 
-class WorkerLost(SandboxError):
-    """A worker exited, or sent an invalid reply."""
+class RequestFailed(SandboxError):
+    """The worker replied to a request with an error."""
+
+
+class WorkerLost(RequestFailed):
+    """A worker exited or sent an invalid reply when it ran a request."""
 
 
 class WorkerTimeout(WorkerLost):
@@ -74,12 +81,14 @@ class Worker:
     async def wait_until_ready(self) -> None:
         """Wait for the worker's first reply, which has the id 0.
 
-        Raises ConfigError with the worker's message if the reply is an error, and WorkerLost if the worker
+        Raises ConfigError with the worker's message if the reply is an error, and SandboxError if the worker
         exits or sends no valid reply.
         """
-        reply = await self._reply(0, timeout_s=START_TIMEOUT_S)
+        try:
+            reply = await self._reply(0, timeout_s=START_TIMEOUT_S)
+        except WorkerLost as error:
+            raise SandboxError(f"a worker did not start: {error}") from error
         if "error" in reply:
-            await self.kill()
             raise ConfigError(str(reply["error"]))
 
     async def kill(self) -> None:
@@ -138,20 +147,20 @@ class WorkerSession:
         self._close_request = close_request
         self._worker: Worker | None = None
         self._exchanges: list[tuple[Mapping[str, object], WorkerReply]] = []
-        self._num_losses = 0
+        self._num_losses = self._num_replay_losses = 0
 
     async def ask(self, request: Mapping[str, object]) -> WorkerReply:
-        """Return the reply to a request. Raises WorkerLost if this episode has lost too many workers,
-        SandboxError if the worker replies with an error.
+        """Return the reply to a request.
+
+        Raises WorkerLost if the requests of this episode have ended too many workers, RequestFailed if the
+        worker replies with an error, and SandboxError if no worker can start or continue this episode.
         """
         while True:
+            worker = await self._restored()
+            if worker is None:
+                continue
             try:
-                worker = await self._restored()
-                reply = (
-                    await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
-                    if worker
-                    else None
-                )
+                reply = await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
             except WorkerLost as error:
                 self._num_losses += 1
                 if self._num_losses > MAX_LOSSES:
@@ -161,7 +170,7 @@ class WorkerSession:
             if reply is None:
                 continue
             if "error" in reply:
-                raise SandboxError(f"the worker's operation {request.get('op')} failed: {reply['error']}")
+                raise RequestFailed(f"the worker's operation {request.get('op')} failed: {reply['error']}")
             self._exchanges.append((request, reply))
             return reply
 
@@ -175,9 +184,7 @@ class WorkerSession:
             await worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:
-        """Return a worker with the state of this episode, or None if another episode ended that worker during
-        the replay.
-        """
+        """Return a worker with the state of this episode, or None if it was lost during the replay."""
         if self._worker is not None and not self._worker.is_lost:
             return self._worker
         if self._worker is not None:
@@ -185,7 +192,15 @@ class WorkerSession:
         self._worker = worker = await self._pool.worker()
         worker.num_sessions += 1
         for request, reply in self._exchanges:
-            replayed = await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
+            try:
+                replayed = await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
+            except WorkerLost as error:
+                self._num_replay_losses += 1
+                if self._num_replay_losses > MAX_LOSSES:
+                    raise SandboxError(
+                        f"an episode cannot continue on another worker: {request.get('op')}: {error}"
+                    ) from error
+                return None
             if replayed is None:
                 return None
             if {**replayed, "id": 0} != {**reply, "id": 0}:
@@ -268,5 +283,9 @@ async def start_worker(settings: WorkerSettings) -> Worker:
         stderr.close()
         raise ConfigError(f"{settings.command[0]} cannot be run ({error.strerror})") from error
     worker = Worker(process, stderr)
-    await worker.wait_until_ready()
+    try:
+        await worker.wait_until_ready()
+    except BaseException:  # also if the call is cancelled
+        await worker.kill()
+        raise
     return worker

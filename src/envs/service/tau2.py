@@ -24,7 +24,13 @@ from src.envs.message_env import ResetResult
 from src.envs.service import tau2_worker
 from src.envs.service.call_forms import text_parameters
 from src.envs.service.service_env import ActionResult, Grade
-from src.envs.service.subprocess_pool import WorkerPool, WorkerReply, WorkerSettings, WorkerTimeout
+from src.envs.service.subprocess_pool import (
+    RequestFailed,
+    WorkerPool,
+    WorkerReply,
+    WorkerSettings,
+    WorkerTimeout,
+)
 from src.envs.service.task_files import TaskDefinition
 from src.envs.service.tool_calls import ToolCall, parse
 from src.envs.service.user_simulator import ScriptedUserSimulator, Tools, UserSimulator
@@ -117,7 +123,7 @@ class Tau2Episode:
                 raise
             self._has_timed_out = True
             return ActionResult(is_done=True)
-        except SandboxError as error:  # the agent's call ended two workers, or the worker rejected it
+        except RequestFailed as error:  # the agent's call ended two workers, or the worker rejected it
             if not calls:
                 raise
             raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
