@@ -24,7 +24,7 @@ import numpy as np
 
 from skyrl_tx_server.config.command_line import help_text, parse, print_help
 from skyrl_tx_server.config.engine_options import model_alias
-from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError
+from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, parse_path
 from skyrl_tx_server.files.checkpoints import CheckpointStore
@@ -134,6 +134,11 @@ def merge(options: MergeOptions) -> str:
 def import_adapter(options: ImportOptions) -> str:
     """Run `import`. Return a line that says what was written. Raise ServerError or OSError."""
     _, kind, _ = parse_path(options.checkpoint)
+    if kind is CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"checkpoint={options.checkpoint}: external_weights are for download only; use "
+            "tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+        )
     base = open_base_model(_base_directory(options.base_model))
     lora, arrays = read_adapter(Path(options.adapter).expanduser(), base)
     alias = model_alias(options.base_model, options.model_alias)

@@ -105,7 +105,13 @@ def _replace(file: Path, text: str) -> None:
         if target.exists():  # a server that runs as another user must still be able to read the file
             status = target.stat()
             os.fchmod(descriptor, status.st_mode & 0o777)
-            os.fchown(descriptor, status.st_uid, status.st_gid)
+            try:
+                os.fchown(descriptor, status.st_uid, status.st_gid)
+            except PermissionError:
+                raise ConfigError(
+                    f"{target} belongs to another user or group, which a new file cannot get; run this "
+                    "command as its owner or as root"
+                ) from None
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()

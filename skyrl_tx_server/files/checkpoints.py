@@ -196,7 +196,10 @@ class CheckpointStore:
             record_file = directory / RECORD_NAME
             if record_file.exists() and not overwrite:
                 raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
-            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ServerError(f"cannot write checkpoint {path}: {error}") from error
             num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
             self._check_quotas(path, num_bytes)
             check_room(self.root, num_bytes)

@@ -35,6 +35,7 @@ def write_merged(
     if unknown:
         raise UserError(f"{base.directory} has no tensor {unknown[0]}: the adapter belongs to another model")
     files = sorted(set(base.files.values()))
+    total_bytes = 0
     for file in files:
         merged = {}
         for name, tensor in base.read_file(file):
@@ -42,6 +43,7 @@ def write_merged(
             if unties and name == EMBEDDING:
                 merged[HEAD] = _sum(HEAD, tensor, deltas[HEAD], dtype)
         save_file(merged, output / file.name, metadata={"format": "pt"})
+        total_bytes += sum(tensor.nbytes for tensor in merged.values())
     for file in base.directory.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
             shutil.copyfile(file, output / file.name)
@@ -59,6 +61,7 @@ def write_merged(
         table["weight_map"] = {
             name: file for name, file in table["weight_map"].items() if not base.is_scale(name)
         } | head
+        table["metadata"] = table.get("metadata", {}) | {"total_size": total_bytes}
         write_json(index, table)
 
 

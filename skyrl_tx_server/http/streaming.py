@@ -74,9 +74,16 @@ async def stream_tokens(
 async def wait_for_results(
     state: AppState, request: Request, ops: Sequence[Sample]
 ) -> list[SampleResult] | None:
-    """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None."""
+    """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None.
+
+    If the engine refuses one of `ops`, withdraw the others and raise its ServerError.
+    """
     watcher = StreamWatcher(streams_tokens=False)
-    futures = [state.engine.submit(op, watcher) for op in ops]
+    try:
+        futures = [state.engine.submit(op, watcher) for op in ops]
+    except BaseException:
+        watcher.cancel()
+        raise
     disconnected = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
     try:

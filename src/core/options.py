@@ -58,6 +58,12 @@ def above(minimum: float) -> Validator:
     return validate
 
 
+def share_or_0(options: Any, name: str) -> None:
+    """Validate a field: a number between 0 and 1."""
+    value = _value(options, name)
+    require(0 <= value <= 1, f"{_name(name)} must lie between 0 and 1, not {value}")
+
+
 def share(options: Any, name: str) -> None:
     """Validate a field: None, or a number above 0 and at most 1."""
     value = _value(options, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import chz
 
-from src.core.options import Options, at_least, require, share
+from src.core.options import Options, at_least, require, share, share_or_0
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.records.options import LogsOptions
 from src.rollouts.options import RolloutOptions
@@ -54,7 +54,9 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         "evaluate RUN: RUN/evaluations/<date>",
     )
     max_failure_rate: float = chz.field(
-        default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"
+        default=0.5,
+        doc="Fail after writing the results if more than this share of the trials is ungraded",
+        validator=share_or_0,
     )
 
     @property

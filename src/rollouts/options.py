@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options, SeedOptions, at_least, pairs, require
+from src.core.options import Options, SeedOptions, at_least, pairs, require, share_or_0
 from src.envs.options import AgentOptions, TrialOptions
 from src.learning.options import CurriculumOptions, DynamicSamplingOptions, FilterOptions, StalenessOptions
 from src.policy.options import JudgeEndpointOptions
@@ -117,15 +117,10 @@ class FaultOptions(Options):
         validator=at_least(0),
     )
     max_failure_rate: float = chz.field(
-        default=0.5, doc="Stop if more than this share of the latest trials could not be graded; 1: never"
+        default=0.5,
+        doc="Stop if more than this share of the latest trials could not be graded; 1: never",
+        validator=share_or_0,
     )
-
-    @chz.validate
-    def _rate_is_a_share(self) -> None:
-        require(
-            0 <= self.max_failure_rate <= 1,
-            f"max_failure_rate must lie between 0 and 1, not {self.max_failure_rate}",
-        )
 
 
 @chz.chz

@@ -316,6 +316,9 @@ def test_the_flag_api_key_file_sets_the_api_key(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("tml-secret\n")
     flags = ["--base-model", "x", "--api-key-file", str(tmp_path / "key")]
     assert parse(with_secrets(flags, {})).api_key == "tml-secret"
+    (tmp_path / "key").write_text("tml-" + "a" * 5000)
+    with pytest.raises(ConfigError, match="the file has more than 4096 bytes"):
+        with_secrets(flags, {})
 
 
 def test_every_flag_maps_to_an_option_or_has_no_effect() -> None:

@@ -213,6 +213,9 @@ def test_every_exported_tensor_has_the_requested_dtype(tmp_path: Path) -> None:
     files = [*(tmp_path / "peft").glob("*.safetensors"), *(tmp_path / "merged").glob("*.safetensors")]
     assert len(files) == 1 + 2  # the base model has two shards
     assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    num_bytes = sum(array.nbytes for file in files[1:] for array in load_file(file).values())
+    assert index["metadata"]["total_size"] == num_bytes
 
 
 @pytest.mark.seed_behaviour(88)
@@ -241,6 +244,12 @@ def test_default_adapter_names_and_rslora_are_imported(tmp_path: Path) -> None:
     info, imported = CheckpointStore(tmp_path, "local/tied").read(imported_path)
     assert info.lora == LoraSpec(rank=4, alpha=20.0, train_mlp=False, train_unembed=False)
     assert imported.keys() == arrays.keys()
+
+
+def test_external_weights_cannot_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"adapter={tmp_path}", f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
+    assert main(["import", *options, "checkpoint=tinker://new/external_weights/one"]) == 2
+    assert "external_weights are for download only" in capsys.readouterr().err
 
 
 def change_config(adapter: Path, **changes: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -34,10 +36,16 @@ CUT = SOLVED | {"stop_reason": "length"}
 LOST = {"task": "b", "trial": "b__1", "failure": "verifier", "message": "no reward.txt\nmore"}
 
 
-def run_of(path: Path, *, trials: list[dict[str, object]] | None = None, **changes: list[float]) -> Path:
-    """Write a run of nine steps with these values of metrics, and these trials in step 9."""
+def run_of(
+    path: Path,
+    *,
+    trials: list[dict[str, object]] | None = None,
+    options: Mapping[str, object] = MappingProxyType({}),
+    **changes: list[float],
+) -> Path:
+    """Write a run of nine steps with these options, values of metrics, and trials in step 9."""
     (path / "rollouts").mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps({**CONFIG, **options}))
     columns = GOOD | {name.replace("__", "/"): values for name, values in changes.items()}
     lines = [
         {"step": step} | {name: values[step - 1] for name, values in columns.items()} for step in range(1, 10)
@@ -97,6 +105,12 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
             ProblemName.TRUNCATED,
             "2 of the last 10 trials were cut by a length limit",
             "resume {run} max_tokens=200",
+        ),
+        (
+            {"trials": [SOLVED] * 8 + [CUT] * 2, "options": {"max_generate_length": 300}},
+            ProblemName.TRUNCATED,
+            "2 of the last 10 trials were cut by a length limit",
+            "resume {run} max_generate_length=600",
         ),
         (
             {"trials": [SOLVED] * 18 + [LOST] * 2},

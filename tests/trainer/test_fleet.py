@@ -235,6 +235,7 @@ def test_a_server_that_is_down_gives_a_one_line_error(tmp_path: Path):
         ("verifier_tools=one+two", "has no tool one; its tools are"),
         ("speed=2", "env=fleet has no option speed; remove the option"),
         ("call_timeout_s=0", "call_timeout_s must be a number above 0"),
+        ("max_result_chars=0.5", "max_result_chars must be an integer above 0, not '0.5'"),
         ("parallel_tool_calls=2", "parallel_tool_calls=2 is not one of false, true"),
     ],
 )

@@ -237,6 +237,7 @@ async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):
         ([], "domain=retail,grading=half", "grading=half is not one of all, env"),
         ([], "domain=retail,speed=3", "domain=retail has no option speed"),
         ([], "domain=retail,step_timeout_s=soon", "step_timeout_s must be a number above 0, not 'soon'"),
+        ([], "domain=retail,step_timeout_s=nan", "step_timeout_s must be a number above 0, not 'nan'"),
         (
             [],
             "domain=retail,user_simulator=openai",

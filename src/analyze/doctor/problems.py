@@ -44,7 +44,7 @@ PLACEHOLDERS = {
     "trial": "TRIAL",
     "higher_rate": "TWICE_THE_RATE",
     "lower_rate": "HALF_THE_RATE",
-    "more_tokens": "TWICE_THE_TOKENS",
+    "more_tokens": "max_tokens=TWICE_THE_TOKENS",
     "base_model": "MODEL",
 }
 """What docs/how-to/troubleshooting.md shows in place of the values of a run."""
@@ -85,7 +85,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
         sign=f"more than {MAX_TRUNCATED:.0%} of the graded trials of the last {RECENT_STEPS} steps ended "
         "with the stop reason `length` or `context_length`",
         meaning="Answers are cut at `max_tokens` or at the context before they are complete.",
-        command="agent-trainer resume {run} max_tokens={more_tokens}",
+        command="agent-trainer resume {run} {more_tokens}",
     ),
     ProblemName.FAILURES: Problem(
         sign=f"more than {MAX_FAILED:.0%} of the trials could not be graded",

@@ -152,7 +152,9 @@ def truncated(run: CheckedRun) -> Finding:
     measured = f"{num_cut} of the last {len(graded)} trials were cut by a length limit"
     if num_cut <= MAX_TRUNCATED * len(graded):
         return Finding(name="answers", measured=measured)
-    more = str(2 * int(run.options.get("max_tokens") or 1024))
+    # max_generate_length takes precedence over max_tokens.
+    option = "max_generate_length" if run.options.get("max_generate_length") else "max_tokens"
+    more = f"{option}={2 * int(run.options.get(option) or 1024)}"
     return problem_finding(ProblemName.TRUNCATED, measured, run=str(run.path), more_tokens=more)
 
 

@@ -208,7 +208,7 @@ def _copy(
     mode, value = _copy_options(path, line, value)
     words = [_expand(word, variables) for word in _words(value)]
     if len(words) < 2:
-        raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
+        raise ConfigError(f"{path}:{line}: {'ADD' if unpacks else 'COPY'} needs a source and a destination")
     *sources, target = words
     into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
     files: list[tuple[Path, str]] = []

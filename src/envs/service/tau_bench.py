@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import chz
@@ -300,14 +301,15 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
 def number(options: Options, name: str, default: float) -> float:
     """Remove and return an option that must be above 0, or at least 0 if the default is 0.
 
-    Raises ConfigError for any other value.
+    The option must be an integer if the default is an int. Raises ConfigError for any other value.
     """
-    text = options.pop(name, str(default))
+    text, is_integer = options.pop(name, str(default)), isinstance(default, int)
     try:
-        value = float(text)
+        value = int(text) if is_integer else float(text)
     except ValueError:
         value = -1.0
-    if value < 0 or (value == 0 and default > 0):
-        bound = "a number above 0" if default > 0 else "at least 0"
+    if not isfinite(value) or value < 0 or (value == 0 and default > 0):
+        kind = "an integer" if is_integer else "a number"
+        bound = f"{kind} above 0" if default > 0 else f"{kind} of at least 0"
         raise ConfigError(f"environment_kwargs {name} must be {bound}, not {text!r}")
     return value

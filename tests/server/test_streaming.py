@@ -1,0 +1,28 @@
+"""Tests of waiting for samples without a server."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from skyrl_tx_server.engine.operations import Sample, SampleResult
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.http.streaming import StreamWatcher, wait_for_results
+
+
+async def test_a_refused_sample_withdraws_the_earlier_ones() -> None:
+    watchers: list[StreamWatcher] = []
+
+    def submit(op: Sample, watcher: StreamWatcher) -> Future[SampleResult]:
+        if watchers:
+            raise CapacityError("too many tokens")
+        watchers.append(watcher)
+        return Future()
+
+    state = cast("Any", SimpleNamespace(engine=SimpleNamespace(submit=submit)))
+    with pytest.raises(CapacityError):
+        await wait_for_results(state, cast("Any", None), [cast("Any", None)] * 2)
+    assert [watcher.is_waiting() for watcher in watchers] == [False]
