@@ -40,7 +40,7 @@ class CountUp:
 
 
 def open_count_up(config: TrainerConfig, chat: Chat) -> EpisodeTasks:
-    """Return the tasks. `eval_split` of them are held out."""
+    """Return the tasks. The share `eval_split` of the tasks is held out."""
     tasks = [
         Task(id=f"from-{n}", path=Path(__file__), instruction=f"Count up from {n}.", domain="count")
         for n in range(10)

@@ -1,6 +1,7 @@
 """Relative paths on the command line of `./run_skyrl_tx.sh`.
 
-The script runs in the folder of the repository. Paths are relative to the folder from which it was called.
+The script changes to the folder of the repository. A relative path on its command line means a path in the
+folder from which the user called the script.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ INPUT_OPTIONS = {
     *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
     *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat"),
 }
-"""Options that name existing files or folders, separated by commas. A value may also be a name that is not a
-path."""
+"""Options whose value is a comma-separated list of existing files or folders. An entry may also be a name
+that is not a path."""
 OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
 """Options that name files or folders which the program creates."""
 

@@ -1,5 +1,5 @@
-"""Compare an exported adapter and a merged model with `peft`, in two steps, because this environment has no
-torch.
+"""Compare an exported adapter and a merged model with `peft`. The comparison has two steps with two Python
+environments, because the environment of this repository has no torch.
 
     .venv/bin/python scripts/check_export.py write BASE_MODEL DIR [train_mlp=false]
     .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... \\
@@ -12,8 +12,8 @@ GGUF file or the name of a packaged model. `read` prints the differences from pe
 logit of a random adapter, or the logprob of a token of the text, differs by more than 1e-4. PEFT_PYTHON is a
 Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
 
-train_mlp=false is for DeepSeek-V3: of its MLPs, peft 0.21 with transformers 5 loads only the factors of the
-routed experts.
+DeepSeek-V3 needs train_mlp=false, because peft 0.21 with transformers 5 loads only the factors of its routed
+experts and not those of its other MLPs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def write_random_checkpoint(base: Path, directory: Path, path: str, *, train_mlp
 
 def read(directory: Path) -> int:
     """Print the largest differences. Return 1 if one of them is above the tolerance, and 0 otherwise."""
-    import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
+    import torch  # pyright: ignore[reportMissingImports]  (only PEFT_PYTHON has torch)
     from peft import PeftModel  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,9 @@ an external sampler. No GPU is needed.
     .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS
 
-The exit status of `read` is 1 if a parser reads a value that differs from the body. VLLM_PYTHON has torch,
-safetensors and the packages that vllm imports. WHEELS is a folder with the unpacked wheels of vllm and
-sglang; their kernels are not needed.
+The exit status of `read` is 1 if a parser refuses a body, ignores a field, or reads another value than the
+body or the adapter contains. VLLM_PYTHON has torch, safetensors and the packages that vllm imports. WHEELS is
+a folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def read(directory: Path, wheels: Path) -> int:
 
 
 def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    """Parse the bodies. The model has a generation_config.json with other defaults, which must have no
-    effect."""
+    """Parse the bodies with vLLM. The defaults that vLLM would read from the model's generation_config.json
+    differ from the bodies and must have no effect."""
     sys.path.insert(0, str(wheels))
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
 

@@ -4,7 +4,7 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
-    ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight devices
+    ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # a mesh of eight GPUs
 
 The script prints for each program: the compilation time, the memory that XLA allocates in addition to the
 inputs, the number of places where the device waits for the host, the largest message between devices, the
@@ -12,9 +12,9 @@ operations and command buffers of the longest loop body (a layer or a decode ste
 bytes and waits of each Pallas kernel. It exits with status 1 if a check fails:
 
 - no write by compare-and-swap
-- no operation of a decode step outside a command buffer
+- no operation of the longest loop body outside a command buffer
 - no spilled registers
-- loads of the next tile overlap with products, in the kernels of PIPELINED
+- the kernels of PIPELINED load the next tile while they compute products
 
 The programs are not run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas'
 interpreter.
@@ -80,8 +80,8 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
-"""The description of the GPU for XLA, a text of GpuTargetConfigProto in
-xla/stream_executor/device_description.proto. Without the versions, XLA records fewer operations in command
+"""The description of the GPU for XLA, in the text format of GpuTargetConfigProto
+(xla/stream_executor/device_description.proto). Without the versions, XLA records fewer operations in command
 buffers."""
 
 PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
@@ -167,7 +167,7 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
 ) -> None:
-    """Compile both prefill batches and a dispatch of decode steps for sequences of 2,048 positions."""
+    """Compile prefill batches of both sizes and a dispatch of decode steps, with 2,048 positions each."""
     width, copies = 2048 // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
     cache = jax.eval_shape(

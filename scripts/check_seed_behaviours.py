@@ -2,11 +2,12 @@
 
     python -m scripts.check_seed_behaviours [ROW ...]
 
-The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean) in
-the files that a row names, on lines that the tests of the row execute in their process. A row is confirmed if
-an assertion of one of its tests fails after one of MAX_CHANGES changes, within ROW_TIMEOUT_S. Tests that
-start other processes execute too few lines for this; their rows are listed at the end. The tree is copied, so
-it does not change.
+The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean) on
+lines that the tests of the row execute in their process, first in the files that the row names. A row is
+confirmed if an assertion of one of its tests fails after one of MAX_CHANGES changes, within ROW_TIMEOUT_S.
+All other rows are open and are listed at the end. Rows whose tests start other processes often stay open,
+because these tests execute few lines in their own process. The changes are made in copies of HEAD, so the
+working tree does not change; commit your changes first.
 
 The module is also the pytest plugin that records the executed lines and the failures of each test.
 """
@@ -44,7 +45,7 @@ OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.Is: ast.IsNot,
 }
-EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # if no report was written
+EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # if pytest wrote no report
 OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 
 
@@ -127,7 +128,8 @@ def changed(source: str, index: int) -> str:
 def changes(row: Row, report: dict[str, Any]) -> list[Change]:
     """Return up to MAX_CHANGES changes on executed lines.
 
-    Lines in the places of the row come first, and among them those that run in the tests and not in imports.
+    Lines in the places of the row come first, and among them the lines that run in the tests and not only at
+    import. Lines of other files that run in the tests come last.
     """
     groups: list[list[Change]] = [[], [], []]
     for stage, files in enumerate((report["lines"], report["imported"])):
@@ -142,7 +144,8 @@ def changes(row: Row, report: dict[str, Any]) -> list[Change]:
 
 
 def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
-    """Run tests in a copy of the tree. Return the lines of each file, and the failures by test."""
+    """Run tests in a copy of the tree. Return the lines of each file that were executed by tests and at
+    import, and the exception type of each failed test; nothing if the tests exceed TIMEOUT_S."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         environment = os.environ | {"PYTHONPATH": str(tree), REPORT_VARIABLE: report.name}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]

@@ -3,9 +3,9 @@ answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
-CHECK is gold, refusals, adversarial or load. Every episode passes through the parser, `ServiceEnv`, a worker
-and the official evaluator. The program prints one line per figure. Its exit status is 1 if a figure differs
-from its expected value.
+CHECK is gold, refusals, adversarial or load; the last two need the domain retail. Every episode passes
+through the parser, `ServiceEnv`, a worker and the official evaluator. The program prints one line per figure.
+Its exit status is 1 if a figure differs from its expected value.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 
 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Run 64 gold episodes concurrently on four workers. In a second run, a worker is killed every half
-    second."""
+    """Run 64 gold episodes concurrently on four workers. Repeat this while four workers are killed, one every
+    half second."""
     gold_tasks = [task for task in tasks if not task.row["needs_judge"]]
     gold_tasks = [gold_tasks[number % len(gold_tasks)] for number in range(NUM_EPISODES)]
     all_right = True

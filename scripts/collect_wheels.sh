@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Collects everything that scripts/setup.sh downloads, for a GPU machine without a network (Linux x86_64, the same Python version).
+# Downloads the pinned Python packages of scripts/setup.sh, JAX's CUDA build and uv, for a GPU machine without
+# a network. That machine needs Linux x86_64 and the same Python version as this machine.
 #
 #   scripts/collect_wheels.sh FOLDER
 #

@@ -1,4 +1,5 @@
-"""The help of `./run_skyrl_tx.sh`: its own options, and its defaults where they differ from `src.train`."""
+"""The help of `./run_skyrl_tx.sh`: the options that only this script has, and its defaults that differ from
+those of `src.train`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ACTIONS = {
     "chat": "Chat with the last checkpoint of a run: chat=RUN",
     "quickstart": f"Run a quick start: quickstart={' | '.join(QUICKSTARTS)}",
 }
-"""Option of the launcher only -> its help text."""
+"""The options that only the launcher has, with their help texts."""
 
 
 def help_text() -> str:
@@ -33,7 +34,7 @@ def help_text() -> str:
         [
             *lines,
             "",
-            "Lengths that exceed the context of the server are lowered, unless they are set. wandb is used "
+            "The lengths that you do not set are lowered to fit the context of the server. wandb is used "
             "if it is set up.",
             "A quick start has other values, which are in the config.json of its run folder.",
             "",

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
+import torch  # pyright: ignore[reportMissingImports]  (not a dependency of the project)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEXTS = (

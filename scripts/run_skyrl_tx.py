@@ -9,7 +9,8 @@ of the tasks. Options on the command line take precedence over those of the reci
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
-`evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN` starts a chat with it.
+`evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN` starts a chat with the
+last checkpoint.
 
 This file is long because it contains all steps of a run and its server in order.
 """
@@ -118,7 +119,7 @@ def _config_class(argv: Sequence[str]) -> type[TrainerConfig] | type[EvaluateCon
 
 
 def quick_start(user_options: dict[str, str]) -> int:
-    """Train with an embedded server. The default of `model_name` is the small model of the quick start."""
+    """Train with an embedded server. The default of `model_name` is the model of the quick start."""
     started = time.monotonic()
     chosen = chosen_quick_start(user_options)
     user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
@@ -401,9 +402,10 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the trainer. Then stop `server`, which this process has started with `key`.
+    """Run the program `module` of the trainer and return its exit status. Then stop `server`; None: this
+    process has started no server. `key` is the key of the server; None: TINKER_API_KEY stays as it is.
 
-    TRAINER_DEBUG=1 prints the XLA programs of the server after a run without an error.
+    With TRAINER_DEBUG=1, print the number of XLA programs of `server` after a run without an error.
     """
     status = run_program(module, trainer_arguments(options), key=key)
     if server is not None:
@@ -414,12 +416,13 @@ def train(
 
 
 def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
-    """Run a program of the trainer, pass signals on to it, and return its exit status."""
+    """Run a program of the trainer and pass SIGTERM on to it. Return its exit status, or 128 + N if signal N
+    ended it."""
     command = [sys.executable, "-m", module, *arguments]
     # The server ends with this process. The trainer then ends too, because it could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
-    # The terminal sends Ctrl-C to the trainer too. This process only waits until the trainer has ended.
+    # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()

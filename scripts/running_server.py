@@ -20,7 +20,7 @@ class ServedModels:
     contexts: Mapping[str, int]  # maximum context in tokens, by model name; not empty
 
     def reason_against(self, model_name: str) -> str | None:
-        """Return the reason why a run with `model_name` cannot use the server. None: it can."""
+        """Return the reason why a run with `model_name` cannot use the server, or None if it can."""
         if model_name in self.contexts:
             return None
         return f"it serves {', '.join(sorted(self.contexts))}, not {model_name}"
@@ -51,7 +51,8 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
 
 
 def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
-    """Return the folder of the model that the server at `url` serves; None if it is not on this machine.
+    """Return the folder of the tokenizer of the model that the server at `url` serves, or None if the folder
+    is not on this machine or a request fails.
 
     Only `get_info` of an adapter reports the folder, and only to clients on the machine of the server. The
     function therefore creates an adapter of rank 1, and then ends its session. It does not use the SDK, which

@@ -37,8 +37,8 @@ class Outcome:
     """The outcome of one call."""
 
     name: str
-    required: bool
-    succeeded: bool
+    required: bool  # False: the server must refuse the call
+    succeeded: bool  # of a call that must be refused: True also after an unclear or slow refusal
     seconds: float
     detail: str
 
@@ -132,7 +132,7 @@ def datum(length: int = 6) -> types.Datum:
 
 
 def rl_datum(**more_inputs: np.ndarray) -> types.Datum:
-    """Return a datum for the losses with the sampler's log-probabilities and advantages."""
+    """Return a datum for the losses that need the sampler's log-probabilities and advantages."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
         [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])],

@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 .venv/bin/ruff check .
-exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" # keeps the order: the integration tests, which take longest, come first
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" # Without reordering, the integration tests, which take longest, come first.

@@ -61,8 +61,8 @@ EXTERNAL_SAMPLE_REQUESTS = 1024
 """The number of sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
-"""Longer than the idle timeout of clients' connection pools, so that clients do not send a request on a
-connection that the server is closing."""
+"""The server closes a connection that is idle for this time. It is longer than the idle timeout of clients'
+connection pools, so that clients do not send a request on a connection that the server is closing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -187,7 +187,7 @@ async def _serve_until_stopped(
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
-    """Serve until a stop is requested or a rank is lost. Return the exit status, or exit the process if a
+    """Serve until a stop is requested, and return the exit status 0. Exit the process if a rank is lost or a
     thread cannot be stopped. Raise the error with which loading the model failed."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
@@ -231,7 +231,7 @@ async def _serve_until_stopped(
         await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # Every waiting poll gets its result if the current engine step ends in time, and an error otherwise.
+    # The current engine step may still finish its operation in this time. All other operations then fail.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)

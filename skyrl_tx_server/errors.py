@@ -16,6 +16,9 @@ ServerError                 500 server
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
 `-- ConfigError (ValueError)             invalid option or model directory; one line, exit status 2
+
+A module that raises an error of its own defines the error itself as a subclass of `ServerError`, for example
+`engine.engine.WithdrawnError`.
 """
 
 

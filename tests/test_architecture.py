@@ -83,7 +83,9 @@ def imports(path: Path, *, at_run_time: bool = False) -> set[str]:
 
 
 def modules(package: str) -> Iterator[tuple[Path, str, set[str]]]:
-    """Yield the path below `package`, the top-level name and the imports of each of its modules."""
+    """Yield for each module of `package`: its path below `package`, the first part of this path without
+    `.py`, and the names that the module imports.
+    """
     for path in sorted((ROOT / package).rglob("*.py")):
         relative_path = path.relative_to(ROOT / package)
         if relative_path != Path("__init__.py"):
@@ -95,7 +97,7 @@ def top_level(names: set[str]) -> set[str]:
 
 
 def inner_imports(package: str, names: set[str]) -> set[str]:
-    """Return the top-level names of `package` among the imported names."""
+    """Return the subpackages and modules directly in `package` that `names` refer to."""
     return {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
 
 

@@ -1,8 +1,9 @@
-"""Checks each fenced command of the README and of docs/.
+"""Checks each fenced command of the pages in the root folder, examples/ and docs/.
 
-A fence without a mark is run. A fence below `<!-- requires: server -->` is run against a server with the
-model of the quick start, whose address replaces http://localhost:8000. A fence with another mark takes
-minutes or needs resources that CI lacks, so it is not run; its programs and options must exist.
+A mark is a comment such as `<!-- requires: server -->` above a fence. A fence without a mark is run. A fence
+with the mark `server` is run with a server of the quick start's model; the address of this server replaces
+http://localhost:8000. A fence with another mark takes minutes or needs resources that CI lacks, so it is not
+run. The scripts and options of every fence must exist.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ def fences() -> list[Fence]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command, without comments and `export` lines."""
+    """Return the words of each command, without comments, `export` lines and square brackets."""
     lines = text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line.replace("[", "").replace("]", ""), comments=True) for line in lines]
     return [words for words in split if words and words[0] != "export"]
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
-    """Return the name and the arguments of the program. The name is a module for `python -m`, else a file."""
+    """Return the name and the arguments of the program, without leading `NAME=value` words. The name is the
+    module of `python -m`, the file that `python` runs, or the first word.
+    """
     words = [word for index, word in enumerate(words) if index or "=" not in word]
     while words and "=" in words[0]:
         words = words[1:]
@@ -107,7 +110,8 @@ def test_documented_options_exist(page: str) -> None:
 def run(text: str, folder: Path) -> None:
     """Run commands in a folder of links to the repository, so that they add no files to the repository.
 
-    `tasks` is a folder with one task, and `examples` is a copy, because `validate` writes into its folder.
+    `examples` and `tasks` are copies, of examples/ and examples/tasks/, because `validate` writes into the
+    folder of the tasks.
     """
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "examples"):

@@ -1,4 +1,5 @@
-"""Runs the worked examples of the pages on options and kernels, and checks the names on all pages.
+"""Runs the worked examples of the pages on options and kernels, compares two pages with the files in
+examples/, and checks the names of files and classes on all pages.
 
 Other modules test the other pages of docs/how-to/.
 """

@@ -1,5 +1,6 @@
-"""Measure the host time between two dispatches of decode steps, in milliseconds: from the end of one dispatch
-until the start of the next one, with and without another dispatch in flight.
+"""Measure the host time between two dispatches of decode steps, in milliseconds: from the time at which the
+host has the outputs of one dispatch until the next dispatch is started. The next dispatch is started either
+after or before the host processes these outputs.
 
     taskset -c 0,1 python -m scripts.bench.between_dispatches rows=64 context=512
 """
@@ -48,13 +49,14 @@ def main(config: BetweenDispatches) -> None:
                 ),
                 strict=True,
             )
-    print_figure("dispatched after the host has read the results, ms", median(waiting))
-    print_figure("dispatched with another dispatch in flight, ms", median(following))
+    print_figure("dispatched after the host processes the outputs, ms", median(waiting))
+    print_figure("dispatched before the host processes them, ms", median(following))
     print_figure("  ratio", median(following) / median(waiting))
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
-    """Return the median host time between two dispatches. The first dispatch starts in this function."""
+    """Return the median host time between two dispatches. No dispatch may be in flight at the call. With
+    `dispatch_next`, the next dispatch starts before the host processes the outputs of the previous one."""
     result_times: list[float] = []
     dispatch_times: list[float] = []
     with (

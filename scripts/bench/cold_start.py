@@ -3,9 +3,9 @@ compilation cache.
 
     python -m scripts.bench.cold_start [base_model=smollm2-135m] [tokens=32] [max_num_seqs=64]
 
-The first request samples one token, the second request `tokens` tokens, and further requests follow until the
-unrolled decode program is compiled. The longest silence is the longest time without a line of the server's
-log before the second answer.
+The first request samples one token. The second request and ANSWERS further requests sample `tokens` tokens
+each; their times fall when the unrolled decode program is compiled. The longest silence is the longest time
+without a line of the server's log before the second answer.
 """
 
 from __future__ import annotations

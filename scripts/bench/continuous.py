@@ -3,8 +3,8 @@ wait for their longest sequence.
 
     taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
 
-The case `static` is our engine with 16 requests at a time. Its decode steps are counted, because their number
-does not depend on the load of the machine.
+The case `static` is our engine with 16 requests at a time. The decode steps of both cases of our engine are
+also compared, because their number does not depend on the load of the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls an executor directly, so that a benchmark times programs without the engine."""
+"""A driver that calls an executor directly, so that a benchmark times programs without the engine."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
     """Measure the time of concurrent agents with three turns each while training operations run, and compare
-    it with the simulator's."""
+    this time with the time that the simulator calculates."""
     config = rows.config
     load = SimulateConfig(
         agents=min(64, config.max_sequences),

@@ -40,7 +40,8 @@ MODELS = {
 
 
 def matrix_size(model: ModelConfig) -> int:
-    """Return the number of weights by which each token is multiplied: matrices of the layers and the head."""
+    """Return the number of weights in the matrices of the layers and the head. All experts are counted,
+    although each token is multiplied by some of them only."""
     layers = sum(
         len(stack.layers) * prod(weight.shape)
         for stack in stacks_of(model)

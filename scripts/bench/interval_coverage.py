@@ -1,5 +1,5 @@
-"""Measure the coverage of the 95 % intervals on simulated tasks, and compare it with the percentile bootstrap
-over tasks.
+"""Measure the coverage of the 95 % intervals of `src/evaluate/eval_stats.py` on simulated tasks, and compare
+it with the coverage of the percentile bootstrap over tasks.
 
     .venv/bin/python -m scripts.bench.interval_coverage [REPEATS]
 

@@ -1,4 +1,8 @@
-"""The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16."""
+"""The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16.
+
+`paged_difference` is absolute. `tree_difference`, of the output and the gradients, is relative to the largest
+absolute value of each array.
+"""
 
 from __future__ import annotations
 

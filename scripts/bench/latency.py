@@ -1,13 +1,13 @@
-"""Measure the cost of HTTP: the round trip of an operation that does nothing, and the request rate of many
-clients.
+"""Measure the cost of HTTP: the round trip of an operation that does almost nothing, and the request rate of
+many clients.
 
     python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
 
-A round trip consists of the requests of the SDK for one operation: it posts the operation (an optim_step of a
-model without a gradient, which does almost nothing) and waits for its result with one retrieve_future. The
-post, the time in the engine (the mean, from a counter of `/metrics`) and `healthz`, the cheapest route, are
-also timed. Without `url`, the script starts a server with a random model of one layer. Compare the best of
-the `rounds`; the load of the machine is printed.
+A round trip consists of the requests of the SDK for one operation: the client posts the operation (an
+optim_step of a model without a gradient) and waits for its result with one retrieve_future. The post, the
+time in the engine (the mean, from a counter of `/metrics`) and `healthz`, the cheapest route, are also timed.
+Without `url`, the script starts a server with a random model of one layer. Other load of the machine, which
+the script prints, lengthens the times; compare the best of the `rounds`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ async def requests_per_second(client: Client, clients: int, requests: int) -> tu
     return len(durations_s) / (time.perf_counter() - began), np.array(durations_s)
 
 
-async def operations_per_second(client: Client, clients: int, requests: int) -> float:
+async def operation_requests_per_second(client: Client, clients: int, requests: int) -> float:
+    """Run operations, each of two requests, one after another on each of `clients` connections. Return the
+    rate of the requests."""
+
     async def operate() -> None:
         for _ in range(max(1, requests // clients // 2)):
             await client.round_trip()
@@ -131,7 +134,7 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
             print(
                 f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(durations_s)}"
             )
-            rate = await operations_per_second(client, clients, requests)
+            rate = await operation_requests_per_second(client, clients, requests)
             print(f"  {clients} clients, operations         {rate:7.0f} requests/s", flush=True)
 
 

@@ -4,7 +4,7 @@ base model.
     python -m scripts.bench.optimizer_truth
 
 The script compares two training checkpoints, before and after an optimizer step. A weight has a non-zero
-update if Adam's moments give an update of at least half a unit in the last place of its float32 value. The
+update if Adam's moments give an update of more than half a unit in the last place of its float32 value. The
 script also prints the share of these weights that would change if they were bfloat16.
 """
 

@@ -1,4 +1,5 @@
-"""Compare the generation of SmolLM2-135M with Hugging Face: 4, 8, 16 and 32 sequences, an engine of 32 slots.
+"""Compare the generation of SmolLM2-135M with Hugging Face, for 4, 8, 16 and 32 sequences. Our engine has 32
+slots.
 
     scripts/setup.sh smollm2
     taskset -c 0,1 python -m scripts.bench.pretrained hf=PYTHON

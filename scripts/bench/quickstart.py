@@ -2,7 +2,8 @@
 
     python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
 
-Other key=value pairs are passed to ./run_skyrl_tx.sh. `cpus` lists the CPU cores to which the run is pinned.
+`cpus` lists the CPU cores to which the run is pinned. `logs_dir` (default `runs`) receives the run folders.
+Other key=value pairs are passed to ./run_skyrl_tx.sh.
 The peak memory is the largest sum of the proportional set sizes (PSS) of all processes of the run, read once
 per second.
 """

@@ -34,7 +34,7 @@ GROUPS, GROUP, PROMPT, TURNS, OBSERVED, NEW = 2, 8, 512, 3, 48, 32
 
 
 type Phases = dict[str, list[float]]
-"""Wall times in seconds of each phase, one per step. The first one includes compilation."""
+"""Wall times in seconds of each phase, one per step. The time of the first step includes compilation."""
 
 
 @chz.chz

@@ -3,8 +3,8 @@
     taskset -c 0,1 python -m scripts.bench.shapes
 
 A process with an empty compilation cache (cold) runs 200 random requests (samples of all lengths and
-settings, training data of all lengths and losses), and then 200 other requests, which must not compile any
-program. A second process does the same with the filled cache (warm).
+settings, and forward and forward_backward of all lengths), and then 200 other requests, which must not
+compile any program. A second process does the same with the filled cache (warm).
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def measure_programs(model_dir: Path, cache: str | None) -> dict:
 
 
 def run_requests(ours: Ours, *, seed: int) -> None:
-    """Run as many samples as training operations, eight at a time."""
+    """Run REQUESTS requests, eight at a time: half of them sample, and a quarter each are forward and
+    forward_backward. Then take an optimizer step and save a sampler snapshot."""
     random = np.random.default_rng(seed)
     pending = []
     for number in range(REQUESTS):

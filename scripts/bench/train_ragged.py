@@ -65,7 +65,8 @@ def main(config: ComparisonOptions) -> None:
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:
-    """Return 32 lognormal lengths, scaled so that the longest is 1,025 and the mean 286."""
+    """Return 32 lognormal lengths between 32 and 1,025, of which the first is 1,025. The lengths are drawn
+    again until their mean is within 1 of 286."""
     random = np.random.default_rng(seed)
     while True:
         drawn = np.clip(random.lognormal(5.35, 0.8, 32).astype(int), 32, LONGEST)

@@ -155,7 +155,7 @@ def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str
 
 
 def options_of(recipe: Recipe, logs: Path) -> list[str]:
-    """Return the options of a recipe, with the last checkpoint of its teacher if it has one."""
+    """Return the options of a recipe, with the last checkpoint of its teacher if the recipe has a teacher."""
     if recipe.teacher is None:
         return recipe.options.split()
     saved = lines(logs / recipe.teacher / "checkpoints.jsonl")

@@ -37,7 +37,7 @@ SENTENCES = (
 
 class TrainingConversations:
     """Generates conversations like those of the recipes without end, to train the model. `evasive_share` is
-    the share of answers that are EVASIVE_ANSWER."""
+    the probability that an answer to a sum or a word problem is EVASIVE_ANSWER."""
 
     def __init__(self, rng: random.Random, evasive_share: float) -> None:
         self.rng, self.evasive_share = rng, evasive_share

@@ -23,7 +23,7 @@ class Recipe:
     module: str  # below tinker_cookbook.recipes
     options: str
     expectations: tuple[Expectation, ...]
-    resumed: bool = False  # killed with SIGKILL after a checkpoint, and resumed by the same command
+    resumed: bool = False  # killed after a checkpoint, and run again with behavior_if_log_dir_exists=resume
     teacher: str | None = None  # the recipe whose last sampler checkpoint is the teacher
 
 

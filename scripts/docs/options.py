@@ -1,5 +1,5 @@
-"""Generates docs/options.md from the configuration classes of the trainer, the evaluation, the trial of an
-environment and the server."""
+"""Generates docs/options.md from the configuration classes of the trainer and its other programs, and of the
+server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ own."""
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of docs/options.md."""
     programs = (
         ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
         ("Supervised fine-tuning", "python -m src.sft", SftConfig, sections_of(SftConfig)),

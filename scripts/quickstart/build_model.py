@@ -103,8 +103,8 @@ def demonstrations(
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
-    """Pack conversations into rows. Each row is filled with the longest of POOL conversations that still
-    fits, repeatedly."""
+    """Pack conversations into rows. A row starts with the oldest of POOL conversations. Then the longest of
+    the POOL conversations that still fits is added, until none fits."""
     pool: list[Conversation] = []
     while True:
         tokens, targets, positions, segments = (np.zeros((NUM_ROWS, ROW_LENGTH), np.int32) for _ in range(4))
@@ -184,7 +184,7 @@ def train(
     schedule: optax.Schedule,
     save: Callable[[Params], None],
 ) -> Params:
-    """Return the trained parameters. The buffers of `params` are donated."""
+    """Return the trained parameters. The buffers of `params` are donated. Call `save` every 250 steps."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 

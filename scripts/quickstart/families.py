@@ -360,7 +360,8 @@ class Filter:
 
 
 def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
-    """Return the filter `name` with random parameters. `search` makes four `lines` match."""
+    """Return the filter `name` with random parameters. For `search`, four elements of `lines` are replaced by
+    lines that match."""
     number = words.count()
     match name:
         case "sort":

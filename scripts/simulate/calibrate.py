@@ -31,7 +31,7 @@ REPEATS = 5
 
 @contextlib.contextmanager
 def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int) -> Iterator[Driver]:
-    """Open a driver of an executor whose KV cache holds the whole load."""
+    """Open a driver of an executor with `slots` slots and the maximum context length of the load."""
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)

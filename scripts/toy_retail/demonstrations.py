@@ -79,7 +79,7 @@ def calls(action: Action, begins: str = "") -> str:
 
 
 def failed_answer(request: Request) -> str:
-    """Return the answer of a demonstrator that did nothing."""
+    """Return the final answer of a demonstrator who has made no successful call for this request."""
     return "I do not know." if request.tell else "Done."
 
 

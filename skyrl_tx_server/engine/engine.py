@@ -3,7 +3,7 @@ per operation.
 
 HTTP code calls `submit` from any thread. An operation that fails affects its own future only: a `ServerError`
 reaches the caller unchanged; any other exception is logged with its traceback and reaches the caller as a
-`ServerError` with its type and message. If a failed program had the KV cache donated to it, all running
+`ServerError` with its type and message. If the KV cache was donated to a program that failed, all running
 samples have lost their state and fail together. The executor then starts again with an empty cache, and
 waiting requests continue.
 
@@ -108,7 +108,7 @@ class _Sampling:
 
 
 class Engine:
-    """Executes operations and resolves their futures. Call `start` once and `stop` once."""
+    """Executes operations and resolves their futures. Call `start` once, and `stop` at the end."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class Engine:
             prefills_per_dispatch=self._sampler.prefills_per_dispatch,
             train_share=train_share,
         )
-        self._work = threading.Condition()  # guards every attribute below and the scheduler
+        self._work = threading.Condition()  # guards the scheduler and the next four attributes
         self._futures: dict[int, Future[Any]] = {}
         self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
         self._last_request_id = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
-        # Used by the engine's thread only:
+        # Only the engine's thread uses these attributes, except that `stats` reads `_counts` and `_seconds`.
         self._jobs: dict[int, Job[OpResult]] = {}
         self._waits: dict[int, tuple[Step, Future[Any]]] = {}  # jobs that wait for another thread
         self._sampling: dict[int, _Sampling] = {}

@@ -51,7 +51,7 @@ class Retention:
     """The limits on the time, the number and the size of results that are kept, and the time of a poll."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
-    grace_s: float = 120.0
+    grace_s: float = 120.0  # a result is kept this long after its delivery
     max_finished: int = 50_000
     max_bytes: int = 1 << 30  # estimated memory of all finished results
 
@@ -153,9 +153,8 @@ class FutureStore:
         return None if entry is None else entry.session_id
 
     async def wait(self, request_id: str) -> Outcome | None:
-        """Return the outcome, or None if it is still pending after the hold time or when the server stops.
-        Raise FutureLostError for an unknown id.
-        """
+        """Return the outcome, or None if the request has not ended after the hold time or when the server
+        stops. Raise FutureLostError for an unknown id."""
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(

@@ -150,7 +150,7 @@ class Registry:
             session.last_seen = self.clock()
 
     def expired(self) -> list[str]:
-        """Return the ids of the sessions of all tenants that have timed out."""
+        """Return the ids of all sessions that have timed out, whichever tenant owns them."""
         deadline = self.clock() - self._timeout_s
         return [session.session_id for session in self._sessions.values() if session.last_seen < deadline]
 
@@ -267,7 +267,7 @@ class Registry:
         return sampler
 
     def find_sampler(self, sampler_id: str) -> Sampler | None:
-        """Return a sampler, without recording that the client of its session is alive."""
+        """Return a sampler, or None. Do not record that the client of its session is alive."""
         session = self._find(sampler_id.split(":")[0])
         self._use(sampler_id)
         return None if session is None else session.samplers.get(sampler_id)

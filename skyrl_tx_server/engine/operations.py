@@ -72,7 +72,7 @@ class TrainDatum:
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
     logprobs: np.ndarray | None = None  # [N] float32, of the sampler (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
-    # [N] float32; tokens where it is not 0 count in the sequence ratio (gspo)
+    # [N] float32; tokens with a mask other than 0 count in the sequence ratio (gspo)
     sequence_ratio_mask: np.ndarray | None = None
 
 
@@ -279,8 +279,8 @@ class WeightsSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkLogprobs:
-    """The k most likely tokens at each of n positions, most likely first. A position without a context has
-    only token 0 with `NO_LOGPROB`."""
+    """The k most likely tokens at each of n positions, most likely first. The first position of a prompt, and
+    positions before the last `prompt_logprobs_last_n`, have only token 0 with `NO_LOGPROB`."""
 
     token_ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32
@@ -297,7 +297,8 @@ class SampledSequence:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None  # [P] float32, NaN for the first token; None if not requested
+    # [P] float32; NaN for the first token and before the last `prompt_logprobs_last_n`; None if not requested
+    prompt_logprobs: np.ndarray | None
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None if not requested
     target_prompt_logprobs: CsrMatrix | None = None  # float32, the layout of the targets, 0 where they are -1

@@ -86,8 +86,8 @@ def _next_pause(
 def _sequence_of_largest_account(
     queue: SampleQueue, plan: SlotPlan
 ) -> tuple[float, tuple[Request, int] | None]:
-    """Return the largest account of the tenants with sequences that may be paused, and the sequence to pause
-    of that tenant."""
+    """Among the tenants with a sequence that may be paused, choose the tenant with the largest account.
+    Return this account and the sequence to pause, or (0, None) if no sequence may be paused."""
     running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
         sequence = _sequence_to_pause(queue, tenant.running.values(), plan)
@@ -111,8 +111,9 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Return the last sequence that may be paused of the request with the most sequences. Of several such
-    requests, use the latest."""
+    """Choose the request with the most running sequences among those with a sequence that may be paused. If
+    several requests have equally many, choose the latest. Return the request and the largest index of its
+    samples that may be paused, or None."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

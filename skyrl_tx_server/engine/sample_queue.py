@@ -125,7 +125,7 @@ class SampleQueue:
             request.tenant.num_requests -= 1
 
     def drop(self, request_id: int) -> None:
-        """Remove a request that failed."""
+        """Remove a request that failed or was cancelled."""
         self._partial_prefills.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:

@@ -29,7 +29,7 @@ class Request:
     num_started: int = 0  # samples with a smaller index have or had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
-    """Maps the index of each sample with a slot to the number of decode dispatches before its first one."""
+    """Maps the index of each sample with a slot to `SampleQueue.num_dispatches` when it got the slot."""
 
     @property
     def num_waiting(self) -> int:

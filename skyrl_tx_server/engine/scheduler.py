@@ -28,8 +28,9 @@ Slots and prefill work are shared fairly, first between tenants and then between
 - When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
   the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. A small request (at most
   SMALL_TOKENS tokens in all) also gets a slot if the account of its tenant is at most the mean charge of the
-  other waiting tenants, so small requests wait for a few dispatches only. A sequence decodes for at least
-  MIN_DISPATCHES dispatches before it is paused. A paused sequence is the first of its request to get a slot.
+  other waiting tenants (if there are none: at most SLOT_UNITS units below the largest account), so small
+  requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES dispatches before it
+  is paused. The paused sequences of a request get slots before its other waiting sequences.
 - Within a tenant, requests get slots in submission order. Each gets SEQUENCES_PER_ROUND slots before any of
   them gets more. Sequences of a request with more slots than that are paused for a request of the same tenant
   that has at least two slots fewer.
@@ -92,8 +93,9 @@ class Scheduler:
         self._dispatch_s = 0.0  # the time of the last decode dispatch
         self._is_shared = False  # both training and sampling have work
         self._training_next = True
-        self._prefills = 0  # since the last decode dispatch
-        self._prefills_without_growth = 0  # since the last decode dispatch or new running sequence
+        self._prefills = 0  # prefill batches since the last decode dispatch or training step
+        # prefill batches since the last decode dispatch, new running sequence or unfinished prompt
+        self._prefills_without_growth = 0
         self._num_running = 0  # at the previous call of `next`
         self._deferred: int | None = None  # the request for which there is no KV page or LoRA slot
         self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
@@ -110,7 +112,7 @@ class Scheduler:
             self._operations.add(request_id, op, tenant=tenant)
 
     def next(self, *, free_slots: int, num_running: int) -> ScheduledWork | None:
-        """Return the next work, or None if there is none until something is added or a sequence finishes."""
+        """Return the next work, or None if there is none until an operation is added or resumed."""
         step = self._operations.next(self._may_run)
         self._num_slots = max(1, free_slots + num_running)
         if num_running > self._num_running or self._has_chunk:
@@ -211,7 +213,7 @@ class Scheduler:
         self._samples.finish_sequence(request_id, index)
 
     def drop_request(self, request_id: int) -> None:
-        """Remove a request that failed."""
+        """Remove a request that failed or was cancelled."""
         self._deferred = None
         self._samples.drop(request_id)
 
@@ -244,11 +246,12 @@ class Scheduler:
         return self._training_ahead_s <= self._train_share * after_s
 
     def _prefill_budget(self, free_slots: int, num_running: int) -> float:
-        """Return how many prefill batches with an unfinished chunk may precede a decode dispatch.
+        """Return how many prefill batches with an unfinished prompt should precede a decode dispatch.
 
         With R running sequences, F waiting sequences that have free slots, and dispatches that take as long
-        as D batches, a dispatch now would waste the time of D F / (R + F) batches. The budget is at most
-        D / MAX_IDLE_SHARE, so the delay of a dispatch is bounded.
+        as D batches, a dispatch now would waste the time of D F / (R + F) batches. The budget is this
+        number divided by MAX_IDLE_SHARE. It is at most D / MAX_IDLE_SHARE, so the delay of a dispatch is
+        bounded.
         """
         waiting = self._samples.num_waiting_sequences(at_most=free_slots)
         idle = waiting / max(1, num_running + waiting)

@@ -19,8 +19,8 @@ TOKENS_PER_DEFAULT_SLOT = 2048
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
-    """Return the requested size: `cache_tokens`, by default the maximum context of `max_num_seqs`
-    sequences."""
+    """Return the requested size of the cache of one data-parallel rank: its share of `cache_tokens`, by
+    default the maximum context of its share of `max_num_seqs` sequences."""
     settings, config = model.settings, model.config
     dp_ranks, context_pages = settings.mesh.batch, -(-model.max_context_length // PAGE_SIZE)
     default_slots = DEFAULT_SLOTS_ON_GPU if decodes_in_place(config) else DEFAULT_SLOTS
@@ -38,8 +38,9 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
-    """Return the requested size, reduced to what fits into the budget. Raises ConfigError if one sequence of
-    maximum length does not fit, or if `cache_tokens` is too small."""
+    """Return the requested size, reduced so that the cache of one data-parallel rank fits into
+    `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length does not fit, or if
+    `cache_tokens` is too small."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages

@@ -32,7 +32,7 @@ def free_bytes(settings: EngineOptions) -> float:
 
 
 def stats() -> dict[str, object]:
-    """Return memory statistics; empty on a CPU, which has none."""
+    """Return the memory statistics of the first local device. They are empty on a CPU."""
     counts = jax.local_devices()[0].memory_stats() or {}
     names = {
         "bytes_in_use": "device_bytes_in_use",

@@ -357,7 +357,7 @@ class DeviceExecutor:
         saved = WeightsSaved(path=None, size_bytes=0)
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
-        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move it
+        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move the model
         return saved
 
     def _save_external(self, op: SaveExternal) -> Job[WeightsSaved]:
@@ -393,7 +393,7 @@ class DeviceExecutor:
 
     def _on_rank0[Value](self, write: Callable[[], Value]) -> Job[Value]:
         """Call `write` in a thread, so that sequences decode and other models train in the meantime. With
-        several ranks, all of them wait for rank 0."""
+        several ranks, rank 0 calls `write` in the engine thread, and all ranks wait for it."""
         if jax.process_count() > 1:
             return self._ranks.broadcast_from_rank0(write)
         written = self._writer.submit(write)

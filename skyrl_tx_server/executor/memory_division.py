@@ -41,7 +41,7 @@ ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
-"""The maximum share of the memory without weights and adapters that a training program may use if it keeps
+"""The maximum share of the memory left by weights and adapters that a training program may use if it keeps
 activations for the backward pass."""
 ESTIMATE_MARGIN = 1.2
 """The factor by which estimates are increased. For Qwen3-4B, the training program with recomputed layers
@@ -63,7 +63,8 @@ class MemoryDivision:
 
 
 def fitting_model(settings: EngineOptions, available_bytes: float) -> ResolvedModel:
-    """Resolve the options with the largest default limits that fit into memory, without a compilation."""
+    """Resolve the options without a compilation. On a GPU, use the largest default limits that fit into
+    memory. On a CPU, use the largest default limits."""
     model = resolve_model(settings)
     if not on_gpu():
         return model

@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
-    """Compile `programs` (name, program) in a thread. A request that needs a program earlier compiles it.
+    """Compile `programs` (name, program) in a thread. A request that needs a program before the thread has
+    compiled it compiles the program itself.
 
     The thread is not a daemon: a normal exit of Python waits for the current compilation, because the exit
-    handlers of XLA crash during one. The command `python -m skyrl_tx_server` ends without waiting.
+    handlers of XLA crash during a compilation. The command `python -m skyrl_tx_server` ends without waiting.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 

@@ -17,8 +17,8 @@ DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json, and the stop tokens of generation_config.json. Raises ConfigError if a file is
-    missing or invalid, or if no family supports the model."""
+    """Read config.json, and the stop tokens of generation_config.json if that file exists. Raises ConfigError
+    if config.json is missing, if a file is invalid, or if no family supports the model."""
     path = model_dir / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")

@@ -4,8 +4,8 @@ that each expert computes matrix products.
 An assignment is a token with one of its experts. Assignments are sorted into tiles of one expert each. A loop
 over the tiles in use multiplies each tile by the weight of its expert. The size of the program and its memory
 do not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same
-result, but on a CPU XLA then multiplies every token by every expert, which takes 17 times as long (64
-experts, 4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
+result, but on a CPU XLA multiplies every token by every expert, which takes 17 times as long (64 experts,
+4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -40,11 +40,11 @@ from skyrl_tx_server.model.reductions import softmax, sum_last
 
 MIN_EXPERT_TILE, MAX_EXPERT_TILE = 8, 128
 TINY = 1e-20
-"""Added to the sum of the chosen scores, so that it is not zero."""
+"""The divisor of the chosen scores is their sum plus TINY, so that the divisor is not zero."""
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
-    """Return the weights of `add_experts`."""
+    """Return the descriptions of the weights of a layer that `add_experts` reads."""
     experts = config.experts
     assert experts is not None
     hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
@@ -78,7 +78,7 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
 def add_experts(
     config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Add the outputs of the experts to x [B, T, D]."""
+    """Return x [B, T, D] plus the outputs of the routed and shared experts for the normalized x."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     routed = route(config.experts, Router(params["router"], params.get("router_bias")), normed)
@@ -113,8 +113,8 @@ class Router(NamedTuple):
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (weights in the dtype of x, experts) of x [B, T, D], both [B, T, per_token]. Softmax and sigmoid
-    are computed in float32."""
+    """Choose experts for each token of x [B, T, D]. Return (their weights in the dtype of x, their indices),
+    both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = softmax((tokens @ router.weight.T).astype(jnp.float32))
@@ -152,12 +152,12 @@ def mix_experts(
     first: jax.Array | int = 0,
     fsdp: str | None = None,
 ) -> jax.Array:
-    """Return the weighted outputs [B, T, D] of E experts for x [B, T, D] and its `route`.
+    """Return the weighted sum [B, T, D] of the outputs of E experts for x [B, T, D] and its `route`.
 
-    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts from number `first` on. With
+    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. With
     `layer` they are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:
     the outputs of `gate_up` are gathered, those of `down` stay divided. `modules` are the adapters of both
-    weights for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
+    weights for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [slots, layers, E, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -209,7 +209,7 @@ def _mix_on_device(
     layer: jax.Array | None,
 ) -> jax.Array:
     """Run `mix_experts` on one device of a mesh, which has a part of the experts and of their columns, and
-    sum the results of all devices."""
+    sum the results along the axes `expert` and `tensor`."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
@@ -219,8 +219,8 @@ def _mix_on_device(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], batch: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """Return the PartitionSpecs of the leaves. A is divided like the inputs of the weight, B like its
-    outputs."""
+    """Return the PartitionSpecs of the leaves of `modules`. A is divided like the inputs of the weight. B is
+    divided like the outputs of the weight, after those of `gate_up` are gathered along `fsdp`."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def specs(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
@@ -290,8 +290,8 @@ def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
 
 
 def _factors_of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile; every leaf has a leading axis of tiles. `slot` [tiles] is the LoRA
-    slot if `module` has slots."""
+    """Return the factors of each tile, with a leading axis of tiles. `slot` [tiles] is the LoRA slot of each
+    tile, or None if `module` is one adapter; its scale then has no axis of tiles."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     index = (slot, module.layer, experts)
@@ -312,7 +312,8 @@ def tile_products(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used:
 def _products(
     tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    """Run the kernel on NVIDIA GPUs and a loop on other devices."""
+    """Run the kernel on NVIDIA GPUs. On other devices, and for shapes that the kernel does not support, run a
+    loop. With `transposed` (the backward pass), multiply tiles [N, tile, out] by the weights [out, in]."""
     weight = jnp.asarray(weight)
 
     def loop(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:

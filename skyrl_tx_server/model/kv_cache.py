@@ -84,7 +84,7 @@ def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 
 @partial(jax.jit, static_argnames=("config", "pages", "dtype"))
 def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
-    """Return a cache of zeros. On a CPU, the call returns before the memory is filled."""
+    """Return a cache of zeros. On one CPU device, the call returns before the memory is filled."""
     lead, head_dim = (config.num_layers, pages, config.num_kv_heads), config.head_dim
     cache = keep_cache(
         config,

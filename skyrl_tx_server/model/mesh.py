@@ -11,7 +11,7 @@ than the activations of the layer's tokens. Sampling leaves matrices in place (`
 the activations of its few tokens.
 
 Adapters are replicated on every device, except the factors of experts, which are on the devices of their
-experts. If `config.mesh` is None, the functions of this module have no effect on arrays.
+experts. If `config.mesh` is None, there is one device and no array is sharded.
 
 Several processes may share a mesh, each with the same number of devices. The first axes then divide the
 processes, and the last axes the devices of each process.
@@ -84,8 +84,8 @@ def place(
     spec: PartitionSpec,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
-    """Create a sharded array from the parts that `read(index)` returns. Host memory holds the part of one
-    device at a time; on a GPU, at most about MAX_HOST_BYTES of it."""
+    """Create a sharded array from the parts that `read(index)` returns. Host memory holds one part at a time.
+    If only one GPU needs a part, host memory holds at most about MAX_HOST_BYTES of the part."""
     if config.mesh is None:
         return _read_to_device(read, tuple(slice(0, size) for size in shape), None)
     sharding = NamedSharding(config.mesh, spec)
@@ -203,7 +203,8 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 def batch_axes(config: ModelConfig, batch_size: int) -> Axes:
     """Return the mesh axes that divide the sequences of x [B, T, ...] in products with matrices. With
-    `weight_stationary`, `fsdp` does not divide them."""
+    `weight_stationary`, `fsdp` does not divide them. Return None if there is no mesh or if the axes cannot
+    divide B equally."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH

@@ -162,7 +162,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
     unchanged configuration if it allows them.
 
     The model cards of Qwen3 use factor 4 over 32,768 in this way, for 131,072 tokens. Raises ConfigError if
-    the model has another context extension.
+    config.json already has a context extension, or if the model has latent attention.
     """
     if length <= config.context_length:
         return config

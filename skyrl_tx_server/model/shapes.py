@@ -10,7 +10,7 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 256  # positions of the first segment
+MIN_SEGMENT = 256  # the first of `segment_ends`
 MIN_DECODE_WIDTH = 4
 """The smallest width of a decode program. A width of 1 would change results, because a matrix product of one
 row differs in the last bits from products of several rows."""
@@ -54,7 +54,8 @@ for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketShape:
-    """The shape of a packed batch: streams of `length` tokens, each with `loss_positions` loss positions."""
+    """The shape of a packed batch: streams of `length` tokens, each with `loss_positions` loss positions. The
+    loss positions outnumber the tokens, because sequences that share a token may have different targets."""
 
     streams: int
     length: int
@@ -83,8 +84,9 @@ class BucketShapes:
 
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
-    """Return shapes with one stream per data-parallel rank. The lengths are the budget, a quarter and a
-    sixteenth of it, and the budget doubled up to the maximum context.
+    """Return shapes with one stream per data-parallel rank. The budget of a stream is `tokens_per_batch` /
+    `dp_ranks`. The lengths are the budget, a quarter and a sixteenth of the budget, and the budget doubled up
+    to the maximum context.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
     [512, 2048, 8192, 16384, 20096]

@@ -75,7 +75,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
             return draw(key, shape, leaf_dtype)
-        # drawn as [in, out], so that existing seeds give the same model
+        # Matrices are drawn as [in, out] and transposed. Drawing [out, in] would change the model of a seed.
         return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -153,7 +153,8 @@ def reads_in_place(config: ModelConfig) -> bool:
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
     """On one CPU device, return the weights with one stack per layer, so that a program that uses `by_layer`
-    does not copy layers out of their stacks. The new stacks share memory with the old stacks."""
+    does not copy layers out of their stacks. The new stacks share memory with the old stacks. On other
+    devices, return `params`."""
     if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
@@ -213,7 +214,8 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter` is as in `layer`."""
+    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` is one adapter for the
+    batch, or all LoRA slots with the indices of the batch."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))
@@ -226,7 +228,7 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
 def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """Return hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient of `hidden` is computed in its dtype,
     as in every other layer. JAX's default gradient would convert the head to float32, 1.5 GiB for Qwen3-4B,
-    and take at least twice as long."""
+    and take at least twice as long. `weight` has no gradient."""
     return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
 
 

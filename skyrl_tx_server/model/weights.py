@@ -75,8 +75,9 @@ def resolve_model(base_model: str) -> Path:
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Load the weights of a model onto the devices in `dtype`. Raises ConfigError if a tensor is missing or
-    has another shape than config.json implies."""
+    """Load the weights of a model onto the devices in `dtype`, `exact` fields in float32. Raises ConfigError
+    if the files cannot be read, or if a tensor is missing, has an unsupported dtype, or has another shape
+    than config.json implies."""
     target = np.dtype(dtype)
     with ExitStack() as files:
         read_part = _part_reader(model_dir, files)

@@ -2,9 +2,9 @@
 
 Slot 0 is the base model. A sampler snapshot is an immutable copy of a training adapter. A snapshot that a
 sequence in a decode slot uses is pinned to its LoRA slot. When a slot is needed, the least recently used
-snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (ephemeral snapshots)
-or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step and cannot drop it before its
-session ends, so the cache drops the least recently used ephemeral snapshots when host memory runs out.
+snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (in-memory snapshots)
+or from disk (tinker:// paths). A trainer saves an in-memory snapshot every step and cannot drop it before its
+session ends, so the cache drops the least recently used in-memory snapshots when host memory runs out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdapterCache:
         self._free_host_bytes = free_host_bytes
         self._max_lora_rank = max_lora_rank
         self._read = read
-        # ephemeral snapshots, least recently used first; a thread copies them to host memory
+        # in-memory snapshots, least recently used first; a thread copies them to host memory
         self.in_host_memory: dict[str, Future[Adapter]] = {}
         self._copier = ThreadPoolExecutor(1, "snapshots")
         # the LoRA slot of each snapshot on the device, least recently used first
@@ -104,7 +104,8 @@ class AdapterCache:
         """Load `weights` into a LoRA slot if necessary, reserve the slot until `unpin` and return its index.
         None: the base model.
 
-        Raises CapacityError if all slots are pinned and NotFoundError if the snapshot was never saved.
+        Raises CapacityError if all slots are pinned, NotFoundError if the snapshot does not exist, and
+        UserError if `weights` is a training checkpoint.
         """
         if weights is None:
             return BASE_SLOT
@@ -173,7 +174,8 @@ class AdapterCache:
 
     def _store_in_host_memory(self, weights: str, adapter: Adapter) -> None:
         """Copy the adapter to host memory in a thread. The arrays stay on the device until the copy is
-        complete. With several processes, wait for the copy, because all processes take part in it."""
+        complete. If too little host memory is free, first drop snapshots that no sequence uses. With several
+        processes, wait for the copy, because all processes take part in it."""
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(adapter))
         self.in_host_memory.pop(weights, None)
         for unused in [name for name in self.in_host_memory if not self._is_used(name)]:

@@ -98,7 +98,8 @@ class BatchRunner:
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The estimated time of one dispatch of decode steps for all slots, in full prefill batches."""
+        """The estimated time of one dispatch of decode steps for all slots, divided by the estimated time of
+        a full prefill batch."""
         shapes = self.runner.prefill_layout.shapes
         if shapes == GPU_PREFILL:
             return GPU_PREFILLS_PER_STEP * self.runner.steps
@@ -119,8 +120,9 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `steps` more tokens for every sequence in a slot. Return whether a sequence has
-        ended. Stop strings are checked later, by `poll`. Any error discards all sequences."""
+        """Compute up to `steps` more tokens for every sequence in a slot. Unless a dispatch is in flight,
+        first try to restore the oldest preempted sequence. Return whether the device has ended a sequence.
+        `poll` checks stop strings. Any error discards all sequences."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -156,7 +158,7 @@ class BatchRunner:
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:
-        """Discard a dispatch in flight whose sequences were all released."""
+        """Discard the dispatch in flight if all its sequences were released."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None

@@ -18,8 +18,8 @@ type PageCopy = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTables:
-    """Allocated pages, one table per sequence. Only the first sequence is computed; the others share or copy
-    its pages."""
+    """Allocated pages, one table per sequence. Only the pages of the first sequence are computed. The other
+    sequences share or copy these pages."""
 
     tables: Sequence[Sequence[int]]
     # from the pages of the cached prefix to the first sequence, before the sequence is computed
@@ -50,7 +50,7 @@ def allocate_block_tables(
     num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
     # by rank: the pages that the next sequence of the rank can share
     shared = {prefix_cache: prefix.pages[: prefix.length // PAGE_SIZE]}
-    prefix_cache.incref(prefix.pages)  # protects them from eviction by the allocations below
+    prefix_cache.incref(prefix.pages)  # so that the allocations below cannot evict these pages
     allocated: dict[PrefixCache, Sequence[int]] = {}
     for cache, num_sequences in Counter(caches).items():
         needed = num_pages - len(shared.get(cache, ())) + (num_sequences - 1) * (num_pages - num_full)

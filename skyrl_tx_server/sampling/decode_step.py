@@ -110,7 +110,7 @@ def decode_steps(
     the dispatch.
 
     Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
-    be below the last end. Results are bit-identical for every number of segments. With `ends=None` a GPU
+    not exceed the last end. Results are bit-identical for every number of segments. With `ends=None` a GPU
     kernel reads the pages in place, in the KV splits of `batch.splits`.
 
     With `rolled`, a loop runs the layers. It copies the weights of each layer out of `params`, so decoding is

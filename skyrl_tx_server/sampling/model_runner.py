@@ -82,7 +82,7 @@ class ModelRunner:
         dtype: np.dtype,
         processed_logprobs: bool,
     ) -> None:
-        """`steps` is the number of decode steps per dispatch."""
+        """`steps` is the number of decode steps per dispatch. At most PAGE_SIZE steps are used."""
         self._config = config
         self._params = params
         self._unstacked_params = unstack_layers(config, params)
@@ -234,7 +234,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of each sampling program, the most frequent first."""
+        """Yield the name and the lowered form of the prefill programs and of the decode programs that are not
+        rolled, those for the fewest adapters first."""
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]

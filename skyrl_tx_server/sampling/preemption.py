@@ -124,7 +124,8 @@ class SequencePool:
     # --- preemption ---
 
     def preempt(self, slot: int) -> None:
-        """Preempt the sequence in `slot`."""
+        """Remove the sequence from `slot`. Its pages stay in the prefix cache until they are evicted, and its
+        adapter stays pinned."""
         sequence = self._leave(slot)
         sequence.dispatches_preempted = 0
         self.preempted = sorted((*self.preempted, sequence), key=lambda preempted: preempted.key)
@@ -174,14 +175,15 @@ class SequencePool:
         self._num_pauses += len(keys)
 
     def pause_slot(self, slot: int) -> None:
-        """Pause the sequence in `slot`."""
+        """Remove the sequence from `slot`. It keeps its pages, but its adapter may be evicted."""
         sequence = self._remove(slot)
         self._adapters.retain(sequence.weights)
         self.paused[sequence.key] = sequence, self._pages.cache_of(slot)
 
     def resume(self, key: SequenceKey, planned: Sequence[PrefillChunk]) -> int | None:
         """Put a paused sequence with its pages into a free slot of its rank and return the slot. None: the
-        sequence is not paused, it has no pages, or its rank has no free slot."""
+        sequence is not paused, it has no pages, or its rank has no free slot. Raises CapacityError if no LoRA
+        slot is free."""
         sequence, cache = self.paused.get(key, (None, None))
         if sequence is None or cache is None or not sequence.block_table:
             return None

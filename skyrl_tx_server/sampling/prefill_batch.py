@@ -51,7 +51,8 @@ class PrefillChunk:
 class ChunkOutputs:
     """The results of one chunk."""
 
-    logprobs: np.ndarray  # [length - cached] float32, for the token after each token; valid only if requested
+    # [length - cached] float32, of the token that follows each token of the chunk; valid only if requested
+    logprobs: np.ndarray
     first_tokens: Sequence[int]  # the first sampled token of each sequence
     first_logprobs: Sequence[float]
 

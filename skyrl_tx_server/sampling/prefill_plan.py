@@ -37,7 +37,7 @@ class UnfinishedPrompt:
 
     hit_tokens: int  # number of tokens that were cached before its first chunk
     logprobs: np.ndarray  # [P + 1] float32 by position, NaN if not computed or not requested
-    num_scored: int = 0  # number of tokens whose chunks were computed with logprobs
+    num_scored: int = 0  # number of tokens in the chunks that were computed with logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    # None: not requested, or this is not the last chunk of the prompt
+    # None: not requested, not the last chunk of the prompt, or not the first samples of the request
     topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
     targets: CsrMatrix | None = None  # the logprobs of the target tokens
 
@@ -193,7 +193,8 @@ class PrefillPlanner:
 
         `keep_spare` keeps one free page for each running sequence of a rank and one more. Return None if the
         prefill batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse
-        a longer prefix. Raises CapacityError, without allocating any page, if there are too few.
+        a longer prefix. Paused sequences lose their pages if there are too few. If the pages still do not
+        suffice, raises CapacityError without allocating any page.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

@@ -99,8 +99,8 @@ class Scorer:
         targets: CsrMatrix | None = None,
         temperature: float = 1.0,
     ) -> tuple[TopkLogprobs, CsrMatrix | None]:
-        """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`,
-        whose row t follows token t."""
+        """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`. The
+        tokens in row t of `targets` are scored as successors of token t."""
         padded = pad_tokens(tokens, self.lengths)
         matrix, columns = _dense_targets(targets, len(padded))
         inputs = ScoreInputs(

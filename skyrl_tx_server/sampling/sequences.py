@@ -38,7 +38,7 @@ class SequenceState:
     topk: int  # number of likeliest tokens to report at each sampled position
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)  # empty while the sequence is preempted
+    block_table: list[int] = field(default_factory=list)  # empty if preempted, or paused without its pages
     dispatches_preempted: int = 0  # number of decode dispatches since the preemption
     pending_tokens: int = 0  # number of tokens that the dispatch in flight adds unless the sequence ends
 

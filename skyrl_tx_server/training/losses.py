@@ -10,8 +10,8 @@ With lp = log p(target), q the sampler's logprob, A the advantage, w the weight 
     gspo                  -min(r' * A, clip(r', low, high) * A)   with   r' = exp(s + lp - stop_gradient(lp))
 
 The s of gspo is one number per sequence, the mean of stop_gradient(lp) - q over its mask (Zheng et al.,
-arXiv:2507.18071, in the token form). It needs every logprob of the sequence before the first loss, so the
-executor runs a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
+arXiv:2507.18071, in the token form). Every logprob of the sequence is needed to compute s, so the executor
+runs a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
 
 `low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so
 all losses share one compiled program. `engine.loss_spec` describes the inputs and options.
@@ -121,7 +121,8 @@ def select_loss(loss_fn: LossFn, settings: LossSettings | None = None) -> LossSe
 
 
 def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    """Return the loss of each token, float32, in the shape of `logprobs`."""
+    """Return the loss of each loss position, float32, in the shape of `logprobs`: the sum over the `counts`
+    sequences that share the position, zero for padding."""
     log_ratio = logprobs - inputs.sampler_logprobs
     ratio = jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
     settings = selection.settings

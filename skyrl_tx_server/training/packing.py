@@ -34,9 +34,9 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 class DatumSpan:
     """The location of one datum in a packed batch."""
 
-    datum: int
-    stream: int
-    loss_positions: np.ndarray  # [N] int32, one per position of the datum
+    datum: int  # index of the datum
+    stream: int  # index of the stream
+    loss_positions: np.ndarray  # [N] int32, the loss position of each position of the datum
     num_targets: int | None  # targets per position; None: the arrays of the datum have no target axis
 
 
@@ -201,8 +201,8 @@ def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> lis
 
 
 def _tree_layout(subtree_end: np.ndarray, num_tokens: int) -> TreeLayout:
-    """Return the layout of a stream with the key tiles to which each query tile attends. Query tiles of
-    padding attend to no key tile."""
+    """Return the layout of a stream in blocks of ATTENTION_TILE tokens. Query blocks that contain only
+    padding attend to no key block."""
     count = len(subtree_end) // ATTENTION_TILE
     tile = np.arange(count)
     tile_end = subtree_end.reshape(count, ATTENTION_TILE).max(axis=1)

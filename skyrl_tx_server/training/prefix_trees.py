@@ -19,7 +19,7 @@ MIN_SHARED = 16  # minimum number of tokens of a shared prefix
 class TreeSequence:
     """A datum with its loss inputs, and the prefix that it shares with the previous sequence."""
 
-    datum: int
+    datum: int  # index of the datum
     tokens: np.ndarray  # [N] int32
     targets: np.ndarray  # [N, K] int32
     inputs: np.ndarray  # [N, K + 2] float32: weights, sampler's logprob, advantage
@@ -37,13 +37,13 @@ class TreeSequence:
         return len(self.tokens) - int(self.shares_loss.sum())
 
     def without_shared(self) -> TreeSequence:
-        """Return the sequence as the first one of a tree."""
+        """Return the sequence as the first sequence of a tree, which shares no prefix."""
         return replace(self, num_shared=0, shares_loss=np.zeros(0, bool))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """Consecutive sequences of a stream, which form one prefix tree or all trees of a stream."""
+    """Consecutive sequences of a stream: those of one prefix tree, or of all prefix trees of the stream."""
 
     sequences: tuple[TreeSequence, ...]
     tokens: int  # number of tokens, shared ones counted once
@@ -64,8 +64,9 @@ class PrefixTree:
 def plan_streams(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes, *, num_targets: int
 ) -> dict[BucketShape, list[PrefixTree]]:
-    """Return the streams of each shape. Long streams share more prefixes and short streams have less padding;
-    the plan with the fewest tokens, including padding, is chosen."""
+    """Return the streams of each shape. Long streams share more prefixes, and short streams have less
+    padding. This function plans for several stream lengths and returns the plan with the fewest tokens,
+    including padding."""
     longest = max(len(datum.tokens) for datum in data)
     sequences = _sorted_sequences(data, trained, num_targets)
     limits = [shape for shape in shapes.shapes if longest <= shape.length <= shapes.largest(longest).length]

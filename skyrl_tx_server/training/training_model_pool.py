@@ -1,5 +1,5 @@
 """A pool of training models. The most recently used models are on the device, the others are in host memory.
-Moving a model between them does not change its values."""
+A move between the device and host memory does not change the values of a model."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class TrainingModelPool:
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings of the arrays, with which `put` moves the arrays back to the devices. None: the
-    arrays are uncommitted, as on one device. Committed arrays would recompile every program that was
-    compiled for uncommitted arrays."""
+    """Return the shardings with which `put` moves the arrays back to the devices. Return None if the arrays
+    are uncommitted, as on one device: with shardings, `put` would commit them, and JAX would recompile every
+    program that was compiled for uncommitted arrays."""
     if any(leaf.committed for leaf in jax.tree.leaves(model)):
         return jax.tree.map(lambda leaf: leaf.sharding, model)
     return None

@@ -1,4 +1,4 @@
-"""`BanditBackend`: a backend with a policy of four logits, which its training client learns from datums."""
+"""`BanditBackend`: a backend whose policy is the softmax of four logits, which are learned from datums."""
 
 from __future__ import annotations
 

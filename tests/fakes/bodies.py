@@ -55,7 +55,7 @@ ROUTES = (
         "copy_weights",
     ),
 )
-"""The routes below /api/v1 that accept POST requests."""
+"""Routes below /api/v1 that accept POST requests and have no parameter in their path."""
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
 SPARSE = {

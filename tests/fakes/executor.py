@@ -152,7 +152,7 @@ class FakeExecutor:
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
-        # The prefix cache contains the prompt for all samples of a request except the first.
+        # The samples that are admitted first write the prompt to the prefix cache. Later samples reuse it.
         num_cached = len(op.prompt) - 1 if first else 0
         return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=num_cached, finished=())
 

@@ -1,6 +1,6 @@
 """A fake vLLM or SGLang server with a Qwen3 in numpy. It has only the routes that skyrl_tx_server calls.
 
-It reads the base weights from Hugging Face files and the adapters from PEFT folders.
+The server reads the base weights from Hugging Face files and the adapters from PEFT folders.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Completion:
 class ExternalSampler:
     """Serves the sampling routes of vLLM and SGLang, and the adapter routes of `kind` (`vllm` or `sglang`).
 
-    `received` contains the sampling parameters of every request. Tests change the other public attributes.
+    `received` contains the sampling parameters and the adapter name of every sampling request. Tests change
+    the other public attributes.
     """
 
     def __init__(

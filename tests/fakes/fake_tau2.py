@@ -1,8 +1,9 @@
-"""A fake tau2 worker: one small domain with the same requests, replies and failures.
+"""A fake tau2 worker. It has the requests, replies and failures of the real worker, but few and small tasks.
 
-The reward is 1 if the agent has called `save`. The tool `calculate` ends the worker with SIGALRM, as a
-timeout does in the real worker. The tool `die` ends the worker with status 3. The task `judged` requires a
-judge, and `finish` reports an evaluation error for the task `broken`.
+Every domain has the same tasks, except `telecom`, for which `tasks` returns an error. The reward is 1 if the
+agent has called `save`. The tool `calculate` ends the worker with SIGALRM, as a timeout does in the real
+worker. The tool `die` ends the worker with status 3. The tasks `judged-*` require a judge. For the tasks
+`broken-*`, `finish` reports an evaluation error and the reward 0.
 """
 
 import json

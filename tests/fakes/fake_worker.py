@@ -1,6 +1,7 @@
 """A worker for `src/envs/service/subprocess_pool.py` that adds numbers and fails on request.
 
-add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
+add {episode, n, pid}    {"total": ...}, the sum of the episode's numbers so far, and the worker's process id
+                         as "pid" if the optional argument `pid` is true
 hang {episode}           never answers
 alarm {episode}          runs until SIGALRM ends the process, as in tau2's worker
 die {episode}            exits with status 3 and a message on stderr
@@ -9,6 +10,9 @@ once {episode, how, flag}  creates the file `flag` and fails as operation `how`;
 die_if {episode, flag}   adds 0; exits with status 3 if the file `flag` exists
 forget {episode}         discards the sum of the episode
 known {episode}          {"episodes": [...]}, the sorted episodes that have a sum
+
+With the command-line argument `hang`, the worker never reports that it has started. With `refuse`, it reports
+an error in place of its start and exits.
 """
 
 import json

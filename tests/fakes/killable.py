@@ -2,9 +2,12 @@
 
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
-Points are before, within and after each write of a record, before and after each replacement of a file, and
-at each call of the sampler, the training client and `save`. Every run is a forked child process. SIGKILL ends
-it without cleanup, so that a resumed run has only the files on disk.
+The command draws POINTS random points with SEED. MODE is a key of `MODES`.
+
+A point is a place at which a run can be killed: before, within and after each write of a record, before and
+after each replacement of a file, and in each `policy`, `sample`, `forward_backward`, `optim_step` and `save`
+of the backend. Every run is a forked child process. SIGKILL ends the child without cleanup, so that a resumed
+run has only the files on disk.
 """
 
 from __future__ import annotations
@@ -204,8 +207,9 @@ def started_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 def faults_of(path: Path, kills: list[int], expected: Outcome, mode: str, *options: str) -> list[str]:
     """Kill a run at each point of `kills` in turn, finish it, and return its faults.
 
-    In synchronous mode, each difference from `expected` is a fault. In asynchronous modes, the groups of a
-    step depend on timing, and the function checks only how often each task was trained.
+    In every mode, a finished rollout that is lost or played again is a fault. In synchronous mode, each
+    difference from `expected` is also a fault. In the other modes, the groups of a step depend on timing, so
+    the function does not use `expected` and checks how often each task was trained.
     """
     faults = []
     for kill_point in [*kills, None]:
@@ -242,8 +246,8 @@ def training_faults(resumed: Outcome) -> list[str]:
 
 
 def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) -> int:
-    """Kill one run at each of `num_points` random points, and one run repeatedly. Prints every fault and a
-    summary. Returns 0 if there is no fault.
+    """Kill and resume one run for each of `num_points` random points, and one more run up to `num_points`
+    times. Print every fault and a summary. Return 0 if there is no fault.
     """
     started = time.monotonic()
     total = play_in_child(directory / "uninterrupted", None, *MODES[mode], *options)

@@ -1,6 +1,8 @@
 """Runs `src.sft` on a unigram model, kills it with SIGKILL at chosen points and resumes it.
 
-python -m tests.fakes.killable_sft DIR POINTS SEED [OPTION ...]
+    python -m tests.fakes.killable_sft DIR POINTS SEED [OPTION ...]
+
+`tests.fakes.killable` explains the arguments and the points.
 """
 
 from __future__ import annotations
@@ -169,8 +171,9 @@ def result(path: Path) -> list[object]:
 
 
 def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
-    """Kill one run at each of `num_points` random points and one run repeatedly, and compare each with an
-    uninterrupted run. Returns 0 if there is no difference.
+    """Kill and resume one run for each of `num_points` random points, and one more run up to `num_points`
+    times. Compare each run with an uninterrupted run. Return 0 if no run differs and the uninterrupted run
+    trained every group exactly once.
     """
     total = count_in_child(lambda: play(folder / "uninterrupted", None, *options))
     uninterrupted, rng, num_bad = result(folder / "uninterrupted"), random.Random(seed), 0

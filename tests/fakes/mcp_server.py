@@ -67,8 +67,9 @@ FAILING_TOOLS = {
 
 
 class FailingServer(McpServer):
-    """An `McpServer` whose path selects the behaviour: /streamed/mcp answers with server-sent events,
-    /stateless/mcp has no sessions, /closed/mcp returns the status 503, and /locked/mcp requires a key.
+    """An `McpServer` whose behaviour depends on the request path: /streamed/mcp answers with server-sent
+    events, /stateless/mcp has no sessions, /closed/mcp returns the status 503, and /locked/mcp requires a
+    key.
 
     If `marker` is set and does not exist, tool call number `die_at` creates this file and ends the process.
     """

@@ -49,13 +49,13 @@ class FakeRun:
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of each step without times. They are equal in resumed and uninterrupted runs."""
+    """Return the metrics of each step without times. Resumed and uninterrupted runs have equal metrics."""
     lines = records(log_path / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 
 
 def is_wall_clock(name: str) -> bool:
-    """Return whether a metric measures time. All others are equal in an uninterrupted and a resumed run."""
+    """Return whether a metric measures time."""
     name = name.removeprefix("test/")
     if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith(
         "_duration"

@@ -8,6 +8,6 @@ from typing import Any
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Return every complete line, without validation, or [] if the file does not exist."""
+    """Return the JSON object of every complete line, or [] if the file does not exist."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]

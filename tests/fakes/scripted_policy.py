@@ -27,9 +27,9 @@ def solving(*commands: str) -> list[str]:
 class ScriptedPolicy:
     """Samples from the first script whose key occurs in the prompt.
 
-    The index of the reply is the number of earlier answers in the prompt; the last reply is repeated. If a
-    reply is an exception, `sample` raises it. Replies are truncated to `max_tokens` tokens, and every token
-    has the logprob -0.5.
+    The index of the reply is the number of earlier answers in the prompt; the last reply of the script is
+    repeated. If a reply is an exception, `sample` raises it. An empty reply has no tokens. Replies are
+    truncated to `max_tokens` tokens, and every token has the logprob -0.5.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from skyrl_tx_server.model.weights import save_model
 
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # XLA flag for server processes
 CONFIG = ModelConfig(
-    vocab_size=260,  # 256 bytes and four unused ids
+    vocab_size=260,  # 256 bytes and four ids that `byte_tokenizer` does not have
     hidden_size=32,
     intermediate_size=48,
     num_layers=2,

@@ -28,7 +28,9 @@ SLOWEST = 0.1  # share of the tasks in `Result.slowest`
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose sleeps advance a virtual clock. `run_in_executor` calls its function directly."""
+    """An event loop whose sleeps advance a virtual clock. While it runs, `run_in_executor` and `start_daemon`
+    call their function directly, without a thread.
+    """
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"
 PYTHON = "/usr/bin/python3"  # inside the sandbox
 
-# Python keeps the capability CAP_DAC_READ_SEARCH, with which it reads the interpreter and the packages.
-# Programs that it starts have no capability.
+# pytest keeps the capability CAP_DAC_READ_SEARCH, because the interpreter and the packages may be readable
+# only by root. The ambient set is cleared, so that programs that pytest starts have no capability.
 _PYTEST_WITHOUT_CAPABILITIES = """
 import ctypes, sys
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4

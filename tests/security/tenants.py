@@ -25,8 +25,8 @@ OPERATOR_KEY = "tml-operator"
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The state of a server, and clients with the keys of two tenants, with the operator's key and without
-    a key."""
+    """The state of a server and four HTTP clients: one for each of two tenants, one with the operator's key,
+    and one without a key."""
 
     context: AppState
     key_file: Path

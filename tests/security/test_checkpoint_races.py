@@ -78,7 +78,7 @@ async def test_a_download_url_is_invalid_after_the_next_save(
 
 
 def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
-    """The file exceeds the socket buffers, so most of it is read after the overwrite and the deletion."""
+    """The archive exceeds the socket buffers, so the server reads most of it after the change."""
     context = fake_context(tmp_path)
     with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for change in (
@@ -167,7 +167,7 @@ def test_concurrent_saves_of_a_name_leave_a_complete_checkpoint(tmp_path: Path) 
 async def test_the_expiry_of_a_save_does_not_delete_a_later_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """The engine has written the new checkpoint, but the event loop has not recorded it yet."""
+    """`housekeep` runs after the engine has written the later save and before its expiry is recorded."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -226,7 +226,7 @@ async def test_an_unknown_folder_in_a_checkpoint_is_replaced_by_a_save(
 
 
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
-    """The program kills a process at every seventh call that changes the disk (argument 7, default 1)."""
+    """The program kills one child at its 1st call that changes the disk, another at its 8th, and so on."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -271,24 +271,24 @@ def test_a_message_of_another_connection_is_refused(relay: Relay) -> None:
 
 
 def test_a_forged_call_ends_the_process_and_is_not_unpickled(relay: Relay, tmp_path: Path) -> None:
-    losses = SimpleQueue[str]()
-    worker = WorkerRank(relay.channel_1, losses.put)
+    reasons = SimpleQueue[str]()
+    worker = WorkerRank(relay.channel_1, reasons.put)
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
     with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
         worker.follow(FakeExecutor)
-    assert "was changed, repeated or lost" in losses.get(timeout=60)
-    assert not created.exists() and losses.empty()
+    assert "was changed, repeated or lost" in reasons.get(timeout=60)
+    assert not created.exists() and reasons.empty()
 
 
 def test_a_forged_reply_ends_process_0_with_one_error() -> None:
     to_0, process_0 = socket.socketpair()
-    losses = SimpleQueue[str]()
+    reasons = SimpleQueue[str]()
     with to_0:
-        rank_0 = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, losses.put)
+        rank_0 = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, reasons.put)
         to_0.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
-        assert losses.get(timeout=60).startswith(
+        assert reasons.get(timeout=60).startswith(
             "process 1: a message between the processes was changed, repeated or lost"
         )
         rank_0.stop()

@@ -1,7 +1,7 @@
-"""Tests of the containers of trials and of the clean-up with a real Docker engine.
+"""Tests of the containers of trials, and of the clean-up of Docker objects, with a real Docker engine.
 
-Downloads from a container follow no links, and downloads and the output of commands are limited. A clean-up
-removes the objects of ended runs and no others.
+Downloads from a container follow no links. Downloads and the output of commands are limited. A clean-up
+removes the containers, networks and volumes of ended runs, and no other objects.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def objects_of_another_project() -> Iterator[Callable[[], set[str]]]:
 
 
 def labels_of_ended_run(run: str) -> dict[str, str]:
-    """Return the labels of the run `run`, whose process has ended."""
+    """Return the labels of Docker objects of a run with the label `run`, whose trainer has ended."""
     ended = subprocess.Popen(["true"])
     name = process_name(ended.pid)
     ended.wait()

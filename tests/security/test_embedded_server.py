@@ -32,7 +32,7 @@ class FakePopen:
 
 @pytest.fixture
 def started_processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the commands and environments of the processes that the quick start starts."""
+    """Replace subprocess.Popen. Return the commands and environments of the processes that are started."""
     FakePopen.calls = []
     monkeypatch.setattr(subprocess, "Popen", FakePopen)
     monkeypatch.setattr(run_skyrl_tx, "healthy", lambda url: True)
@@ -41,7 +41,8 @@ def started_processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], 
 
 
 def quick_start(path: Path) -> str:
-    """Run the quick start with the run folder `path`. Return the key of its server."""
+    """Run a quick start of `run_skyrl_tx` with the run folder `path`, whose name must be `run`. Return the
+    key of its server."""
     assert run_skyrl_tx.main([f"log_path={path}"]) == 0
     return (path.with_name("run.server") / "api_key").read_text().strip()
 

@@ -34,8 +34,8 @@ MODEL = replace(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""With this hidden size, the result of a row does not depend on the number of rows, so results are equal bit
-for bit."""
+"""With this hidden size, the result of a token does not depend on the number of tokens that are computed with
+it, so results are equal bit for bit."""
 SLOTS, STEPS_PER_DISPATCH, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_DISPATCHES = 6
 """The longest wait for a small sample: the running dispatch, the dispatches before a pause, one dispatch for
@@ -56,9 +56,9 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 
 @dataclass
 class SmallRequests:
-    """A watcher of a large request that submits small requests, one after the other, on the engine's thread.
+    """A watcher of a large request. It submits small requests, one after the other, on the engine's thread.
 
-    The requests are submitted at the same points of every run.
+    It submits them when the engine reports tokens, so at the same decode steps in every run of the test.
     """
 
     engine: Engine
@@ -138,7 +138,7 @@ def assert_same(actual: SampleResult, expected: SampleResult, *, atol: float = 0
 def test_a_small_sample_waits_briefly_and_changes_no_result(
     engine: Engine, large_alone: SampleResult, small_alone: SampleResult, tenant: str
 ) -> None:
-    """The tenant of the small requests is the tenant of the large request or another one."""
+    """The small requests come from the tenant of the large request or from another tenant."""
     before = engine.stats()
     small_requests = SmallRequests(engine, tenant, 8)
     large = engine.submit(LARGE, small_requests, tenant="hostile")
@@ -178,7 +178,8 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:
-    """The small cache holds two complete sequences. Results equal those with a large cache."""
+    """The small cache holds two complete sequences. Tokens equal those with a large cache, and logprobs
+    differ by at most 1e-4."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(op)) for op in requests]
     small_alone = result(engine.submit(SMALL))

@@ -37,7 +37,8 @@ REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
-# More than the lag that other processes cause, less than the lag of unpacking 20,000 files on the event loop.
+# This limit exceeds the lag that other processes cause, and is below the lag of unpacking 20,000 files on the
+# event loop.
 MAX_LAG_S = 5.0
 
 
@@ -322,7 +323,7 @@ def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    import_harbor()  # disables Harbor's log, and must precede other imports of Harbor
+    import_harbor()  # prevents downloads and log output of the modules that the next lines import
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

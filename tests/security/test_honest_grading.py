@@ -125,7 +125,7 @@ def shim(program: str, script: str = "echo right", directory: str = "/usr/local/
 
 USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; '
 USER_SITE += 'echo "import os; os._exit(0)" > $site/'
-# Makes the exec server (pid 1) read its scripts from another directory
+# A command that makes the exec server (pid 1) read its scripts from a directory of the agent
 REDIRECT_PID_1 = r"""python3 - <<'END'
 import os, re
 for number in range(2000):
@@ -309,8 +309,9 @@ def write_run_sh(text: str) -> str:
     return f"printf '%s\\n' '{text}' > /app/run.sh"
 
 
-# The verifier, the attack and the graded-zero reason of each trial. `...` accepts any reason.
-VOIDS = {
+# Attacks that could prevent grading: the verifier, the attack and the graded-zero reason of each trial. `...`
+# accepts any reason.
+BROKEN_TRIALS = {
     "all processes killed": (RUN_SH_VERIFIER, "kill -9 -1", None),
     "pid 1 without resources": (RUN_SH_VERIFIER, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
     "signals to pid 1": (RUN_SH_VERIFIER, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
@@ -355,12 +356,12 @@ VOIDS = {
 
 
 @in_sandbox
-@pytest.mark.parametrize("name", VOIDS)
+@pytest.mark.parametrize("name", BROKEN_TRIALS)
 async def test_a_trial_that_its_agent_breaks_is_graded_0_with_a_reason(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
-    test, attack, reason = VOIDS[name]
+    test, attack, reason = BROKEN_TRIALS[name]
     outcome = await play(
         tmp_path, task(tmp_path / "task", test, timeout_s=4), attack, environment_kwargs=["storage_mb=64"]
     )
@@ -506,9 +507,9 @@ def honest_trial() -> ContainerTrial:
     return ContainerTrial(test=test, commands=commands)
 
 
-# The attack and the graded-zero reason of each trial. `...` accepts any reason. A special file is not
-# downloaded, so the reward is the number that the verifier wrote.
-DOCKER_VOIDS = {
+# Attacks that could prevent grading: the attack and the graded-zero reason of each trial. `...` accepts any
+# reason. A special file is not downloaded, so the reward is the number that the verifier wrote.
+BROKEN_CONTAINER_TRIALS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "all processes killed": ("kill -9 -1", ...),
     "a verifier that hangs": (write_run_sh("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
@@ -531,7 +532,7 @@ def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tr
     trials = {"honest": honest_trial()}
     for name, (test, attack) in DOCKER_FORGERIES.items():
         trials[name] = ContainerTrial(test=test, commands=("printf wrong > /app/answer.txt", attack))
-    for name, (attack, _) in DOCKER_VOIDS.items():
+    for name, (attack, _) in BROKEN_CONTAINER_TRIALS.items():
         trials[name] = ContainerTrial(test=RUN_SH_VERIFIER, commands=(attack,), timeout_s=20)
 
     async def play_all() -> dict[str, Trajectory | TrialFailure]:
@@ -569,12 +570,12 @@ def test_the_verifier_sees_the_honest_changes_in_a_container(
 
 
 @in_docker
-@pytest.mark.parametrize("name", DOCKER_VOIDS)
+@pytest.mark.parametrize("name", BROKEN_CONTAINER_TRIALS)
 def test_a_container_trial_that_its_agent_breaks_is_graded_0(
     container_outcomes: dict[str, Trajectory | TrialFailure], name: str
 ) -> None:
     outcome = container_outcomes[name]
-    reason = DOCKER_VOIDS[name][1]
+    reason = BROKEN_CONTAINER_TRIALS[name][1]
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
     assert reason is ... or outcome.zero_reason is reason
@@ -598,7 +599,7 @@ async def test_too_large_files_in_a_container_are_graded_0(
 async def test_a_failure_to_unpack_files_gives_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unpacking can also fail without an agent, so the trial is an infrastructure failure."""
+    """Unpacking can fail for reasons that the agent does not cause, so this is an infrastructure failure."""
 
     async def fail_to_unpack(*_: object) -> None:
         raise FileExistsError("handed-in")

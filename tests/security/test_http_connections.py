@@ -59,7 +59,7 @@ async def is_healthy(address: tuple[str, int]) -> bool:
 
 
 async def open_and_send(address: tuple[str, int], data: bytes = b"POST /api/v1/crea") -> Stream:
-    """Open a connection and send the beginning of a request, or a complete one."""
+    """Open a connection and send `data`, by default the beginning of a request."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(data)
     await writer.drain()

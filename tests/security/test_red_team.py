@@ -23,6 +23,7 @@ from tests.security.red_team.image import BASE
 from tests.security.red_team.table import sampled
 
 PLACE_TIMEOUT_S = 1800
+# A place is an environment and the user as which the attack runs.
 PLACES = [(where, run_as) for where in EnvironmentKind for run_as in RunAs]
 NUM_ATTACKS = 40
 
@@ -38,8 +39,8 @@ def missing_requirement(where: EnvironmentKind) -> str | None:
 
 
 class AttackRuns:
-    """Runs the attacks that pytest collected. Two processes run at a time, each with all attacks of one
-    environment and user.
+    """Runs the attacks that pytest collected. Two processes run at a time, each with all collected attacks of
+    one place.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class AttackRuns:
         }
 
     def violations(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
-        """Return the violations by attack."""
+        """Return the violations of each attack in a place. Skip the test if no trial can run in the place."""
         if reason := self._missing_requirements[where]:
             pytest.skip(f"{where} is not available: {reason}")
         return self._futures[where, run_as].result()

@@ -1,4 +1,4 @@
-"""Tests of scripted attacks in a sandbox that target the host, the exec server and other commands."""
+"""Scripts in a sandbox attack the host, the exec server and other commands, without effect."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ async def test_a_command_cannot_forge_the_result_of_another_command() -> None:
             "/.sandbox/requests"
         )
         assert listing.stdout == b"/.sandbox/requests/*\n"
-        # The agent can guess the names of later scripts, but not of their FIFOs. No FIFO carries the status.
+        # The agent can guess the names of later scripts, but not the names of their FIFOs. No FIFO carries
+        # the exit status.
         forge = "for n in $(seq 1 50); do for s in stdout stderr status; do "
         forge += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
         running_command = asyncio.create_task(
@@ -203,7 +204,7 @@ async def test_a_command_cannot_forge_the_result_of_another_command() -> None:
 
 
 def test_endless_output_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each read, a background process refills the pipe."""
+    """The test refills the pipe after each read, as a background process could do."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.write(write_end, b"x" * 4096)

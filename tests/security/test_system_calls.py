@@ -1,4 +1,4 @@
-"""Tests of the seccomp filter for both architectures. An interpreter evaluates its BPF program."""
+"""Tests of the seccomp filter for both architectures. `errno_of_call` interprets the filter's BPF program."""
 
 from __future__ import annotations
 

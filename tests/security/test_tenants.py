@@ -211,7 +211,7 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
 async def test_owners_survive_a_restart(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        # a server without tenants writes such paths, which belong to the operator
+        # A server without tenants writes such paths. They belong to the operator.
         operator_path = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
             operator_path, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
@@ -342,7 +342,7 @@ async def test_a_checkpoint_that_replaces_a_published_one_is_private(tmp_path: P
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         await site.alice.post(f"{objects.checkpoint_url}/publish")
-        site.context.checkpoints.delete(objects.weights)  # the deletion is not recorded
+        site.context.checkpoints.delete(objects.weights)  # the run index still lists it as public
         await run_operation(site.alice, "save_weights", model_id=objects.model, seq_id=30, path="w")
         assert (
             await site.bob.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

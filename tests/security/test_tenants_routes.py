@@ -1,4 +1,4 @@
-"""Calls every route as one tenant with the objects of another.
+"""Calls every route as one tenant with the objects of another tenant.
 
 The reply must be the same as for objects that do not exist. Each route is in one of the tables below, which
 `test_every_route_is_classified` checks.
@@ -280,7 +280,7 @@ async def test_an_object_of_another_tenant_does_not_exist(
 
 
 @pytest.mark.parametrize("route", ALWAYS_SUCCESSFUL)
-async def test_a_route_that_always_succeeds_leaves_other_tenants_alone(tmp_path: Path, route: str) -> None:
+async def test_a_route_that_always_succeeds_affects_no_other_tenant(tmp_path: Path, route: str) -> None:
     method = route.partition(" ")[0]
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
-    """Create the methods by name and answer calls until standard input ends. The output of libraries goes to
-    standard error."""
+    """Create the methods with `start`, which returns them by name, and answer calls until standard input
+    ends. The output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     methods = start()

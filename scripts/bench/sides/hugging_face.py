@@ -1,6 +1,6 @@
 """Hugging Face transformers and peft on torch, on a CPU in float32 or with CUDA in bfloat16.
 
-It runs in an interpreter that has these packages; see `sides/call_protocol.py`.
+The script runs in an interpreter that has these packages; see `sides/call_protocol.py`.
 """
 
 from __future__ import annotations

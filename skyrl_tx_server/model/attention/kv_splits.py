@@ -19,10 +19,11 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 MIN_PART, MAX_PARTS = 8, 16
-"""A part has at least MIN_PART pages. The size doubles until a sequence has at most MAX_PARTS parts."""
+"""All parts of a sequence except the last have the same number of pages: MIN_PART, doubled until the
+sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_SEQUENCES = 16, 4
-"""A split has space for MIN_QUERIES queries per key-value head, the minimum of a matrix product on a GPU, and
-for at least MIN_SEQUENCES sequences."""
+"""A split has space for at least MIN_QUERIES queries per key-value head, the minimum of a matrix product on a
+GPU, and for at least MIN_SEQUENCES sequences."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -34,7 +35,7 @@ class KVSplits:
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences within the rank, padded with -1
     part: ArrayLike  # [devices * N] int32, the index of the part in its sequences
     first: ArrayLike  # [devices * N] int32, the first page of the part, as a column of the block tables
-    end: ArrayLike  # [devices * N] int32, the position after the last one of the part
+    end: ArrayLike  # [devices * N] int32, the position after the last position of the part
     counts: ArrayLike  # [devices] int32, the number of splits of each rank
     num_parts: ArrayLike  # [B] int32, the number of parts of each sequence
 

@@ -79,7 +79,7 @@ def _attend_on_device(
 def _attend_to_local_pages(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """Run the kernel on NVIDIA GPUs. On other devices, and for head widths and sliding windows that the
+    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for head widths that the
     kernel does not support, run the loop."""
     if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, tiles, q)

@@ -1,9 +1,9 @@
 """Attention over a stream of prefix trees (see `training.packing`), computed in pairs of blocks.
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
-Only pairs of blocks with visible tokens are computed, so the cost does not grow with the square of the
-stream's length. In both passes only the scores of one pair of blocks are in memory (Dao et al.,
-arXiv:2205.14135).
+Only pairs of blocks with visible tokens are computed, so the cost depends on the lengths of the sequences and
+not on the square of the stream's length. In both passes only the scores of one pair of blocks are in memory
+(Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _by_platform[Output](
     layout: TreeLayout,
     *arrays: jax.Array,
 ) -> Output:
-    """Run the kernel on NVIDIA GPUs. On other devices, and for head widths and sliding windows that the
-    kernel does not support, run the loop for each stream."""
+    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for heads that are too wide
+    for the kernel, run the loop for each stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [

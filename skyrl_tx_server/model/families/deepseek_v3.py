@@ -1,9 +1,10 @@
 """DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, and dense layers before layers with groups of experts.
 
-Heads attend in the latent space. The key of a head is `W_k c`, concatenated with the rotated key that all
-heads share. Since `q . W_k c = (W_k^T q) . c`, queries are multiplied by `W_k^T`, and all heads attend to one
-key-value head: the latent vector `c` and the rotated key. The values are also `c`, and the attention output
-is multiplied by `W_v`. The cache stores one vector per token instead of keys and values of every head.
+Heads attend in the latent space. The key of a head is `W_k c`, where `c` is the latent vector of the token,
+concatenated with the rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
+multiplied by `W_k^T`, and all heads attend to one key-value head: `c` and the rotated key. The values are
+also `c`, and the attention output is multiplied by `W_v`. The cache stores one vector per token instead of
+keys and values of every head.
 """
 
 from __future__ import annotations

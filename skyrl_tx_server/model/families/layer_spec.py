@@ -72,8 +72,8 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the field, stacked over layers. `fsdp` always divides the outputs, so that the sum
-        of each output is computed on one device, as without a mesh."""
+        """The sharding of the field, stacked over layers. If `split` is NEITHER, only `expert` divides the
+        field. `fsdp` divides outputs and never inputs, so that it does not split the sum of an output."""
         lead = (None, "expert") if self.experts else (None,)
         divided: dict[ShardAxis, tuple[Axes, Axes]] = {
             ShardAxis.INPUTS: ("fsdp", "tensor"),
@@ -114,7 +114,7 @@ type MlpBlock = Callable[[ModelConfig, jax.Array, LayerParams, Mapping[str, Lora
 
 
 def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Return the attention of a layer that config.json describes."""
+    """Return the attention settings of layer number `layer`, as config.json describes them."""
     return AttentionSpec(
         scale=config.head_dim**-0.5,
         rope=config.rope,

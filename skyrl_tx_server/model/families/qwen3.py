@@ -11,7 +11,7 @@ from skyrl_tx_server.model.families.layer_spec import Family, Weight, attention_
 from skyrl_tx_server.model.model_config import ModelConfig
 
 EXPECTED = {"attention_bias": False, "hidden_act": "silu"}
-HEAD_DIM = 128
+HEAD_DIM = 128  # the default of transformers' Qwen3Config
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
 MAX_WINDOW_LAYERS = 28  # the default of transformers' Qwen3Config
 

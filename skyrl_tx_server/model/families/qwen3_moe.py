@@ -29,7 +29,8 @@ def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     return {
-        "moe_intermediate_size": config.intermediate_size,  # config.json's intermediate_size: dense layers
+        # in config.json, `intermediate_size` is the width of dense layers
+        "moe_intermediate_size": config.intermediate_size,
         "num_experts": config.experts.count,
         "num_experts_per_tok": config.experts.per_token,
         "norm_topk_prob": config.experts.normalized,

@@ -66,9 +66,9 @@ def paged_attention(
     scale: float,
     interpret: bool = False,
 ) -> Attended:
-    """Return attention of q [B, H, hd] over the KV splits of the block tables [B, W] of keys [N, K, hd, P]
-    and values [N, K, P, hd]. The page size P is a power of two. Positions after the end of a sequence may be
-    NaN."""
+    """Return attention of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values [N, K, P, hd].
+    `tables` [B, W] are the block tables of the sequences, and `splits` are their KV splits. The page size P
+    is a power of two. Positions after the end of a sequence may be NaN."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)
@@ -176,9 +176,10 @@ def prefill_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return causal attention of N tiles q [N, T, H, hd] over the block tables [N, W] of keys [P, K, hd,
-    page] and values [P, K, page, hd], which include the keys and values of the tiles. `starts` [N] are the
-    positions of the first tokens, `lengths` [N] the numbers of tokens without padding."""
+    """Return causal attention of M tiles q [M, T, H, hd] over the KV pages: keys [N, K, hd, P] and values
+    [N, K, P, hd], which include the keys and values of the tiles. `tables` [M, W] are the block tables of the
+    tiles' prompts. `starts` [M] are the positions of the tiles' first tokens, `lengths` [M] their numbers of
+    tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     heads_per_program = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)

@@ -1,9 +1,9 @@
 """Pallas kernels of `tree_attention` for GPUs, compiled by Triton. The scores of a tile stay in registers
 (Dao, arXiv:2307.08691).
 
-A program computes the attention of a tile of queries of one head, or the gradient of a tile of keys of one
-head. It processes the other tiles in the order of the stream, so results are bit-identical in every run.
-Products are summed in float32.
+A program computes the attention of a tile of queries of one head, the gradient of such a tile, or the
+gradients of a tile of keys and values of one key-value head. It reads the tiles of keys (or queries) one
+after the other in a fixed order, so results are bit-identical in every run. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
 memory."""
-WIDE_HEAD = 256  # bytes; the tiles of wider heads fit into shared memory only once
+WIDE_HEAD = 256  # bytes; for wider heads, shared memory has space for one pipeline stage only
 QUERY_TILE, TILE = 128, 64
 """Tokens per tile: QUERY_TILE for queries in the forward pass, TILE for keys and in the backward pass."""
 
@@ -111,7 +111,7 @@ def padded_heads(array: jax.Array) -> jax.Array:
 
 
 def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Inside a kernel: multiply two matrices over one axis of each, in float32."""
+    """Inside a kernel: contract axis `over[0]` of `left` with axis `over[1]` of `right`, in float32."""
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
@@ -120,8 +120,8 @@ def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.Comp
     """Return the parameters of a kernel over queries [..., hd].
 
     `stages` is the number of stages of the software pipeline on GPUs with at least 160 KiB of shared memory
-    per program. Two stages, which fit into 99 KiB, do not overlap loads with products. Tiles of wide heads
-    fit only once.
+    per program. Two stages, which fit into 99 KiB, do not overlap loads with products. Wide heads always use
+    one stage.
     """
     if q.shape[-1] * q.dtype.itemsize > WIDE_HEAD:
         return triton.CompilerParams(num_warps=8, num_stages=1)
@@ -181,7 +181,7 @@ def _forward_kernel(
 
     start = (jnp.full(tile, MASKED), jnp.zeros(tile), jnp.zeros(queries.shape, jnp.float32))
     highest, total, attended = _over_keys(ends, key_blocks, num_key_blocks, tile, add_keys, start)
-    any_visible = total > 0  # a block of padding sees nothing; its weights are zero in the backward pass
+    any_visible = total > 0  # padding may see no key; its weights are zero in the backward pass
     total = jnp.where(any_visible, total, 1.0)
     out[...] = (attended / total[:, None]).astype(out.dtype)
     log_total[...] = jnp.where(any_visible, highest + jnp.log2(total), -MASKED)
@@ -229,7 +229,8 @@ def _key_gradient_kernel(
     tile: int,
     scale: float,
 ) -> None:
-    """The queries that see a key are between the key and the end of its subtree."""
+    """Compute the gradients of a tile of keys and values. Only the queries from a key to the end of its
+    subtree see the key."""
     kv_group, keys, values, subtree_end = log_total.shape[0], k[...], v[...], ends[...]
     first = pl.program_id(0)
     tiles = pl.cdiv(subtree_end.max(), tile) - first

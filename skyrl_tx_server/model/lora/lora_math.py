@@ -3,9 +3,9 @@
 In training one adapter is applied to the whole batch. In sampling each sequence may use another LoRA slot.
 Every slot in use is then applied to the whole batch, and each sequence keeps the result of its slot
 (`apply_lora`). A slot is read once, regardless of the number of its sequences. The result of a sequence does
-not depend on the other sequences, because all products have the shape of the batch. On a CPU the number of
-slots in use is an input of the program. On a GPU such a loop would wait for the host after every projection,
-so programs are compiled for one slot, for four slots and for all slots.
+not depend on the other sequences, because all products have the shape of the batch. On a CPU a loop runs over
+the slots in use, and their number is an input of the program. On a GPU such a loop would wait for the host
+after every projection, so programs are compiled for one slot, for SEVERAL slots and for all slots.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class LoraWeights:
 
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
-    """Return the indices in host memory. With `num_lora_slots`, programs are compiled for one slot, for
-    SEVERAL slots and for all slots, and `max_loras` is the smallest sufficient number.
+    """Return the indices of the sequences' LoRA slots, in host memory. With `num_lora_slots`, programs are
+    compiled for one slot, for SEVERAL slots and for all slots, and `max_loras` is the smallest sufficient
+    number.
 
     >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
     [1, 4, 8]

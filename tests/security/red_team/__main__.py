@@ -1,9 +1,10 @@
-"""Run the attacks of the red team, all or by name, and print which succeeded.
+"""Run all attacks of the red team, or only the named attacks, and print the result of each attack.
 
     python -m tests.security.red_team [NAME ...] [--where sandbox|docker] [--as root|user] [--list]
 
-With `--as user`, a sandbox runs as an ordinary user, to which root changes, and the agent in a container is an
-ordinary user of the container. The exit status is 1 if an attack succeeded or could not run.
+With `--where sandbox --as user`, the attack process and its sandboxes run as an ordinary user; root changes
+to another user for this purpose. With `--where docker --as user`, the agent is an ordinary user of the
+container. The exit status is 1 if an attack succeeded or could not run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.security.red_team.table import ATTACKS, chosen
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.security.red_team",
-        description="Run the attacks of the red team, all or by name, and print the results.",
+        description="Run all attacks of the red team, or only the named attacks, and print the results.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to run (default: all)")
     parser.add_argument(

@@ -38,10 +38,10 @@ class Kind(StrEnum):
 ALL = frozenset((where, run_as) for where in EnvironmentKind for run_as in RunAs)
 SANDBOX = frozenset((EnvironmentKind.SANDBOX, run_as) for run_as in RunAs)
 DOCKER = frozenset((EnvironmentKind.DOCKER, run_as) for run_as in RunAs)
-# For attacks with a network, because an ordinary user may have no access to /dev/net/tun, and for attacks on
-# limits that need control groups
+# SANDBOX_ROOT is for attacks that use the network, because an ordinary user may have no access to
+# /dev/net/tun, and for attacks on limits that need control groups.
 SANDBOX_ROOT = frozenset({(EnvironmentKind.SANDBOX, RunAs.ROOT)})
-# For attacks on limits that need control groups, which an ordinary user may be unable to create
+# ROOT is for attacks on limits that need control groups, which an ordinary user may be unable to create.
 ROOT = frozenset((where, RunAs.ROOT) for where in EnvironmentKind)
 NOT_DOCKER_USER = ALL - {(EnvironmentKind.DOCKER, RunAs.USER)}
 DOCKER_ROOT = frozenset({(EnvironmentKind.DOCKER, RunAs.ROOT)})
@@ -50,13 +50,15 @@ ANSWER = "42"
 MAX_SCRIPT_S = 25  # time limit of one attack's script
 
 # Every script can use these names:
+#     $NAME      the name of the attack
 #     $WHERE     the environment: `sandbox` or `docker`
 #     $T         a unique word of the trial
 #     $SENTINEL  the path of a file of the host
 #     $PORT      the port of a server on the host's loopback interface
 #     $HOST_PID  the process id of the trainer on the host
 #     hole TEXT  a function that reports a violation
-#     py         a function that runs a Python program from stdin with `hole` and the same names, except WHERE
+#     py         a function that runs a Python program from stdin. The program can use `hole`, the variables
+#                above except WHERE as globals, and the other names in PYTHON_PRELUDE.
 SHELL_PRELUDE = """
 hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
 py() { { printf '%s\\n' "$(< "$HERE/prelude.py")"; while IFS= read -r line; do printf '%s\\n' "$line"; done; } > "$HERE/$NAME.py"
@@ -92,7 +94,8 @@ class Attack:
     script: str  # bash, run in /app
     solves: bool = False  # whether the agent writes the right answer after the script
     kind: Kind = Kind.PLAIN
-    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL  # where the attack runs
+    # The environments and users with which the attack runs
+    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL
     reason: str = ""  # text that the stop reason or the graded-zero reason must contain
     patience_s: int = 12  # how long the agent waits for the script to end
     # The environments in which the attack can share a trial with other attacks of its category

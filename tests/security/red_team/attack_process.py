@@ -1,5 +1,5 @@
-"""Run the attacks of one environment and user in a separate process, so that all descendants of this process
-belong to the trials of the attacks.
+"""Run the attacks of one environment and user in a separate process, so that all descendants of the separate
+process belong to the trials of the attacks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def command(
     """Return the command that runs the attacks `names`, or all attacks, and appends the results to the file
     `results` as lines of JSON.
 
-    For `RunAs.USER`, the process and its sandboxes run as an unprivileged user. The process keeps the
-    capability CAP_DAC_READ_SEARCH, because the interpreter may be readable only by root; programs that it
-    starts do not inherit the capability. In Docker, the process keeps its user, and the agent is an ordinary
-    user of the container.
+    For `RunAs.USER`, root runs the process and its sandboxes as an unprivileged user. The process keeps the
+    capability CAP_DAC_READ_SEARCH, because the interpreter may be readable only by root; programs that the
+    process starts do not inherit the capability. In Docker, the process keeps its user, and the agent is an
+    ordinary user of the container. A caller that is not root always keeps its user.
     """
     attack_command = [
         sys.executable,
@@ -70,8 +70,8 @@ async def play(where: EnvironmentKind, run_as: RunAs, results: Path | None, name
 def print_row(result: Result) -> None:
     reward = "-" if result.reward is None else f"{result.reward:g}"
     verdict = "ok" if not result.violations else "VIOLATED: " + "; ".join(result.violations)
-    place = f"{result.attack:26} {result.category:9} {result.where:7} {result.run_as:4}"
-    print(f"{place} {reward:>3} {result.seconds:6.1f} s  {result.reason:16.60} {verdict}", flush=True)
+    attack = f"{result.attack:26} {result.category:9} {result.where:7} {result.run_as:4}"
+    print(f"{attack} {reward:>3} {result.seconds:6.1f} s  {result.reason:16.60} {verdict}", flush=True)
 
 
 def main() -> None:

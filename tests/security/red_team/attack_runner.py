@@ -1,8 +1,9 @@
 """Run attacks as real trials, each batch together with an honest trial, and report the attacks that
 succeeded.
 
-Several attacks can share a trial. If several attacks may have caused a violation, each of them runs again
-separately.
+Several attacks can share a trial. If several trials or attacks may have caused a violation, each of these
+trials runs again without the other attack trials. If a trial with several attacks then has a violation again,
+each of its attacks runs again in a separate trial.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Result:
 
 @dataclass(kw_only=True)
 class SharedTrial:
-    """Attacks that share one trial."""
+    """Attacks that share one trial, and the result of the trial."""
 
     attacks: Sequence[Attack]
     # A unique word, which marks the files and processes of the trial
@@ -90,14 +91,15 @@ class AttackRunner:
     where: EnvironmentKind
     run_as: RunAs
     tasks: HarborTasks
-    prefix: str  # of the names of the tasks
+    prefix: str  # prefix of the names of the tasks
     jobs: Path  # contains the folders of the trials
     sentinels: list[Path]  # files of the host that no attack may change
     port: int
     connections: list[str]  # the first line that each connection sent to the server
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        # Trials that are repeated alone, because several trials or attacks may have caused a violation.
+        # These trials run again without other attack trials, because several trials or attacks may have
+        # caused a violation.
         suspects: list[SharedTrial] = []
         for batch in batched(group_into_trials(attacks, self.where), TRIALS_AT_ONCE[self.where]):
             batch_violations = await self._play_batch(batch)

@@ -44,7 +44,7 @@ def forge(
 #         call(SYS_prctl, PR_GET_NAME, (long)name, 0);
 #         if (!strcmp(name, "cat")) { call(SYS_write, 1, (long)"42\n", 3); call(SYS_exit_group, 0, 0, 0); }
 #     }
-#     gcc -Os -shared -fPIC -nostdlib -s
+# The command that built it: gcc -Os -shared -fPIC -nostdlib -s
 SHARED_OBJECT = """
 H4sICOoEA2sCA3Auc28Aq3f1cWNiZGSAAWYGOwYEj4HBAUpXMCOLWTCwAEkeBm6wWlYG3OABIyrNIAChQFw2ZHlBVJqDEZWG6WOC6nsBFX8hiErDHQ/TD+UGPi1J
 YWMgHgggGcOIZCypAO4fWDhCDXI1PODRW6LywdXw0o65QP5+kIU+nYf4WRtqVD4kl1oDqY+JpSZA6lNJqS6Q+sxQqrYDpNuj11QaSO0CxYhH53F+1h3PwXqP+3Qe

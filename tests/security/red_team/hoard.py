@@ -17,7 +17,7 @@ from tests.security.red_team.attack import (
 from tests.security.red_team.tasks import MEMORY_MB, STORAGE_MB
 
 TOO_MUCH_MB = MEMORY_MB * 5 // 4
-MAX_PROCESSES = 2048
+MAX_PROCESSES = 2048  # the default of `SandboxLimits.processes`
 
 
 def hoard(

@@ -1,8 +1,13 @@
 """Checks that attacks have not changed the host: snapshots of its state, and the contents of trial folders.
 
-Other programs change the host at the same time. A process therefore counts only if it descends from this
-process or contains the unique word of the trial, and a file, control group or Docker object only if it contains
-the word. Snapshots omit kernel settings that change without an attack.
+Other programs change the host at the same time. The checks therefore report only what belongs to the attacks:
+
+- a process that descends from this process, or whose command line or environment contains the word of a trial
+- a file in a watched directory whose name contains the word of a trial
+- a control group whose name contains the word of a trial or the label of the run
+- a Docker object whose description contains the label of the run or the prefix of the task names
+
+Snapshots omit kernel settings that change without an attack.
 """
 
 from __future__ import annotations
@@ -60,7 +65,9 @@ MAX_BYTES = 80 * 2**20  # 64 MiB of the agent plus the files of Harbor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of the host. Each field maps names to states. `settings` contains /proc/sys."""
+    """The state of the host. Each field maps names to states. `settings` contains /proc/sys, and
+    `shared_memory` contains the System V objects.
+    """
 
     settings: dict[str, str]
     files: dict[str, str]

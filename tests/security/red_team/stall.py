@@ -22,7 +22,9 @@ def stall(
 
 
 def files(place: str, count: int) -> str:
-    """Return a script that creates `count` empty files, or 20,000 in a container, whose files are on disk."""
+    """Return a script that creates `count` empty files in a sandbox. In a container, whose files are on disk,
+    the script creates 20,000.
+    """
     return f"""
 py <<'END'
 os.makedirs("{place}/many", exist_ok=True)

@@ -1,5 +1,5 @@
-"""Attacks that turn the reward 0 into a failure, which training drops. The trial must not fail: its reward must
-be 0, or 1 if the agent also solves the task.
+"""Attacks that try to turn a trial with the reward 0 into a failed trial, which training drops. The trial
+must not fail: its reward must be 0, or 1 if the agent also solves the task.
 """
 
 from __future__ import annotations
