@@ -30,7 +30,7 @@ from skyrl_tx_server.files.json_file import write_json
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 2  # of the conversion; a new version converts all files again
+VERSION = 3  # of the conversion; a new version converts all files again
 SHARD_BYTES = 1 << 30  # a larger tensor is a shard of its own
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -158,7 +158,8 @@ def _plan(file: GgufFile) -> _Plan:
             f"{file.path}: {unused[0][:80]} is not a tensor of {config['model_type']} models, so this "
             "variant is not supported"
         )
-    return _Plan(config=config, sources=sources)
+    dtype = sources["model.embed_tokens.weight"].dtype  # skyrl refuses a config.json without a dtype
+    return _Plan(config=config | {"dtype": str(dtype)}, sources=sources)
 
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str | list[str], str, tuple[int, ...]]]:

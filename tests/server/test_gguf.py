@@ -106,6 +106,7 @@ def test_a_converted_model_equals_its_hugging_face_files(tmp_path: Path, name: s
     )
     config_file = json.loads((directory / "config.json").read_text())
     assert config_file["architectures"] == [family_of(converted_config).architecture]
+    assert config_file["dtype"] == str(weights["model.embed_tokens.weight"].dtype)
     expected = np.load(FIXTURES / name / "expected.npz")
     logits = logits_of(
         converted_config, load_params(directory, converted_config, "float32"), expected["tokens"]

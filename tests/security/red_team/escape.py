@@ -415,8 +415,8 @@ try:
 except OSError:
     pass
 for pid in (os.getppid(), os.getpgrp(), os.getsid(0)):
-    if pid == 0 and os.getpid() == 0:
-        hole("the parent is outside of the pid namespace")
+    if pid == 0:
+        hole("the parent, process group or session is outside of the pid namespace")
 END
 """,
     ),

@@ -91,7 +91,7 @@ END
     ),
     void(
         "input-of-pid-1",
-        "for try in $(seq 50); do printf 'exit\\nkillall\\nrun 99999999\\n\\0\\377garbage\\n' > "
+        "for try in $(seq 50); do printf 'exit 1 1\\nkillall 1\\nrun 99999999 x bash\\n\\0\\377garbage\\n' > "
         "/proc/1/fd/0; done 2>/dev/null",
         SANDBOX,
     ),
