@@ -38,6 +38,7 @@ from src.envs.service.tau2 import (
 from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from src.policy.chat import Message
 
+CHECKS = ("gold", "refusals", "adversarial", "load")
 NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
@@ -313,7 +314,10 @@ async def main(argv: Sequence[str]) -> int:
     names = next(
         (word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS)
     )
-    checks = [word for word in argv if "=" not in word] or ["gold", "refusals", "adversarial", "load"]
+    checks = [word for word in argv if "=" not in word] or list(CHECKS)
+    if unknown := set(checks) - {*CHECKS}:
+        print(f"unknown check {min(unknown)!r}; use {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
     settings = worker_settings(Path(home), num_workers=NUM_WORKERS, step_timeout_s=STEP_TIMEOUT_S)
     domains = {name: official_tasks(settings, name, "base") for name in names}
     all_right = True

@@ -107,13 +107,16 @@ class AttackRunner:
                 if (batch_violations and len(batch) > 1) or (
                     shared_trial.violations and len(shared_trial.attacks) > 1
                 ):
-                    suspects.append(SharedTrial(attacks=shared_trial.attacks))
+                    # A script reports its own holes, so these need no repetition.
+                    suspects.append(SharedTrial(attacks=shared_trial.attacks, holes=shared_trial.holes))
                     continue
                 for result in self._results(shared_trial, batch_violations):
                     yield result
         for shared_trial in suspects:
             violations = await self._play_batch((shared_trial,))
-            separate_trials = [SharedTrial(attacks=[attack]) for attack in shared_trial.attacks]
+            separate_trials = [
+                SharedTrial(attacks=[attack], holes=shared_trial.holes) for attack in shared_trial.attacks
+            ]
             reproduced = False
             if (shared_trial.violations or violations) and len(separate_trials) > 1:
                 for batch in batched(separate_trials, TRIALS_AT_ONCE[self.where]):
