@@ -3,8 +3,7 @@
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-The prompts are new in every measured call, so that caches have no effect. The first measured call of SkyRL's
-tx includes its compilation.
+Every call of a program has new prompts, so that its prefix cache has no effect.
 """
 
 from __future__ import annotations
@@ -49,10 +48,12 @@ def main(config: ComparisonOptions) -> None:
             title = f"generation, {NUM_SEQUENCES} x ({PROMPT} + {NEW}), different prompts"
             report(title, interleave(calls, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
             calls = {
-                program.name: new_generations(program, prompts=1, num_samples=NUM_SEQUENCES)
+                program.name: new_generations(program, prompts=1, num_samples=NUM_SEQUENCES, first_seed=1_000)
                 for program in sides
             }
-            calls["ours, each alone"] = new_generations(ours, prompts=NUM_SEQUENCES, num_samples=1)
+            calls["ours, 16 prompts"] = new_generations(
+                ours, prompts=NUM_SEQUENCES, num_samples=1, first_seed=2_000
+            )
             report(
                 f"one prompt, {NUM_SEQUENCES} samples",
                 interleave(calls, repeats=config.repeats),
@@ -61,9 +62,12 @@ def main(config: ComparisonOptions) -> None:
             print_figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 
-def new_generations(program: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
-    """Return a function that samples completions of new prompts each time."""
-    seeds = itertools.count()
+def new_generations(
+    program: Side, *, prompts: int, num_samples: int, first_seed: int = 0
+) -> Callable[[], Measurement]:
+    """Return a function that samples completions of new prompts in each call: those of the seeds from
+    `first_seed` on."""
+    seeds = itertools.count(first_seed)
 
     def call() -> Measurement:
         chosen = random_sequences([PROMPT] * prompts, seed=next(seeds))
@@ -73,7 +77,7 @@ def new_generations(program: Side, *, prompts: int, num_samples: int) -> Callabl
 
 
 def same_in_every_group(ours: Side) -> bool:
-    sample = partial(ours.call, "sample", prompts=random_sequences([PROMPT], seed=99), max_tokens=NEW)
+    sample = partial(ours.call, "sample", prompts=random_sequences([PROMPT], seed=3_000), max_tokens=NEW)
     groups = [sample(num_samples=count).result for count in (1, 4, NUM_SEQUENCES)]
     assert all(isinstance(group, list) for group in groups)
     return all(group == groups[-1][: len(group)] for group in groups)  # type: ignore[index, arg-type]

@@ -46,11 +46,11 @@ LINE: TypeAdapter[Any] = TypeAdapter(DumpLine)
 class DumpedTrial:
     """One trial of an evaluation."""
 
-    environment: str  # the domain or the family of the task
+    environment: str  # the data source of the task: its domain or family
     task: str
     num_turns: int
     num_tool_calls: float
-    trajectory: Trajectory  # without turns; the tool calls of its conversation are objects, not text
+    trajectory: Trajectory  # without turns; its conversation already contains `tool_fields`
 
     @property
     def reward(self) -> float:

@@ -5,11 +5,11 @@ source of the answers:
 
     policy=model     a model of a Tinker endpoint or of an OpenAI-compatible endpoint; the default with
                      model_name
-    policy=typed     the user, at the terminal; the default at a terminal
+    policy=typed     the user, at the terminal; the default at a terminal without answers=
     policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
 
 Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each graded trial),
-2 (wrong options), 130 (interrupted).
+2 (wrong options, or no server for the default address), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Source of the answers; auto: model with model_name, else typed at a terminal, else scripted",
+        doc="Source of the answers; auto: model with model_name, else typed at a terminal without answers, "
+        "else scripted",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
@@ -96,7 +97,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
 
     @property
     def environment(self) -> EnvironmentOptions:
-        """The options of the environment, without a split of its tasks."""
+        """The options of the environment, with eval_split=0."""
         return environment_options(self, url=None if self.uses_backend else self.base_url or NO_SERVER)
 
     @property
@@ -337,7 +338,7 @@ def _run(argv: Sequence[str]) -> int:
     with exit_on_signal():
         typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
         load_environment(typed)
-        load_environment(argv := with_backend(typed))  # the file of an added backend
+        load_environment(argv := with_backend(typed))  # reads .env.skyrl-tx if the backend was just added
         argv = asyncio.run(with_local_server(with_server_from_environment(argv), typed))
         config = parse_as(TryConfig, argv := with_local_model(argv))
         if config.uses_backend:

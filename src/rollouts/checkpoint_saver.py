@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a process that starts after `steps_done` steps."""
+    """Saves the weights of a run, in a process that continues after `steps_done` steps."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Runs the commands of documents 003 and 004 of docs/seed-behaviours.md in a fresh clone, in their order.
 
 The cache of the model hub contains the small model of the quick start under the names of the documents, with
-the context length of Qwen3-4B. The commands differ from the documents in three points: a free port replaces
-8000, the folder datasets/terminal-bench-2 has two tasks, and no Docker engine responds.
+the context length of Qwen3-4B. A free port replaces 8000, and the runs that train use the sandbox and few
+turns. The folder datasets/terminal-bench-2 has two tasks, and no Docker engine responds.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """A user with a fresh clone, who runs commands."""
+    """A reader of the documents, who runs commands in a fresh clone."""
 
     clone: Path
     port: int
@@ -117,7 +117,7 @@ class Reader:
         return done.stdout
 
     def expect_error(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
-        """Run a command whose output is one error line, after lines that name the server and model."""
+        """Run a command whose last line is the error, after lines that begin with one of PREAMBLE."""
         answer = self.run(command, status=status, activated=activated)
         *before, last = answer.splitlines()
         assert line in last, answer
@@ -251,7 +251,7 @@ def test_the_error_names_the_command_that_activates_the_venv(reader: Reader) -> 
 
 
 def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, tasks: Path) -> None:
-    """SIGINT stops the run after it has printed the numbers of its tasks."""
+    """SIGINT stops the run after its line that begins with "tasks: "."""
     template = (reader.clone / ".env.skyrl-tx.example").read_text()
     (reader.clone / ".env.skyrl-tx").write_text(reader.with_server_port(template))
     run = subprocess.Popen(
@@ -408,5 +408,5 @@ def test_the_dumps_have_the_fields_and_keys_of_the_document(run_folder: Path) ->
 
 
 def literal(value: str) -> object:
-    """Return the value of an option in the form of config.json."""
+    """Return a value whose `str` equals that of the value in config.json."""
     return {"true": True, "false": False}.get(value, float(value) if "e-" in value else value)

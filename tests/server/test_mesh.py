@@ -1,7 +1,7 @@
 """Several devices give the same results as one.
 
 The devices are virtual and must be configured before jax starts, so the calculations run in a subprocess.
-`scripts/check_mesh.py` compares whole servers on more meshes with a server on one device.
+`scripts/check_mesh.py` compares a server on one device with servers on more meshes.
 """
 
 import json

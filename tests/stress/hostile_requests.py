@@ -4,8 +4,8 @@
 
 The program starts RATE attacks per second, which it draws from ATTACKS, and one `burst` every BURST_EVERY_S
 seconds. At most MAX_UNDER_WAY attacks run at a time. Once per minute and at the end the program prints a JSON
-object: the number of attacks of each kind (`attacks`), the number of responses with each status (`statuses`),
-and the responses that a correct server never sends (`faults`, at most 200).
+object: the number of attacks of each kind (`attacks`), the number of requests by outcome (`statuses`), and
+events that a correct server never causes (`faults`, at most 200).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def wild_training(world: World) -> None:
 
 
 async def diverged(world: World) -> None:
-    """Makes the weights of a model diverge and requests 16 samples from the model."""
+    """Tries to make the weights of a model diverge, and requests 16 samples from the model."""
     session = await new_session(world)
     await world.send(
         "POST",
@@ -226,7 +226,7 @@ async def cancelled(world: World) -> None:
 
 
 async def fire_and_forget(world: World) -> None:
-    """Requests samples from a session or from the base model, and never retrieves the results."""
+    """Requests samples, with or without a sampling session, and never retrieves the results."""
     body = sample_json(world, await session_of(world))
     if world.random.random() < 0.3:
         body = {
@@ -317,7 +317,7 @@ async def half_open_poll(world: World) -> None:
     )
 
 
-async def dies_mid_chunk(world: World) -> None:
+async def dies_mid_body(world: World) -> None:
     """Resets the connection in the middle of a request body."""
     body = training_proto(world, await session_of(world)).SerializeToString()
     head = _post(world, "forward_backward", len(body), content_type=PROTOBUF["content-type"])
@@ -458,7 +458,7 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
         wild_training,
         diverged,
         out_of_range,
-        dies_mid_chunk,
+        dies_mid_body,
     ),
     *(
         garbage_json,

@@ -54,7 +54,7 @@ def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
     assert is_good(group("a", *rewards)) is expected
 
 
-def test_filter_collects_over_batches_and_cuts_to_whole_groups():
+def test_filter_collects_over_batches_and_drops_surplus_groups():
     first = add_batch(EMPTY, [*good("a"), *bad("b")], settings("filter"), step=1, num_groups=2)
     assert not first.is_complete and names(first.kept) == ["a"]
     second = add_batch(first, good("c", "d"), settings("filter"), step=1, num_groups=2)

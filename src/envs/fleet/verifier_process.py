@@ -1,12 +1,13 @@
 """The program that runs a task's verifier in its sandbox. It imports the standard library only.
 
-It exchanges JSON lines with `src.envs.fleet.verifier` through its standard input and output:
+The program sends JSON lines to `src.envs.fleet.verifier` through stdout (->) and receives JSON lines through
+stdin (<-):
 
     -> {"ready": true}
     <- {"code": ..., "function": ..., "task": {...}, "final_answer": ...}
     -> {"call": name, "arguments": {...}}           any number of times
     <- {"value": ..., "text": ..., "is_error": ...}
-    -> {"reward": 1.0}, {"unreadable": "nan"} or {"raised": "KeyError: 'W1'"}
+    -> {"reward": 1.0}, {"unreadable": "float nan"} or {"raised": "KeyError: 'W1'"}
 """
 
 from __future__ import annotations

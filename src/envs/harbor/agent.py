@@ -36,7 +36,7 @@ class AgentSession:
     llm: TinkerLLM
     stop_reason: StopReason | None = None  # None: Harbor cancelled the agent, or an error ended it
     error: TrainerError | None = None  # the error that ended the agent and prevents grading
-    num_commands: int = 0  # terminal commands, which are the tool calls of Terminus-2
+    num_commands: int = 0  # terminal commands; the metric `tool_calls`
     num_parse_failures: int = 0  # answers from which no commands could be parsed
 
 
@@ -55,7 +55,7 @@ def register_session(key: str, session: AgentSession) -> Generator[None]:
 
 
 def first_prompt(instruction: str) -> str:
-    """Return the first prompt of Terminus-2 with an empty screen. The prompt of a trial is not shorter."""
+    """Return the first prompt of Terminus-2 with an empty screen, the shortest that a trial can have."""
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
@@ -128,7 +128,7 @@ class TrainingTerminus2(Terminus2):
 
     @override
     def _limit_output_length(self, output: str, max_bytes: int = 10000) -> str:
-        """Return the same result as Harbor, without encoding the whole output (up to 16 MiB) four times."""
+        """Return Harbor's result, but encode the whole output (up to 16 MiB) once instead of twice."""
         if len(output) <= 2 * max_bytes:
             return super()._limit_output_length(output, max_bytes)
         half = max_bytes // 2

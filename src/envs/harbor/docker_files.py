@@ -92,18 +92,18 @@ class DockerFiles:
         }
         check_limits(len(changed), 0)
         filtered = FilteredArchive(archive, rules, FileChanges())
-        added_directories: set[str] = set()
+        added_paths: set[str] = set()
         for path in sorted(changed):
-            if any(str(parent) in added_directories for parent in PurePosixPath(path).parents):
+            if any(str(parent) in added_paths for parent in PurePosixPath(path).parents):
                 continue
             if self._add(filtered, container, path, is_new=changed[path] == ADDED):
-                added_directories.add(path)
+                added_paths.add(path)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
         return FileChanges(carried=carried, removed=removed)
 
     def _is_inside(self, path: str) -> bool:
-        """Return whether `path` is in the container itself and not in a mounted directory of the host."""
+        """Return whether `path` is neither in a mount nor a directory that contains a mount."""
         return not any(
             path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
             for mount in self._mounts

@@ -37,7 +37,7 @@ def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> Ne
     if why_no_network() is None:
         return NetworkAccess.PUBLIC
     # When Harbor loads a task, it converts allow_internet to network_mode and sets allow_internet to None.
-    # allow_internet is therefore always in `model_fields_set`, and only its value shows a request.
+    # Only a configuration that Harbor did not load can therefore have a value in allow_internet.
     is_requested = (
         has_network_option or "network_mode" in config.model_fields_set or config.allow_internet is True
     )
@@ -45,7 +45,7 @@ def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> Ne
 
 
 def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPlan:
-    """Read the build plan of a task's image. Raises ConfigError if the sandbox cannot replace the image."""
+    """Read the build plan of a task's image. Raises ConfigError if the sandbox cannot build it."""
     if (environment_dir / "docker-compose.yaml").exists():
         raise ConfigError(
             f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"
