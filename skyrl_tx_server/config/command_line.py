@@ -152,12 +152,16 @@ def _with_present_name(argument: str, names: Sequence[str]) -> str:
 def _key_in(file: Path) -> str:
     try:
         with file.open("rb") as stream:
-            key = stream.read(MAX_KEY_BYTES + 1).decode("ascii").strip()
+            content = stream.read(MAX_KEY_BYTES + 1)
+        key = content.decode("ascii").strip()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"api_key_file={file}: cannot be read: {why}") from None
-    if len(key) > MAX_KEY_BYTES:
-        raise ConfigError(f"api_key_file={file}: the file has more than {MAX_KEY_BYTES} bytes; is it a key?")
+    if len(content) > MAX_KEY_BYTES:
+        raise ConfigError(
+            f"api_key_file={file}: the file has more than {MAX_KEY_BYTES} bytes; give a file that "
+            "contains only the key"
+        )
     if not key:
         raise ConfigError(
             f"api_key_file={file}: the file is empty; write a key that begins with tml- into it"

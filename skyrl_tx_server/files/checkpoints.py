@@ -196,17 +196,14 @@ class CheckpointStore:
             record_file = directory / RECORD_NAME
             if record_file.exists() and not overwrite:
                 raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
-            try:
-                self.root.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ServerError(f"cannot write checkpoint {path}: {error}") from error
             num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
-            self._check_quotas(path, num_bytes)
-            check_room(self.root, num_bytes)
             generation = uuid.uuid4().hex
             arrays_file = directory / f"arrays-{generation}.safetensors"
             temporary_record = directory / f"{RECORD_NAME}.{generation}"
             try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._check_quotas(path, num_bytes)
+                check_room(self.root, num_bytes)
                 directory.mkdir(parents=True, exist_ok=True)
                 save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
                 _fsync(arrays_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -101,6 +102,22 @@ def test_an_invalid_key_file_causes_an_error_in_one_line(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match=message) as caught:
         read_keys(file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_file_of_another_user_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    keys.add(file, "alice")
+    before = file.read_text()
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    assert keys.main(["add", "bob", f"file={file}"]) == 2
+    assert f"{file} belongs to another user or group" in capsys.readouterr().err
+    assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_key_file_that_everyone_can_write_to_is_refused(tmp_path: Path) -> None:

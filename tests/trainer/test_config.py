@@ -99,6 +99,7 @@ def test_the_recipe_of_the_seeds_is_accepted():
         (["min_group_size=9"], "min_group_size=9 is above group_size=8"),
         (["num_substeps=9"], "num_substeps=9 is more than the 8 trajectories of a step"),
         (["eval_split=1"], "eval_split must be at least 0 and below 1"),
+        (["max_failure_rate=-0.1"], "max_failure_rate must lie between 0 and 1, not -0.1"),
         (["learning_rate=0"], "learning_rate must be above 0"),
         (["lora_rank=0"], "lora_rank must be at least 1, not 0"),
         (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),

@@ -317,6 +317,10 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         (["model_name=m", "tasks_dir=t", "top_p=0"], "error: top_p must be above 0 and at most 1, not 0.0"),
         ([*SERVER, "base_url=http://h/v1", "enable_thinking=true"], THINKING),
         (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1, not 0"),
+        (
+            ["model_name=m", "tasks_dir=t", "max_failure_rate=2"],
+            "error: max_failure_rate must lie between 0 and 1, not 2.0",
+        ),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         (
             [*SERVER, "checkpoint=/no/such"],

@@ -176,7 +176,7 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
         headers={"Authorization": f"Bearer {key}"} if key else {},
         call_timeout_s=number(options, "call_timeout_s", CALL_TIMEOUT_S),
         verifier_timeout_s=number(options, "verifier_timeout_s", VERIFIER_TIMEOUT_S),
-        max_result_chars=int(number(options, "max_result_chars", MAX_RESULT_CHARS)),
+        max_result_chars=number(options, "max_result_chars", MAX_RESULT_CHARS),
         reset_tool=options.pop("reset_tool", ""),
         verifier_tools=frozenset(name for name in options.pop("verifier_tools", "").split("+") if name),
     )

@@ -36,7 +36,7 @@ WorkerReply = Mapping[str, Any]
 
 
 class RequestFailed(SandboxError):
-    """The worker replied to a request with an error."""
+    """A request failed: the worker replied with an error, or was lost (`WorkerLost`)."""
 
 
 class WorkerLost(RequestFailed):

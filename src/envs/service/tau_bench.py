@@ -236,7 +236,7 @@ def open_tau2(
     grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS)
     workers = tau2.worker_settings(
         Path(config.tau2_home).expanduser(),
-        num_workers=int(number(options, "workers", NUM_WORKERS)),
+        num_workers=number(options, "workers", NUM_WORKERS),
         step_timeout_s=number(options, "step_timeout_s", STEP_TIMEOUT_S),
     )
     is_parallel = one_of(options, "parallel_tool_calls", ("false", "true")) == "true"
@@ -298,18 +298,18 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
     return choice
 
 
-def number(options: Options, name: str, default: float) -> float:
+def number[Number: (int, float)](options: Options, name: str, default: Number) -> Number:
     """Remove and return an option that must be above 0, or at least 0 if the default is 0.
 
-    The option must be an integer if the default is an int. Raises ConfigError for any other value.
+    The value has the type of the default. Raises ConfigError for any other value.
     """
-    text, is_integer = options.pop(name, str(default)), isinstance(default, int)
+    text, number_type = options.pop(name, str(default)), type(default)
     try:
-        value = int(text) if is_integer else float(text)
+        value = number_type(text)
     except ValueError:
-        value = -1.0
+        value = number_type(-1)
     if not isfinite(value) or value < 0 or (value == 0 and default > 0):
-        kind = "an integer" if is_integer else "a number"
+        kind = "an integer" if number_type is int else "a number"
         bound = f"{kind} above 0" if default > 0 else f"{kind} of at least 0"
         raise ConfigError(f"environment_kwargs {name} must be {bound}, not {text!r}")
     return value

@@ -122,9 +122,7 @@ class AttackRunner:
                 for batch in batched(separate_trials, TRIALS_AT_ONCE[self.where]):
                     batch_violations = await self._play_batch(batch)
                     for separate_trial in batch:
-                        reproduced |= bool(
-                            separate_trial.violations or separate_trial.holes or batch_violations
-                        )
+                        reproduced |= bool(separate_trial.violations or batch_violations)
                         for result in self._results(separate_trial, batch_violations):
                             yield result
             if not reproduced:
