@@ -49,6 +49,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "fast" and is_test and not is_fast(collection_path) else None
 
 
+def pytest_sessionstart() -> None:
+    """State that the main thread has no event loop.
+
+    Otherwise, LiteLLM creates a loop for a synchronous call and does not close the loop. The garbage
+    collector reports the loop later, and the test that runs at this time fails.
+    """
+    asyncio.set_event_loop(None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.path):
