@@ -15,6 +15,7 @@ bytes and waits of each Pallas kernel. It exits with status 1 if a check fails:
 - no operation of the longest loop body outside a command buffer
 - no spilled registers
 - the kernels of PIPELINED load the next tile while they compute products
+- at most MAX_LAUNCHES launches per layer of a decode step of a dense model on one GPU
 
 The programs are not run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas'
 interpreter.
@@ -85,6 +86,10 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 buffers."""
 
 PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
+ONCE_PER_LAYER = "paged_attention"
+MAX_LAUNCHES = 20
+CONTAINERS = ("Conditional", "DynamicSliceFusion", "While")
+"""XLA's names of operations that are not launched themselves, but contain launched operations."""
 KERNELS = (*PIPELINED, "tree_attention_query_gradient", "tree_attention_key_gradient")
 
 
@@ -130,9 +135,11 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
-    compile_sampling(config, model, params, compile_for)
+    decode = compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:
         return failures
+    if model.experts is None and (launches := decode.launches_per_layer()) > MAX_LAUNCHES:
+        failures.append(f"a decode step has {launches:.1f} launches per layer, more than {MAX_LAUNCHES}")
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
@@ -148,6 +155,7 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
         values,
         tables,
         splits,
+        lengths,
     )
     return failures
 
@@ -165,9 +173,10 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 
 
 def compile_sampling(
-    config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
-) -> None:
-    """Compile prefill batches of both sizes and a dispatch of decode steps, with 2,048 positions each."""
+    config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., LoopBody | None]
+) -> LoopBody:
+    """Compile prefill batches of both sizes and a dispatch of decode steps, with 2,048 positions each. Return
+    the loop over decode steps."""
     width, copies = 2048 // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
     cache = jax.eval_shape(
@@ -221,7 +230,7 @@ def compile_sampling(
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"16 decode steps, {config.rows} sequences"
-    compile_for(
+    body = compile_for(
         name,
         decode_steps,
         cache,
@@ -234,6 +243,8 @@ def compile_sampling(
         ends=None,
         tempered=False,
     )
+    assert body is not None
+    return body
 
 
 def compile_and_report(
@@ -244,8 +255,9 @@ def compile_and_report(
     function: Wrapped,
     *arguments: object,
     **options: object,
-) -> None:
-    """Compile a program, print its figures and append failed checks to `failures`."""
+) -> LoopBody | None:
+    """Compile a program, print its figures and append failed checks to `failures`. Return the longest body of
+    its loops."""
     before = set(folder.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
@@ -272,17 +284,19 @@ def compile_and_report(
         kind, longest = max(messages, key=lambda message: prod(map(int, message[1].split(","))))
         print(f"  {len(messages)} messages between devices, the longest {kind}[{longest}]")
     files = [path for path in folder.iterdir() if path not in before]
-    for path in files:
-        if path.name.endswith("thunk_sequence_after_thunk_passes.txt") and (body := longest_body(path)):
-            print(f"  {body}")
-            if body.outside:
-                failures.append(f"{name}: {body.outside} operations of a loop body are in no command buffer")
+    (operations,) = [path for path in files if path.name.endswith("thunk_sequence_after_thunk_passes.txt")]
+    body = longest_body(operations)
+    if body is not None:
+        print(f"  {body}")
+        if body.outside:
+            failures.append(f"{name}: {body.outside} operations of a loop body are in no command buffer")
     for path in sorted(path for path in files if path.suffix == ".ptx"):
         if ".cas" in path.read_text():
             failures.append(f"{name}: {path.name} writes by compare-and-swap")
         if kernel := read_kernel(path):
             print(f"  {kernel}", flush=True)
             failures.extend(f"{name}: {kernel.name} {failure}" for failure in kernel.failures())
+    return body
 
 
 @dataclass(kw_only=True, slots=True)
@@ -292,10 +306,21 @@ class LoopBody:
     counts: Counter[str] = field(default_factory=Counter)
     command_buffers: int = 0
     outside: int = 0  # operations that no command buffer contains
+    launches: list[str] = field(default_factory=list)  # the operations that contain no others, in order
+
+    def launches_per_layer(self) -> float:
+        """Return the number of launches from one ONCE_PER_LAYER kernel to the next. 0: there are fewer than
+        two layers."""
+        layers = [index for index, kernel in enumerate(self.launches) if kernel == ONCE_PER_LAYER]
+        return (layers[-1] - layers[0]) / (len(layers) - 1) if len(layers) > 1 else 0.0
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common())
-        return f"longest loop body: {self.command_buffers} command buffers, {self.outside} outside; {counts}"
+        launches = self.launches_per_layer()
+        return (
+            f"longest loop body: {self.command_buffers} command buffers, {self.outside} outside; {counts}"
+            + (f"; {launches:.1f} launches per layer" if launches else "")
+        )
 
 
 def longest_body(path: Path) -> LoopBody | None:
@@ -309,7 +334,7 @@ def longest_body(path: Path) -> LoopBody | None:
             open_bodies.pop()
         if indentation <= buffer_indentation:
             buffer_indentation = sys.maxsize
-        operation = re.match(r"\s*\d+: k(\w+)", line)
+        operation = re.match(r"\s*\d+: k(\w+)(?:\s+\[.*?\]\s*(\w*))?", line)
         if line.strip() == "body:":
             bodies.append(LoopBody())
             open_bodies.append((indentation, bodies[-1]))
@@ -320,6 +345,8 @@ def longest_body(path: Path) -> LoopBody | None:
         elif operation is not None:
             for _, body in open_bodies:
                 body.counts[operation[1]] += 1
+                if operation[1] not in CONTAINERS:
+                    body.launches.append(operation[2])
                 body.outside += indentation <= buffer_indentation
     return max(bodies, key=lambda body: body.counts.total(), default=None)
 

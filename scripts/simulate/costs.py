@@ -66,25 +66,27 @@ class Roofline:
     bytes_per_s: float
     flops_per_s: float
     launch_s: float
-    launches_per_layer: int
+    decode_launches: int  # of one layer in a decode step, counted by scripts/check_gpu.py
+    other_launches: int  # of one layer in other programs
     shapes: PrefillShapes = GPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
         tokens = tiles * PREFILL_TILE
         flops = tokens * (2 * self.model.weights + 4 * self.model.attention * context)
-        return self._time_s(self.model.weights * self.model.itemsize, flops)
+        return self._time_s(self.model.weights * self.model.itemsize, flops, self.other_launches)
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
         cached = sum(positions) + len(positions) * steps / 2
         num_bytes = self.model.weights * self.model.itemsize + cached * self.model.kv_bytes
-        return steps * self._time_s(num_bytes, step_flops(self.model, cached=cached, slots=slots))
+        flops = step_flops(self.model, cached=cached, slots=slots)
+        return steps * self._time_s(num_bytes, flops, self.decode_launches)
 
     def training_s(self, tokens: int) -> float:
         flops = tokens * (4 * self.model.weights + 6 * self.model.attention * tokens)
-        return self._time_s(3 * self.model.weights * self.model.itemsize, flops)
+        return self._time_s(3 * self.model.weights * self.model.itemsize, flops, self.other_launches)
 
-    def _time_s(self, num_bytes: float, flops: float) -> float:
-        launches_s = self.model.layers * self.launches_per_layer * self.launch_s
+    def _time_s(self, num_bytes: float, flops: float, launches: int) -> float:
+        launches_s = self.model.layers * launches * self.launch_s
         return launches_s + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
@@ -133,7 +135,12 @@ class Measured:
 
 DEVICES: dict[str, Costs] = {
     "h200": Roofline(
-        model=QWEN3_4B, bytes_per_s=2.9e12, flops_per_s=400e12, launch_s=2.9e-6, launches_per_layer=41
+        model=QWEN3_4B,
+        bytes_per_s=2.9e12,
+        flops_per_s=400e12,
+        launch_s=2.9e-6,
+        decode_launches=20,
+        other_launches=41,
     ),
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }

@@ -130,7 +130,7 @@ def write_layer(
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, the segment of one layer, at position `starts_B` of the
     sequences with the block tables `tables_BW`."""
-    write = partial(_write_local_layer, config)
+    write = partial(write_local_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
             config, write, (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED), PAGES
@@ -147,13 +147,10 @@ def write_positions(
     tables_BW: ArrayLike,
     starts_B: ArrayLike,
     counts_B: ArrayLike,
-    *,
-    scatter: bool = False,
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
-    sequences with the block tables `tables_BW`. By default a loop writes page by page. `scatter` writes in
-    one operation, for GPUs, where the host would control the loop."""
-    write = partial(_scatter_local_positions if scatter else _write_local_positions, config)
+    sequences with the block tables `tables_BW`. A loop writes page by page."""
+    write = partial(_write_local_positions, config)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
         write = shard_map_over(config, write, (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch), PAGES)
@@ -206,7 +203,7 @@ def read_pages(cache: KVCache, layer: ArrayLike, local_BP: jax.Array) -> Segment
     )
 
 
-def _write_local_layer(
+def write_local_layer(
     config: ModelConfig,
     cache: KVCache,
     layer: jax.Array,
@@ -215,25 +212,11 @@ def _write_local_layer(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> KVCache:
+    """Write the positions that are on this device, as `write_layer`."""
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
         keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2), **UNIQUE),
         values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3), **UNIQUE),
-    )
-
-
-def _scatter_local_positions(
-    config: ModelConfig,
-    cache: KVCache,
-    new: Segment,
-    tables_BW: jax.Array,
-    starts_B: jax.Array,
-    counts_B: jax.Array,
-) -> KVCache:
-    pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
-    return KVCache(
-        keys=cache.keys.at[:, pages, :, :, places].set(new.keys.transpose(1, 4, 0, 2, 3), **UNIQUE),
-        values=cache.values.at[:, pages, :, places].set(new.values.transpose(1, 3, 0, 2, 4), **UNIQUE),
     )
 
 

@@ -48,6 +48,7 @@ class DecodeLayout:
     slots_per_rank: int
     widths: tuple[int, ...]  # widths of compiled programs, ascending; the last one holds all slots of a rank
     table_width: int
+    steps: int  # decode steps of a dispatch
     empty_carries: Mapping[int, Carry]  # by width, on the device; for a dispatch without a previous one
     segment_ends: tuple[int, ...] | None  # ends of all segments; None: a kernel reads the pages in place
     queries_per_kv_head: int
@@ -86,7 +87,8 @@ class DecodeLayout:
         ends, splits = self.segment_ends, None
         if ends is None:
             ranks = len(self.null_pages)
-            splits = kv_splits_of(tables, positions, group=self.queries_per_kv_head, devices=ranks)
+            ends_B = positions + np.minimum(remaining, self.steps)
+            splits = kv_splits_of(tables, ends_B, group=self.queries_per_kv_head, devices=ranks)
         else:
             ends = ends[: 1 + ends.index(bucket(int(positions.max()), ends))]
         loras = lora_indices(adapters, num_lora_slots=self.num_lora_slots)

@@ -13,24 +13,30 @@ import numpy as np
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.kv_cache import Segment
+from skyrl_tx_server.model.kv_cache import KVCache, Segment
 from skyrl_tx_server.model.layers import Rope
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
-from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices, with_joined_factors
+from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, by_layer, layer, reads_in_place, split_stack
+
+SLOTS_LAYERS_MATRIX = 4
+"""The number of axes of the LoRA slots of a projection without experts: [slots, layers, in, out]."""
 
 type Past = list[Segment] | None
 """The cached positions of a layer. None: a kernel reads the pages in place."""
 
-type AttendInLayer = Callable[
-    [ArrayLike | int, Past, Segment, jax.Array, AttentionSpec, jax.Array, jax.Array, jax.Array],
-    tuple[jax.Array, Segment],
-]
-"""(layer, past, recent, step, spec, q, k, v) -> (attended, new `recent`)."""
+type Recent = list[Segment] | Segment | KVCache
+"""The keys and values of this dispatch: one segment per layer, one segment of stacked layers, or the KV cache
+if each step writes them to their pages."""
 
-type Recent = list[Segment] | Segment
-"""The keys and values of this dispatch by layer, or stacked over the layers."""
+type AttendInLayer = Callable[
+    [ArrayLike | int, Past, Recent, jax.Array, AttentionSpec, jax.Array, jax.Array, jax.Array],
+    tuple[jax.Array, Recent],
+]
+"""(layer, past, recent, step, spec, q, k, v) -> (attended, `recent` with the keys and values k and v). A loop
+over layers passes the segment of one layer as `recent`."""
 
 type RunLayers = Callable[[jax.Array, Mapping[RopeSpec, Rope], Recent, jax.Array], tuple[jax.Array, Recent]]
 """(x [B, 1, D], rotary tables, keys and values of this dispatch, step) -> (x after all layers, the keys and
@@ -54,7 +60,9 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     config = model.config
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     adapters = [
-        slot_layer(modules, model.indices, np.array(index, np.int32))
+        _joined(
+            config, slot_layer(modules, model.indices, np.array(index, np.int32)), model.params.embed.dtype
+        )
         for stack, modules in zip(stacks_of(config), model.lora_slots.layers, strict=True)
         for index in range(len(stack.layers))
     ]
@@ -62,54 +70,66 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     unstacked = None if reads_in_place(config) else by_layer(config, model.params)
 
     def run(
-        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: Recent, step: jax.Array
+        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        assert isinstance(recents, list)
-        written = []
         # Outside the loop over steps, a slice of the stacked weights would be a copy.
         layers = by_layer(config, model.params) if unstacked is None else unstacked
         for number, (stack, weights, adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
-            attend = partial(model.attend, number, pasts[number], recents[number], step)
+            attend = partial(model.attend, number, pasts[number], recent, step)
             x, recent = layer(config, stack, x, weights, adapter, ropes, attend)
-            written.append(recent)
-        return x, written
+        return x, recent
 
     return run
 
 
+def _joined(config: ModelConfig, modules: LayerAdapter, dtype: jnp.dtype) -> LayerAdapter:
+    """On one GPU, join the LoRA slots in use before the loop over steps, except those of experts."""
+    if config.mesh is not None or not on_gpu():
+        return modules
+    return {
+        field: with_joined_factors(module, dtype) if module.a.ndim == SLOTS_LAYERS_MATRIX else module
+        for field, module in modules.items()
+    }
+
+
 def rolled_layers(model: DecodeModel) -> RunLayers:
-    """Return a function with one loop for each stack of layers. Keys and values are stacked over the
-    layers."""
+    """Return a function with one loop for each stack of layers. Segments are stacked over the layers."""
     config = model.config
     past = jax.lax.map(model.read_past, jnp.arange(config.num_layers))
 
     def run(
-        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: Recent, step: jax.Array
+        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        assert isinstance(recents, Segment)
-        written = []
+        cache = recent if isinstance(recent, KVCache) else None
+        segments = None if isinstance(recent, KVCache) else recent
+        written: list[Recent | None] = []
         for stack, weights, modules in zip(
             stacks_of(config), model.params.layers, model.lora_slots.layers, strict=True
         ):
             sliced, whole = split_stack(config, weights)
 
             def body(
-                x: jax.Array,
-                layer_inputs: tuple[jax.Array, LayerParams, Past, Segment],
+                state: tuple[jax.Array, KVCache | None],
+                layer_inputs: tuple[jax.Array, LayerParams, Past, Segment | None],
                 stack: Stack = stack,
                 whole: LayerParams = whole,
                 modules: LayerAdapter = modules,
-            ) -> tuple[jax.Array, Segment]:
-                number, weights, past, recent = layer_inputs
+            ) -> tuple[tuple[jax.Array, KVCache | None], Recent | None]:
+                (x, cache), (number, weights, past, segment) = state, layer_inputs
+                before = cache or segment
+                assert before is not None
                 adapter = slot_layer(modules, model.indices, number - stack.layers.start)
-                attend = partial(model.attend, number, past, recent, step)
-                return layer(config, stack, x, weights | whole, adapter, ropes, attend)
+                attend = partial(model.attend, number, past, before, step)
+                x, after = layer(config, stack, x, weights | whole, adapter, ropes, attend)
+                return ((x, after), None) if isinstance(after, KVCache) else ((x, None), after)
 
             span = slice(stack.layers.start, stack.layers.stop)
-            stack_past, stack_recent = jax.tree.map(lambda leaf, span=span: leaf[span], (past, recents))
+            stack_past, stack_segments = jax.tree.map(lambda leaf, span=span: leaf[span], (past, segments))
             numbers = jnp.arange(stack.layers.start, stack.layers.stop)
-            x, recent = jax.lax.scan(body, x, (numbers, sliced, stack_past, stack_recent))
-            written.append(recent)
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *written)
+            (x, cache), segment = jax.lax.scan(
+                body, (x, cache), (numbers, sliced, stack_past, stack_segments)
+            )
+            written.append(segment)
+        return x, cache or jax.tree.map(lambda *parts: jnp.concatenate(parts), *written)
 
     return run

@@ -14,7 +14,12 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
-from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.attention.decode_attention import (
+    HEADS,
+    TokenRows,
+    attend_over_pages,
+    attend_over_segments,
+)
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
@@ -110,21 +115,24 @@ def decode_steps(
     the dispatch.
 
     Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
-    not exceed the last end. Results are bit-identical for every number of segments. With `ends=None` a GPU
-    kernel reads the pages in place, in the KV splits of `batch.splits`.
+    not exceed the last end. Results are bit-identical for every number of segments. With `ends=None`, each
+    step writes its keys and values to the pages, and a GPU kernel reads the pages in place, in the KV splits
+    of `batch.splits`.
 
     With `rolled`, a loop runs the layers. It copies the weights of each layer out of `params`, so decoding is
     slower, but the time of the compilation does not grow with the number of layers. The results are the same.
 
-    The keys and values of the dispatch are written to the cache only at the end of the dispatch. Each step
-    therefore writes all sequences at the same index of a small array, and pages are read and written once per
-    dispatch instead of once per step.
+    With segments, the keys and values of the dispatch are written to the cache only at the end of the
+    dispatch. Each step therefore writes all sequences at the same index of a small array, and pages are read
+    and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
     tables = jnp.asarray(batch.tables)
     past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
     past_masks = [(keys < batch.positions[:, None])[:, None, None] for keys in past_positions]
+    carried = batch.tokens < 0
+    remaining = jnp.where(carried & ~batch.before.active, 0, batch.remaining)
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
 
     def read_past(number: ArrayLike | int) -> list[Segment] | None:
@@ -133,21 +141,25 @@ def decode_steps(
     def attend(
         number: ArrayLike | int,
         past: list[Segment] | None,
-        recent: Segment,
+        recent: Recent,
         index: jax.Array,
         spec: AttentionSpec,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-    ) -> tuple[jax.Array, Segment]:
-        """Attend in layer `number` in step `index`. `past` and `recent` are the segments of the layer."""
-        recent, visible = _append(recent, index, k, v), (jnp.arange(steps) <= index)[None, None, None]
-        if past is None:
+    ) -> tuple[jax.Array, Recent]:
+        """Attend in layer `number` in step `index`. `past` are the segments of the layer."""
+        if isinstance(recent, KVCache):
             assert batch.splits is not None
-            attended = attend_over_pages(
-                config, spec, cache, number, q, tables, batch.splits, recent, visible
-            )
-            return attended, recent
+            row = TokenRows(positions=batch.positions + index, is_written=remaining > 0, tables=tables)
+            return attend_over_pages(config, spec, recent, number, (q, k, v), row, batch.splits)
+        if isinstance(recent, list):
+            assert isinstance(number, int)
+            attended, segment = attend(number, past, recent[number], index, spec, q, k, v)
+            assert isinstance(segment, Segment)
+            return attended, [*recent[:number], segment, *recent[number + 1 :]]
+        recent, visible = _append(recent, index, k, v), (jnp.arange(steps) <= index)[None, None, None]
+        assert past is not None
         q, masks = constrain(config.mesh, q, HEADS), [*past_masks, visible]
         if spec.sliding_window is not None:
             recent_positions = batch.positions[:, None] + jnp.arange(steps)
@@ -166,7 +178,10 @@ def decode_steps(
         read_past=read_past,
         attend=attend,
     )
-    recent = segment_of(empty, empty)
+    recent: Recent = cache
+    if ends is not None:
+        segment = segment_of(empty, empty)
+        recent = _repeated(segment, config.num_layers) if rolled else [segment] * config.num_layers
     run_layers = rolled_layers(model) if rolled else unrolled_layers(model)
 
     def step(index: jax.Array, state: _LoopState) -> _LoopState:
@@ -189,25 +204,25 @@ def decode_steps(
             logprobs=state.logprobs.at[:, index].set(jnp.where(active, logprobs, 0.0)),
         )
 
-    carried = batch.tokens < 0
     start = _LoopState(
         last=jnp.where(carried, batch.before.tokens, batch.tokens),
-        remaining=jnp.where(carried & ~batch.before.active, 0, batch.remaining),
-        recent=_repeated(recent, config.num_layers) if rolled else [recent] * config.num_layers,
+        remaining=remaining,
+        recent=recent,
         tokens=jnp.full((slots, steps), -1, jnp.int32),
         logprobs=jnp.zeros((slots, steps), jnp.float32),
     )
     end = _run_steps(step, steps, start, until_all_end=ends is not None)
-    counts = jnp.where(start.remaining > 0, steps, 0)
-    cache = write_positions(
-        config,
-        cache,
-        end.recent if isinstance(end.recent, Segment) else stacked(end.recent),
-        batch.tables,
-        batch.positions,
-        counts,
-        scatter=ends is None,
-    )
+    if isinstance(end.recent, KVCache):
+        cache = end.recent
+    else:
+        cache = write_positions(
+            config,
+            cache,
+            end.recent if isinstance(end.recent, Segment) else stacked(end.recent),
+            batch.tables,
+            batch.positions,
+            jnp.where(remaining > 0, steps, 0),
+        )
     carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))
     return keep_cache(config, cache), DecodeOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
 

@@ -115,6 +115,7 @@ class ModelRunner:
             slots_per_rank=size.slots,
             widths=widths,
             table_width=table_width,
+            steps=self.steps,
             empty_carries={
                 width: jax.tree.map(partial(replicate, config), Carry.empty(width * dp_ranks))
                 for width in widths

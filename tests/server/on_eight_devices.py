@@ -19,7 +19,7 @@ import numpy as np
 from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
-from skyrl_tx_server.model.attention.decode_attention import attend_over_pages
+from skyrl_tx_server.model.attention.decode_attention import TokenRows, attend_over_pages
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
 from skyrl_tx_server.model.config_json import load_model_config
@@ -187,16 +187,13 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
     )
 
     @partial(jax.jit, static_argnames=("config",))
-    def run(
-        cache: KVCache, *, config: ModelConfig
-    ) -> tuple[KVCache, KVCache, list[list[Segment]], jax.Array]:
+    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, list[list[Segment]], jax.Array]:
         for layer in range(layers):
             new = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(
                 config, cache, jnp.int32(layer), new, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
             )
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # from rank 0 to rank 1
-        scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_positions(config, cache, block, tables, starts, counts)
         segments_read = [
             read_positions(config, cache, layer, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
@@ -204,23 +201,16 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         ]
         return (
             cache,
-            scattered,
             segments_read,
             attend_to_pages(config, attention_spec(config.head_dim), cache, jnp.int32(1), tiles, queries),
         )
 
     def results_on(config: ModelConfig) -> list[list[np.ndarray]]:
-        cache, scattered, segments_read, attended = run(
+        cache, segments_read, attended = run(
             empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config
         )
         used_pages = [page for page in range(16) if page not in (0, 8)]
-        written, written_by_scatter = (
-            [leaf[:, used_pages] for leaf in jax.device_get(jax.tree.leaves(kv_cache))]
-            for kv_cache in (cache, scattered)
-        )
-        assert all(
-            np.array_equal(first, second) for first, second in zip(written, written_by_scatter, strict=True)
-        ), "scatter=True must write the same positions"
+        written = [leaf[:, used_pages] for leaf in jax.device_get(jax.tree.leaves(cache))]
         attention = [
             outputs[:length] for outputs, length in zip(np.asarray(attended), tiles.lengths, strict=True)
         ]
@@ -278,8 +268,9 @@ def largest_message(config: ModelConfig, shape: MeshShape) -> float:
 
 
 def compare_decode_attention(config: ModelConfig) -> float:
-    """Return the largest difference between the decode attention of the mesh and of one device. Both run the
-    GPU kernel in interpret mode. Sequences of the same data-parallel rank share pages."""
+    """Return the largest difference between the decode attention of a mesh and of one device, and between the
+    pages that they write. Both run the GPU kernel in interpret mode. Sequences of the same data-parallel rank
+    share pages."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> jax.Array:
@@ -303,18 +294,19 @@ def compare_decode_attention(config: ModelConfig) -> float:
         np.concatenate([rank_0_tables, pages_per_rank + rank_0_tables]).astype(np.int32),
         np.array([560, 620, 0, 513], np.int32),
     )
-    q, recent = (
-        values(4, 1, heads, head_dim),
-        Segment(keys=values(4, kv_heads, head_dim, 4), values=values(4, kv_heads, 4, head_dim)),
+    qkv = values(4, 1, heads, head_dim), values(4, 1, kv_heads, head_dim), values(4, 1, kv_heads, head_dim)
+    tokens = TokenRows(
+        positions=jnp.asarray(lengths), is_written=jnp.asarray(lengths > 0), tables=jnp.asarray(tables)
     )
-    visible = jnp.ones((1, 1, 1, 4), bool)
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:
-        splits = kv_splits_of(tables, lengths, group=heads // kv_heads, devices=devices)
+        ends = np.where(lengths > 0, lengths + 8, 0)
+        splits = kv_splits_of(tables, ends, group=heads // kv_heads, devices=devices)
         attend = jax.jit(
             partial(attend_over_pages, config, attention_spec(head_dim), interpret=True), static_argnums=1
         )
-        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), splits, recent, visible))
+        out, written = attend(cache, 1, qkv, tokens, splits)
+        return np.concatenate([np.ravel(array) for array in (out, written.keys, written.values)])
 
     return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())
 

@@ -26,17 +26,29 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
 from skyrl_tx_server.model.attention import decode_attention, prefill_attention
-from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.attention.decode_attention import (
+    TokenRows,
+    attend_over_pages,
+    attend_over_segments,
+)
 from skyrl_tx_server.model.attention.kv_splits import KVSplits, kv_splits_of
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
-from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_positions
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
+from skyrl_tx_server.model.layers import rms_norm, rope_tables, rotate
 from skyrl_tx_server.model.lora.adapter import zero_adapter
-from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights, lora_indices
-from skyrl_tx_server.model.model_config import Experts
+from skyrl_tx_server.model.lora.lora_math import (
+    ArrayLike,
+    LoraWeights,
+    lora_indices,
+    project,
+    with_joined_factors,
+)
+from skyrl_tx_server.model.model_config import Experts, RopeSpec
 from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, BucketShape, BucketShapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import decode_batch, model_runner
@@ -129,23 +141,39 @@ def test_a_sequence_attends_only_to_its_own_pages() -> None:
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
-    exact = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
-    for actual, desired in zip(exact, expected, strict=True):
-        np.testing.assert_allclose(actual, desired, rtol=2e-5, atol=1e-5)
+    exact = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    np.testing.assert_allclose(exact, expected, rtol=2e-5, atol=1e-5)
     q, keys, values = (array.astype(jnp.bfloat16) for array in (q, keys, values))
-    rounded = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
-    actual, desired = (
-        np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)
-    )
-    np.testing.assert_allclose(actual, desired, atol=0.03)
+    rounded = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    np.testing.assert_allclose(np.asarray(rounded, np.float32), expected, atol=0.03)
+
+
+def test_splits_may_cover_positions_that_are_not_written_yet() -> None:
+    """The splits cover the positions of a whole dispatch. Sequences attend to the positions up to their
+    present lengths; all later positions are NaN. The last part of sequence 1 is still empty."""
+    heads, kv_heads, head_dim, page = 4, 2, 16, 16
+    tables = np.arange(20, dtype=np.int32).reshape(2, 10)
+    lengths = np.array([140, 127], np.int32)
+    q = normal(0, 2, heads, head_dim)
+    keys, values = normal(1, 20, kv_heads, head_dim, page), normal(2, 20, kv_heads, page, head_dim)
+    expected = reference(q, keys, values, tables, lengths)
+    for row, length in enumerate(lengths):
+        first, offset = tables[row, length // page], length % page
+        unwritten = tables[row, length // page + 1 :]
+        keys = keys.at[first, :, :, offset:].set(jnp.nan).at[unwritten].set(jnp.nan)
+        values = values.at[first, :, offset:].set(jnp.nan).at[unwritten].set(jnp.nan)
+    splits = kv_splits_of(tables, lengths + 8, group=heads // kv_heads, page=page)
+    assert splits.num_parts.tolist() == [2, 2]
+    actual = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
 
 
 def reference(
     q: ArrayLike, keys: ArrayLike, values: ArrayLike, tables: np.ndarray, lengths: np.ndarray
-) -> Attended:
+) -> np.ndarray:
     """Return the result of `paged_attention`, computed for one sequence and one head at a time in float64."""
     q, keys, values = (np.asarray(array, np.float64) for array in (q, keys, values))
-    out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
+    out = np.zeros(q.shape)
     for row, head in np.ndindex(*q.shape[:2]):
         kv_head, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
         if length == 0:
@@ -153,13 +181,9 @@ def reference(
         row_keys = np.concatenate([keys[number, kv_head] for number in tables[row]], axis=1)[:, :length]
         row_values = np.concatenate([values[number, kv_head] for number in tables[row]])[:length]
         scores = q[row, head] @ row_keys * q.shape[2] ** -0.5 * np.log2(np.e)
-        weights = 2.0 ** (scores - np.ceil(scores.max()))
-        out[row, head], highest[row, head], total[row, head] = (
-            weights @ row_values,
-            np.ceil(scores.max()),
-            weights.sum(),
-        )
-    return Attended(out, highest, total)  # type: ignore[arg-type]
+        weights = 2.0 ** (scores - scores.max())
+        out[row, head] = weights @ row_values / weights.sum()
+    return out
 
 
 def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
@@ -177,10 +201,8 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     assert splits.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert splits.rows[: splits.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    actual = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
-    expected = reference(q, keys, values, tables, lengths)
-    for array, desired in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(array, desired, rtol=2e-5, atol=1e-5)
+    actual = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    np.testing.assert_allclose(actual, reference(q, keys, values, tables, lengths), rtol=2e-5, atol=1e-5)
     for row in range(9):
         only_row = np.where(np.arange(9) == row, lengths, 0)
         alone = INTERPRETED(
@@ -189,10 +211,10 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
             values,
             tables,
             kv_splits_of(tables, only_row, group=heads // kv_heads, page=page),
+            only_row,
             scale=head_dim**-0.5,
         )
-        for array, array_alone in zip(actual, alone, strict=True):
-            np.testing.assert_array_equal(array[row], array_alone[row])
+        np.testing.assert_array_equal(actual[row], alone[row])
 
 
 @pytest.mark.parametrize(
@@ -286,19 +308,78 @@ def test_experts_by_kernel_and_by_loop_are_equal(monkeypatch: pytest.MonkeyPatch
 
 
 def test_decode_attention_over_pages_and_segments_is_equal() -> None:
+    """The third row is that of a free slot, whose keys and values are not written."""
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
-    q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
-    tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    splits = kv_splits_of(tables, lengths, group=2)
-    visible = (jnp.arange(8) <= 3)[None, None, None]
+    q, k, v = normal(2, 3, 1, 4, 16), normal(3, 3, 1, 2, 16), normal(4, 3, 1, 2, 16)
+    tables, positions = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
     past = read_positions(config, cache, 1, tables, (2 * PAGE_SIZE,))
-    masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
-    expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
-    actual = attend_over_pages(
-        config, attention_spec(16), cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
+    masks = [(jnp.arange(2 * PAGE_SIZE) < positions[:, None])[:, None, None], jnp.ones((1, 1, 1, 1), bool)]
+    expected = attend_over_segments(attention_spec(16), q, [*past, segment_of(k, v)], masks)
+    actual, written = attend_over_pages(
+        config,
+        attention_spec(16),
+        cache,
+        1,
+        (q, k, v),
+        TokenRows(
+            positions=jnp.asarray(positions),
+            is_written=jnp.array([True, True, False]),
+            tables=jnp.asarray(tables),
+        ),
+        kv_splits_of(tables, np.array([108, 72, 0]), group=2),
+        interpret=True,
     )
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    np.testing.assert_allclose(actual[:2], expected[:2], atol=1e-5)
+    assert not actual[2].any()
+    keys = cache.keys.at[1, 2, :, :, 100 - PAGE_SIZE].set(k[0, 0]).at[1, 4, :, :, 0].set(k[1, 0])
+    values = cache.values.at[1, 2, :, 100 - PAGE_SIZE].set(v[0, 0]).at[1, 4, :, 0].set(v[1, 0])
+    np.testing.assert_array_equal(written.keys, keys)
+    np.testing.assert_array_equal(written.values, values)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.0)])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_heads_normalized_and_rotated_by_kernel_are_equal(
+    normalizes: bool, dtype: str, tolerance: float
+) -> None:
+    fused = normal(0, 3, 8, 16, dtype=dtype)
+    norms = (normal(1, 16, dtype=dtype), normal(2, 16, dtype=dtype)) if normalizes else None
+    rope = rope_tables(RopeSpec(dim=16, theta=100.0), np.array([[0], [3], [70]]), jnp.dtype(dtype))
+    actual = normalize_and_rotate(
+        fused, (4, 2), norms, rope.cos[:, 0], rope.sin[:, 0], eps=1e-6, interpret=True
+    )
+    for index, (heads, kernel_heads) in enumerate(zip((fused[:, :4], fused[:, 4:6]), actual, strict=True)):
+        with jax.disable_jit():  # XLA may omit rounding within a program
+            normed = heads if norms is None else rms_norm(heads, norms[index], 1e-6)
+            expected = rotate(normed[:, None], rope)[:, 0]
+        assert kernel_heads.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.asarray(kernel_heads, np.float32),
+            np.asarray(expected, np.float32),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+@pytest.mark.parametrize("max_loras", [1, 4])
+def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None:
+    """With four slots, the fourth entry of `distinct` is padding."""
+    config, widths, rank, slots = tiny_qwen3.CONFIG, (24, 8, 8), 3, 5
+    x, weight = normal(0, 6, 1, 16), normal(1, sum(widths), 16)
+    indices = lora_indices(np.array([2] * 6 if max_loras == 1 else [2, 0, 2, 4, 0, 0]), num_lora_slots=slots)
+    assert indices.max_loras == max_loras
+    module = LoraWeights(
+        a=normal(2, slots, 2, 16, len(widths) * rank),
+        b=tuple(normal(3 + part, slots, 2, rank, width) for part, width in enumerate(widths)),
+        scale=np.linspace(0.5, 2, slots * 2, dtype=np.float32).reshape(slots, 2),
+        indices=indices,
+        layer=np.int32(1),
+    )
+    expected = project(config, x, weight, widths, module)
+    joined = with_joined_factors(module, jnp.dtype("float32"))
+    for actual, desired in zip(project(config, x, weight, widths, joined), expected, strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
 
 
 def test_a_server_with_the_kernel_samples_the_same_tokens(
@@ -397,6 +478,7 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
         jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16),
         tables,
         kv_splits_of(tables, np.zeros(4, np.int32), group=4),
+        np.zeros(4, np.int32),
     )
     assert 'name = "paged_attention"' in lowered(
         jax.jit(partial(paged_attention, scale=128**-0.5)), rows[0], *pages, *rows[1:]

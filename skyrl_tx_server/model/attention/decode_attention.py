@@ -8,13 +8,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
-from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, local_pages
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.kv_cache import (
+    PAGES,
+    KVCache,
+    Segment,
+    local_pages,
+    segment_of,
+    write_local_layer,
+)
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -48,29 +56,35 @@ def attend_over_segments(
     return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
 
 
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """The tokens of a decode step, one for each of B sequences."""
+
+    positions: jax.Array  # [B] int32
+    is_written: jax.Array  # [B] bool, False for the rows of free slots
+    tables: jax.Array  # [B, W] int32, the block tables of the sequences
+
+
 def attend_over_pages(
     config: ModelConfig,
     spec: AttentionSpec,
     cache: KVCache,
     layer: ArrayLike | int,
-    q: jax.Array,
-    tables_BW: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    tokens: TokenRows,
     splits: KVSplits,
-    recent: Segment,
-    visible: jax.Array,
     *,
     interpret: bool = False,
-) -> jax.Array:
-    """Return attention of q [B, 1, H, hd] over the KV splits of the cached positions and over the `visible`
-    [1, 1, 1, n] positions of `recent`. A GPU kernel reads the pages of `layer` in place."""
+) -> tuple[jax.Array, KVCache]:
+    """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
+    the positions up to these tokens, and the cache. `heads` are q [B, 1, H, hd], k and v [B, 1, K, hd].
+    `splits` are KV splits of at least these positions. A GPU kernel reads the pages in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
-        attend = shard_map_over(
-            config, attend, (PAGES, HEADS, batch, batch, BATCH_HEADS, PartitionSpec()), HEADS
-        )
-    return attend(cache, q, tables_BW, splits, recent, visible)
+        attend = shard_map_over(config, attend, (PAGES, HEADS, batch, batch), (HEADS, PAGES))
+    return attend(cache, heads, tokens, splits)
 
 
 def _attend_over_local_pages(
@@ -79,42 +93,29 @@ def _attend_over_local_pages(
     layer: ArrayLike | int,
     interpret: bool,
     cache: KVCache,
-    q: jax.Array,
-    tables_BW: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    tokens: TokenRows,
     splits: KVSplits,
-    recent: Segment,
-    visible: jax.Array,
-) -> jax.Array:
-    pages, _ = local_pages(config, cache, tables_BW)
+) -> tuple[jax.Array, KVCache]:
+    q, k, v = heads
+    counts = tokens.is_written.astype(jnp.int32)
+    cache = write_local_layer(
+        config, cache, jnp.asarray(layer), segment_of(k, v), tokens.tables, tokens.positions, counts
+    )
+    pages, _ = local_pages(config, cache, tokens.tables)
     # pass the pages of all layers, because a slice would be a copy
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
-    past = paged_attention(
+    attended = paged_attention(
         q[:, 0],
         keys,
         values,
         pages + layer * cache.keys.shape[1],
         splits,
+        tokens.positions + 1,
         scale=spec.scale,
         interpret=interpret,
     )
-    new = _attend_recent(spec, q, recent, visible)
-    whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, new))
-    return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]
-
-
-def _attend_recent(spec: AttentionSpec, q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
-    (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = _scores(spec, grouped, recent, visible)
-    highest = ceil_max(scores)
-    weights = jnp.exp2(scores - highest[..., None])
-    out = jnp.einsum(
-        "bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32
-    )
-    by_head = (batch, heads)
-    return Attended(
-        out.reshape(*by_head, head_dim), highest.reshape(by_head), weights.sum(axis=-1).reshape(by_head)
-    )
+    return attended[:, None], cache
 
 
 def _scores(spec: AttentionSpec, grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:

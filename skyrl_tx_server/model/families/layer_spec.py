@@ -11,13 +11,16 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
+from skyrl_tx_server.model.kernels.paged_kernel import supports_head_dim
+from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, project
-from skyrl_tx_server.model.mesh import Axes, shard_batch
+from skyrl_tx_server.model.mesh import Axes, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
@@ -193,8 +196,29 @@ def add_self_attention[Aux](
         return rotate(rms_norm(heads, params[norm], config.rms_norm_eps) if norm in params else heads, rope)
 
     q, k, v = qkv_proj(config, x, params, adapter)
-    heads = rotated(q, "q_norm"), rotated(k, "k_norm"), v
-    return add_attention(config, x, params, adapter, heads, attend)
+    if _rotates_by_kernel(config, x):
+        q, k = _rotated_by_kernel(config, (q, k, v), params, rope)
+    else:
+        q, k = rotated(q, "q_norm"), rotated(k, "k_norm")
+    return add_attention(config, x, params, adapter, (q, k, v), attend)
+
+
+def _rotates_by_kernel(config: ModelConfig, x: jax.Array) -> bool:
+    """Return whether x [B, T, D] are the tokens of a decode step on one GPU."""
+    return on_gpu() and config.mesh is None and x.shape[1] == 1 and supports_head_dim(config.head_dim)
+
+
+def _rotated_by_kernel(
+    config: ModelConfig, heads: tuple[jax.Array, jax.Array, jax.Array], params: LayerParams, rope: Rope
+) -> tuple[jax.Array, jax.Array]:
+    # XLA removes this concatenation, because the heads are slices of one projection.
+    parts = [part.reshape(*part.shape[:2], -1) for part in heads]
+    fused = jnp.concatenate(parts, axis=-1).reshape(len(parts[0]), -1, config.head_dim)
+    norms = (params["q_norm"], params["k_norm"]) if "q_norm" in params else None
+    cos, sin = rope.cos[:, 0], rope.sin[:, 0]
+    widths = config.num_heads, config.num_kv_heads
+    q, k = normalize_and_rotate(fused, widths, norms, cos, sin, eps=config.rms_norm_eps)
+    return q[:, None], k[:, None]
 
 
 def qkv_proj(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,6 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
     padded_heads,
     product,
 )
-
-
-class Attended(NamedTuple):
-    """The result of attention over a part of the keys. `merge` combines the results of all parts."""
-
-    out: jax.Array  # [..., H, hd] float32, the sum of values with weights 2^(score - highest)
-    highest: jax.Array  # [..., H] float32, the highest base-2 score, rounded up; -1e30 without keys
-    total: jax.Array  # [..., H] float32, the sum of the weights
-
 
 PROGRAMS = 128
 """The maximum number of programs per key-value head, several per multiprocessor of a GPU."""
@@ -62,13 +53,15 @@ def paged_attention(
     values: jax.Array,
     tables: jax.Array,
     splits: KVSplits,
+    lengths: jax.Array,
     *,
     scale: float,
     interpret: bool = False,
-) -> Attended:
-    """Return attention of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values [N, K, P, hd].
-    `tables` [B, W] are the block tables of the sequences, and `splits` are their KV splits. The page size P
-    is a power of two. Positions after the end of a sequence may be NaN."""
+) -> jax.Array:
+    """Return attention [B, H, hd] of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values
+    [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences and `lengths` [B] their lengths.
+    `splits` are the KV splits of at least these lengths. The page size P is a power of two. Positions after
+    the end of a sequence may be NaN. The result of a sequence without a split is zero."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)
@@ -80,7 +73,7 @@ def paged_attention(
         partial(_decode_kernel, group=heads // kv_heads, programs=programs, scale=scale),
         grid=(kv_heads, programs),
         in_specs=(
-            *[whole] * 7,
+            *[whole] * 8,
             pl.BlockSpec((keys.shape[0], None, width, page), lambda head, program: (0, head, 0, 0)),
             pl.BlockSpec((values.shape[0], None, page, width), lambda head, program: (0, head, 0, 0)),
         ),
@@ -98,26 +91,27 @@ def paged_attention(
         splits.part,
         splits.first,
         splits.end,
+        lengths,
         tables,
         q,
         keys,
         values,
     )
-    is_part = jnp.arange(parts)[:, None, None] < jnp.asarray(splits.num_parts)[:, None]
-    out, highest, total = (
-        jnp.where(is_part.reshape(*is_part.shape, *[1] * (array.ndim - 3)), array, empty)
-        for array, empty in zip(attended, (0.0, MASKED, 0.0), strict=True)
-    )
-    return merge(Attended(out[..., :head_dim], highest, total))
-
-
-def merge(parts: Attended) -> Attended:
-    """Merge parts that are stacked along a leading axis."""
-    highest = parts.highest.max(axis=0)
-    weights = jnp.exp2(parts.highest - highest)
-    return Attended(
-        (parts.out * weights[..., None]).sum(axis=0), highest, (parts.total * weights).sum(axis=0)
-    )
+    merged = pl.pallas_call(
+        _merge_kernel,
+        grid=(batch, heads),
+        in_specs=(
+            pl.BlockSpec((1,), lambda row, head: (row,)),
+            pl.BlockSpec((parts, None, None, width), lambda row, head: (0, row, head, 0)),
+            *[pl.BlockSpec((parts, None, None), lambda row, head: (0, row, head))] * 2,
+        ),
+        out_specs=pl.BlockSpec((None, None, width), lambda row, head: (row, head, 0)),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=triton.CompilerParams(num_warps=1),
+        interpret=interpret,
+        name="merge_parts",
+    )(splits.num_parts, *attended)
+    return merged[..., :head_dim]
 
 
 def _decode_kernel(
@@ -126,6 +120,7 @@ def _decode_kernel(
     part: Any,
     first: Any,
     end: Any,
+    lengths: Any,
     tables: Any,
     q: Any,
     keys: Any,
@@ -138,6 +133,8 @@ def _decode_kernel(
     programs: int,
     scale: float,
 ) -> None:
+    """Write the state of `_over_pages` of each part. A part with several sequences ends before the end of
+    each of them."""
     head, program = pl.program_id(0), pl.program_id(1)
     (batch, _, width), num_queries = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * num_queries)
@@ -145,7 +142,8 @@ def _decode_kernel(
 
     def attend(turn: jax.Array, done: jax.Array) -> jax.Array:
         split = program + turn * programs
-        row, query_head, leader, last = rows[split, member], query % num_queries, rows[split, 0], end[split]
+        row, query_head, leader = rows[split, member], query % num_queries, rows[split, 0]
+        last = jnp.minimum(end[split], lengths[leader])
         valid = (row >= 0) & (query_head < group)  # other queries are padding
         row, query_head = jnp.where(valid, row, batch), head * group + query_head
         mask = jnp.broadcast_to(valid[:, None], (len(query), width))
@@ -163,6 +161,22 @@ def _decode_kernel(
 
     turns = pl.cdiv(counts[0] - program, programs)
     jax.lax.fori_loop(0, turns, attend, jnp.int32(0))
+
+
+def _merge_kernel(num_parts: Any, out: Any, highest: Any, total: Any, merged: Any) -> None:
+    """Merge the parts of one head of a sequence."""
+    count = num_parts[0]
+    best = jax.lax.fori_loop(
+        0, count, lambda part, best: jnp.maximum(best, highest[part]), jnp.float32(MASKED)
+    )
+
+    def add(part: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        weight = jnp.exp2(highest[part] - best)
+        return sums[0] + weight * out[part], sums[1] + weight * total[part]
+
+    start = jnp.zeros(merged.shape, jnp.float32), jnp.float32(0)
+    attended, weights = jax.lax.fori_loop(0, count, add, start)
+    merged[...] = (attended / jnp.where(weights > 0, weights, 1.0)).astype(merged.dtype)
 
 
 def prefill_attention(
@@ -251,8 +265,12 @@ def _over_pages(
     values: Any,
     scale: float,
 ) -> _State:
-    """Return the fields (highest, total, out) of `Attended` for queries [M, hd] over the positions of pages.
-    `span` is (first page, end position). Each query attends to positions before its `limit` [M]."""
+    """Attend with queries [M, hd] to the positions of pages. `span` is (first page, end position). Each query
+    attends to positions before its `limit` [M].
+
+    Return in float32: the highest base-2 scores [M], rounded up, or MASKED if there are no positions; the
+    sums [M] of the weights 2^(score - highest); the sums [M, hd] of the values with these weights.
+    """
     first, end = span
     count, page = len(queries), values.shape[1]
 

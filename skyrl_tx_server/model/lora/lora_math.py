@@ -11,6 +11,7 @@ after every projection, so programs are compiled for one slot, for SEVERAL slots
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,18 @@ class LoraIndices:
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedFactors:
+    """The factors of all slots in use and of all parts of a projection as two matrices. Their product with x
+    is the delta of the fused projection."""
+
+    a: jax.Array  # [in, R] with R = slots * parts * max_rank
+    b: (
+        jax.Array
+    )  # [R, sum(out)], multiplied by the scales; zero where row and column belong to different parts
+    uses: jax.Array | None  # [B, 1, R], one for the slot of a sequence, otherwise zero; None: one slot
+
+
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
     """The factors A and B and the scale of one projection. `scale * (x @ a_part) @ b_part` is added to the
     outputs of each part. The factors of experts have a leading axis of experts.
@@ -51,6 +64,7 @@ class LoraWeights:
     scale: ArrayLike  # [] float32, alpha / rank; never trained
     indices: LoraIndices | None = None
     layer: ArrayLike | None = None  # [] int32
+    joined: JoinedFactors | None = None  # the slots in use, if `with_joined_factors` has joined them
 
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
@@ -142,10 +156,50 @@ def project(
     x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
     fused = shard_product(config, jnp.einsum("bti,oi->bto", x, weight), by)
     fused = fused if bias is None else fused + bias
+    if module is not None and module.joined is not None:
+        assert config.mesh is None
+        return split_parts(fused + _joined_delta(x, module.joined), widths, 1)
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
     return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))
+
+
+def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
+    """Add `joined` in `dtype` to the LoRA slots of one layer.
+
+    A program that applies the same slots many times joins them once. It then computes two products for each
+    projection, regardless of the number of slots and parts.
+    """
+    indices = module.indices
+    assert indices is not None and indices.max_loras is not None
+    slots = jnp.asarray(indices.distinct)[: indices.max_loras]
+    at = (slots,) if module.layer is None else (slots, module.layer)
+    a, scale = jnp.asarray(module.a)[at], jnp.asarray(module.scale)[at]
+    parts = [jnp.asarray(part)[at] for part in module.b]  # [slots, max_rank, out_part] each
+    widths = [part.shape[-1] for part in parts]
+    b = jnp.stack(
+        [
+            jnp.pad(part, ((0, 0), (0, 0), (sum(widths[:index]), sum(widths[index + 1 :]))))
+            for index, part in enumerate(parts)
+        ],
+        axis=1,
+    )
+    uses = None
+    if len(slots) > 1:
+        is_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
+        uses = jnp.repeat(is_slot.astype(dtype), a.shape[-1], axis=1)[:, None]
+    joined = JoinedFactors(
+        a=a.astype(dtype).transpose(1, 0, 2).reshape(a.shape[1], -1),
+        b=(b * scale[:, None, None, None]).astype(dtype).reshape(-1, sum(widths)),
+        uses=uses,
+    )
+    return replace(module, joined=joined)
+
+
+def _joined_delta(x: jax.Array, factors: JoinedFactors) -> jax.Array:
+    inner = x @ factors.a
+    return (inner if factors.uses is None else inner * factors.uses) @ factors.b
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
