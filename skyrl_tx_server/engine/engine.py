@@ -332,8 +332,9 @@ class Engine:
                 self._scheduler.prefill_continues(request)
         else:
             num_computed = len(request.op.prompt) - result.prompt_cache_hit_tokens
-            self._counts["tokens_prefilled"] += num_computed
-            self._counts["tokens_from_prefix_cache"] += result.prompt_cache_hit_tokens
+            if not request.paused:  # the prompt of a paused sequence was counted when it started
+                self._counts["tokens_prefilled"] += num_computed
+                self._counts["tokens_from_prefix_cache"] += result.prompt_cache_hit_tokens
             sampling = self._sampling[request_id]
             sampling.prefill = sampling.prefill or result
             with self._work:

@@ -101,6 +101,21 @@ def test_a_request_can_have_more_samples_than_slots():
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
 
+def test_the_prompt_of_a_paused_sequence_is_counted_once():
+    executor = FakeExecutor(num_slots=1, gate=threading.Event())
+    with running(executor) as engine:
+        requests = [
+            engine.submit(sample(max_tokens=40), tenant="a"),
+            engine.submit(sample(max_tokens=4), tenant="b"),
+        ]
+        executor.gate.set()
+        for request in requests:
+            request.result(TIMEOUT_S)
+        stats = engine.stats()
+    assert any(entry.startswith("pause") for entry in executor.log)
+    assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 2, 0)
+
+
 def test_training_runs_between_dispatches_of_a_long_generation():
     executor = FakeExecutor(gate=threading.Event())
     with running(executor) as engine:
