@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
 ARITHMETIC = ROOT / "datasets" / "arithmetic"
 
+# The options of the trainer in every quick start, unless the quick start or the user replaces them.
 QUICKSTART_OPTIONS = {
     "logs_dir": "./runs",
     "lora_rank": "16",
@@ -32,6 +33,7 @@ QUICKSTART_OPTIONS = {
     "trial_timeout_s": "120",
     "save_every": "100",
 }
+# The options of the server, unless the quick start replaces them.
 QUICKSTART_SERVER = (
     "max_lora_rank=16",
     "max_num_seqs=32",
@@ -46,10 +48,10 @@ class WarmStart:
 
     num_demonstrations: int
     write_demonstrations: Callable[[Path, int], None]  # (path of the JSON lines file, number of chats)
-    write_tasks: Callable[[Path], None]  # writes the tasks of the RL to a folder
-    options: dict[str, str]  # of src.sft
-    rl_options: dict[str, str]  # of the RL that follows; they replace those of the quick start
-    server: tuple[str, ...]  # options of the server, in place of those of the quick start
+    write_tasks: Callable[[Path], None]  # writes the training tasks of the RL to a folder
+    options: dict[str, str]  # options of `src.sft`
+    rl_options: dict[str, str]  # options of the RL that follows; they replace those of the quick start
+    server: tuple[str, ...]  # options of the server, in place of all those of the quick start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,26 +59,26 @@ class QuickStart:
     """A model and the tasks that it learns in minutes on two CPU cores."""
 
     name: str  # prefix of the name of the run folder
-    base_model: str
-    model_name: str  # in the first line of the output
-    skill: str  # what the model learns, in the first line of the output
-    duration: str  # with `base_model`, on two CPU cores
-    options: dict[str, str]
+    base_model: str  # the default of the option `model_name`
+    displayed_model: str  # the name of `base_model` in `message`
+    skill: str  # what the model learns, in `message`
+    duration: str  # the duration with `base_model` on two CPU cores, in `message`
+    options: dict[str, str]  # options of the trainer; they replace those in QUICKSTART_OPTIONS
     server: tuple[str, ...] = QUICKSTART_SERVER  # options of the server
-    model_alias: str | None = None  # None: the name that the server derives from base_model
-    warm_start: WarmStart | None = None  # for other models than `base_model`
+    model_alias: str | None = None  # of `base_model`; None: the name that the server derives from it
+    warm_start: WarmStart | None = None  # for models other than `base_model`; None: no fine-tuning
 
-    def message(self, base_model: str) -> str:
-        """Return the first line of the output for a run with the model `base_model`."""
+    def message(self, base_model: str, warm_start: WarmStart | None) -> str:
+        """Return the line that announces a run with the model `base_model` after this warm start."""
         if base_model == self.base_model:
             return (
-                f"{self.model_name} learns {self.skill} by GRPO on this machine; {self.duration} on two CPU "
-                "cores"
+                f"{self.displayed_model} learns {self.skill} by GRPO on this machine; {self.duration} on two "
+                "CPU cores"
             )
-        first = (
-            "" if self.warm_start is None else f" after {self.warm_start.num_demonstrations} demonstrations"
+        demonstrations = (
+            "" if warm_start is None else f" after {warm_start.num_demonstrations} demonstrations"
         )
-        return f"{base_model} learns {self.skill} by GRPO{first} on this machine"
+        return f"{base_model} learns {self.skill} by GRPO{demonstrations} on this machine"
 
 
 QUICKSTARTS = {
@@ -84,9 +86,9 @@ QUICKSTARTS = {
         name=QUICKSTART.name,
         base_model=str(QUICKSTART / "model"),
         model_alias="local/quickstart",
-        model_name="a small model",
+        displayed_model="a small model",
         skill="terminal tasks",
-        duration="about six minutes",
+        duration="four to seven minutes",
         options={
             "tasks_dir": str(QUICKSTART / "train"),
             "eval_tasks": str(QUICKSTART / "heldout"),
@@ -126,7 +128,7 @@ QUICKSTARTS = {
         name="toy_retail",
         base_model=str(ROOT / "datasets" / "toy_retail" / "model"),
         model_alias="local/toy-retail",
-        model_name="a small model",
+        displayed_model="a small model",
         skill="to serve a shop's customers",
         duration="three to six minutes",
         options={
@@ -140,8 +142,8 @@ QUICKSTARTS = {
     "arithmetic": QuickStart(
         name="arithmetic",
         base_model="smollm2-135m",
-        model_name="SmolLM2-135M",
-        skill="to answer small word problems",
+        displayed_model="SmolLM2-135M",
+        skill="to answer short word problems",
         duration="about 15 minutes",
         options={
             "data": str(ARITHMETIC / "train.jsonl"),

@@ -126,7 +126,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     base_model = user_options.get("model_name", chosen.base_model)
     is_default_model = base_model == chosen.base_model
     warm_start = None if is_default_model or "load_checkpoint_path" in user_options else chosen.warm_start
-    print_message(f"quick start: {chosen.message(base_model)}")
+    print_message(f"quick start: {chosen.message(base_model, warm_start)}")
     if (command := missing_package(base_model)) is not None:
         setup_status = subprocess.call(command, cwd=ROOT)
         if setup_status != 0:

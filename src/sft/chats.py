@@ -3,36 +3,39 @@
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "tools": []}
 
 The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files: `tools`, which may be
-missing, are OpenAI schemas, and a message may have `tool_calls`. Other keys of a line are ignored. Every
-mistake raises a ConfigError that names the file and the line.
+missing, are OpenAI schemas, and a message may have `tool_calls`. With `train_on=customized`, the assistant
+messages with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message
+are passed to the chat template. Each invalid line causes a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from src.core.errors import ConfigError
 from src.policy.tool_messages import Message
 
 
-def _object(arguments: object) -> object:
-    """Return the arguments of a call as an object. In OpenAI's format they are JSON text."""
+def _parsed_arguments(arguments: object) -> object:
+    """Parse the arguments of a call if they are JSON text, as in OpenAI's format. Other values are returned
+    unchanged, and pydantic rejects them unless they are an object."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return from_json(arguments)  # unlike json.loads, without RecursionError for deep nesting
     except ValueError as error:
-        raise ValueError(f"not a JSON object: {error}") from error
+        raise ValueError(f"not valid JSON: {error}") from error
 
 
-def _text(content: object) -> object:
-    """Return the content as one text: "" for None, and the joined parts for a list of text parts."""
+def _joined_text(content: object) -> object:
+    """Return "" for None and the joined texts for a list of text parts. Other values are returned unchanged,
+    and pydantic rejects them unless they are text."""
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]
         texts = [part for part in parts if isinstance(part, str)]
@@ -44,7 +47,7 @@ class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_object)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed_arguments)]
 
 
 class Call(BaseModel):
@@ -58,9 +61,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_text)] = ""
+    content: Annotated[str, BeforeValidator(_joined_text)] = ""
     tool_calls: list[Call] | None = None
-    trainable: bool = False  # read by train_on=customized
+    trainable: bool = False  # whether train_on=customized trains this message
 
 
 class ChatLine(BaseModel):
@@ -70,7 +73,7 @@ class ChatLine(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """One conversation."""
+    """One validated conversation."""
 
     where: str  # file and line, for error messages
     messages: list[Message]
@@ -78,11 +81,14 @@ class Chat:
     trainable: list[bool]  # one per message
 
 
-LINE = TypeAdapter(ChatLine)
+LINE_ADAPTER = TypeAdapter(ChatLine)
 
 
 def read_chats(path: Path) -> list[Chat]:
-    """Return the chats of a file, in its order. Raises ConfigError if it has none or a line is not valid."""
+    """Return the chats of a file in their order.
+
+    Raises ConfigError if the file cannot be read, contains no chat or has an invalid line.
+    """
     chats = list(_read(path))
     if not chats:
         raise ConfigError(f"{path}, line 1: the file has no chat; give a file with one chat per line")
@@ -90,7 +96,7 @@ def read_chats(path: Path) -> list[Chat]:
 
 
 def chat_of(line: ChatLine, where: str) -> Chat:
-    """Return the chat of a checked line."""
+    """Return the chat of a validated line. `where` names the file and the line in error messages."""
     return Chat(
         where=where,
         messages=[
@@ -113,9 +119,11 @@ def _read(path: Path) -> Iterator[Chat]:
             if not content.strip():
                 continue
             try:
-                yield chat_of(LINE.validate_json(content), where)
+                yield chat_of(LINE_ADAPTER.validate_json(content), where)
             except ValidationError as error:
                 first = error.errors(include_url=False, include_context=False, include_input=False)[0]
                 field = ".".join(str(part) for part in first["loc"])[:100]
                 reason = first["msg"].removeprefix("Value error, ")
-                raise ConfigError(f"{where}: {f'{field}: ' if field else ''}{reason}; correct it") from error
+                raise ConfigError(
+                    f"{where}: {f'{field}: ' if field else ''}{reason}; correct the line"
+                ) from error

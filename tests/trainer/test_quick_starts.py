@@ -79,17 +79,21 @@ def test_the_rl_after_a_warm_start_has_more_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "has_warm_start", "message"),
     [
         (
             QUICKSTARTS["terminal"].base_model,
-            "a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
+            False,
+            "a small model learns terminal tasks by GRPO on this machine; four to seven minutes on two CPU "
+            "cores",
         ),
-        ("my/model", "my/model learns terminal tasks by GRPO after 600 demonstrations on this machine"),
+        ("a/model", True, "a/model learns terminal tasks by GRPO after 600 demonstrations on this machine"),
+        ("a/model", False, "a/model learns terminal tasks by GRPO on this machine"),
     ],
 )
-def test_the_first_line_names_the_model(model: str, message: str) -> None:
-    assert QUICKSTARTS["terminal"].message(model) == message
+def test_the_first_line_names_the_model(model: str, has_warm_start: bool, message: str) -> None:
+    chosen = QUICKSTARTS["terminal"]
+    assert chosen.message(model, chosen.warm_start if has_warm_start else None) == message
 
 
 def test_only_a_missing_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

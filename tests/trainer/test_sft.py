@@ -22,7 +22,7 @@ from src.records.journal import Journal, RolloutKey
 from src.records.metrics_table import metric_of
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.sft.__main__ import main
-from src.sft.chats import LINE, Chat, chat_of, read_chats
+from src.sft.chats import LINE_ADAPTER, Chat, chat_of, read_chats
 from src.sft.config import SftConfig, TrainOn
 from src.sft.dataset import Batch, Dataset, load, schedule, split
 from src.sft.learning_rate import recommended_rate, size_of
@@ -53,7 +53,8 @@ MESSAGES = [
 
 
 def chat(messages: Sequence[Mapping[str, object]] = MESSAGES) -> Chat:
-    return chat_of(LINE.validate_json(json.dumps({"messages": messages, "tools": TOOLS})), "f.jsonl, line 1")
+    line = LINE_ADAPTER.validate_json(json.dumps({"messages": messages, "tools": TOOLS}))
+    return chat_of(line, "f.jsonl, line 1")
 
 
 def trained_texts(template: Template, train_on: TrainOn) -> list[str]:
@@ -115,6 +116,7 @@ def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 
 
+DEEP = "[" * 100_000
 GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 
@@ -132,7 +134,13 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         (GOOD.replace('"b"', '[{"type": "image"}]'), r"line 1: messages.1.content: Input should be a valid"),
         (
             GOOD.replace('"b"', '"", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]'),
-            r"line 1: messages.1.tool_calls.0.function.arguments: not a JSON object",
+            r"line 1: messages.1.tool_calls.0.function.arguments: not valid JSON",
+        ),
+        (
+            GOOD.replace(
+                '"b"', f'"", "tool_calls": [{{"function": {{"name": "f", "arguments": "{DEEP}"}}}}]'
+            ),
+            r"line 1: messages.1.tool_calls.0.function.arguments: not valid JSON: recursion limit exceeded",
         ),
         (GOOD.replace("assistant", "system"), r"line 1: train_on=all_assistant_messages leaves no message"),
         (GOOD.replace("user", "assistant"), r"line 1: the first message is the assistant's"),
