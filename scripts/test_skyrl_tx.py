@@ -2,14 +2,15 @@
 
     python scripts/test_skyrl_tx.py [URL]
 
-The default URL is SKYRL_TX_URL (from the environment or .env.skyrl-tx), or else http://localhost:8000. The
-key of the server is TINKER_API_KEY (from the environment or .env). The key of a server that
-`./run_skyrl_tx.sh` started is in a file:
+The default URL is the variable SKYRL_TX_URL, or else http://localhost:8000. The key of the server is the
+variable TINKER_API_KEY. Both variables are read from the environment, or else from .env or .env.skyrl-tx in
+the current directory. The key of a server that `./run_skyrl_tx.sh` started is in a file:
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) python scripts/test_skyrl_tx.py URL
 
-If this Python lacks the packages of the trainer, the script starts again with the Python of .venv. The exit
-status is 0 if all checks pass.
+If this Python lacks the package `tinker`, the script starts again with the Python of .venv, if there is one.
+The exit status is 0 if all required checks pass, 1 if one of them fails, and 2 if the server cannot be
+checked. `loss ppo` is not a required check: if it fails, the script reports this and exits with 0.
 """
 
 from __future__ import annotations

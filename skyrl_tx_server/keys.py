@@ -1,11 +1,12 @@
 """Manage the tenants' API keys in the file of the option `api_keys_file`.
 
-    python -m skyrl_tx_server.keys add NAME file=KEYS      create, print and store a key of tenant NAME
+    python -m skyrl_tx_server.keys add NAME file=KEYS      create a key of tenant NAME and print it
     python -m skyrl_tx_server.keys remove NAME file=KEYS   remove all keys of tenant NAME
     python -m skyrl_tx_server.keys list file=KEYS          print the names of the tenants
 
 The file stores the SHA-256 of each key. The key itself is printed once and cannot be recovered. A tenant may
-have several keys. A running server reads the changed file within seconds.
+have several keys. A running server reads a changed file within seconds; if the file is invalid, the server
+logs an error and keeps the previous keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from skyrl_tx_server.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0, or 2 after printing an error in one line to stderr."""
+    """Run the command in `argv`. Return the exit status: 0, or 2 after a one-line error on stderr."""
     if not argv or any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
@@ -61,8 +62,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 
 def add(file: Path, name: str) -> str:
-    """Add a key of tenant `name` to the file, which is created if necessary. Return the key. Raise
-    ConfigError for an invalid name or file."""
+    """Create a key of tenant `name`, add its SHA-256 to the file, and return the key. The file is created if
+    necessary. Raise ConfigError if the name or the file is invalid, or if a new file cannot have the owner of
+    the file. Raise OSError if the file cannot be written."""
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
     with _locked(file):
@@ -76,19 +78,19 @@ def add(file: Path, name: str) -> str:
 
 
 def remove(file: Path, name: str) -> None:
-    """Remove all keys of tenant `name`. Raise ConfigError if the tenant has no key or the file cannot be
-    read."""
+    """Remove all keys of tenant `name`. Raise ConfigError if the tenant has no key, if the file is invalid or
+    cannot be read, or if a new file cannot have its owner. Raise OSError if the file cannot be written."""
     with _locked(file):
         if name not in read_keys(file).values():
-            raise ConfigError(f"{file} has no key of tenant {name}")
+            raise ConfigError(f"{file} has no key of tenant {name}; list file={file} prints the tenants")
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         _replace(file, "".join(line for line in lines if line.strip().partition(":")[0] != name))
 
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Generator[None]:
-    """Hold a lock, so that only one process changes the file. The directory is locked, because the file is
-    replaced."""
+    """Hold a lock, so that only one process changes the file. The lock is on the directory, because every
+    change replaces the file and a lock on the old file would not exclude a process that opens the new one."""
     descriptor = os.open(file.resolve().parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -98,6 +100,8 @@ def _locked(file: Path) -> Generator[None]:
 
 
 def _replace(file: Path, text: str) -> None:
+    """Replace the file atomically by a file with the content `text` and the same mode and owner. A file that
+    does not exist yet gets mode 600."""
     target = file.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -109,8 +113,8 @@ def _replace(file: Path, text: str) -> None:
                 os.fchown(descriptor, status.st_uid, status.st_gid)
             except PermissionError:
                 raise ConfigError(
-                    f"{target} belongs to another user or group, which a new file cannot get; run this "
-                    "command as its owner or as root"
+                    f"{target} belongs to another user or group, and you cannot create a file with that "
+                    "owner; run this command as the owner of the file or as root"
                 ) from None
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)

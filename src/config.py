@@ -1,8 +1,8 @@
 """The trainer's configuration: the options of all components, those of the training loop, and the rules
 between them.
 
-The command line is flat: `python -m src.train key=value ...`. Each component declares its options in the
-module `options` of its package, and `TrainerConfig` inherits them.
+The command line is flat: `python -m src.train key=value ...`. Each component declares its options in its own
+package, usually in the module `options`, and `TrainerConfig` inherits these option classes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ _NO_PENALTY = "the Tinker API samples without penalties; remove it"
 _KL_IN_ADVANTAGES = "the KL penalty is part of the advantages; use kl_penalty_coef and kl_estimator"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
 _WHOLE_DISTRIBUTION = (
-    "training needs the logprobs of the whole distribution; remove it, or use eval_top_p for evaluations"
+    "training assumes samples from the whole distribution of the policy; remove it, or use eval_top_p for "
+    "evaluations"
 )
-# Options of SkyRL, and of scripts for it, that this trainer refuses -> the reason, or what to write instead.
+# Options of SkyRL, and of scripts for SkyRL, that this trainer refuses. The value of an option is the reason,
+# or the option to write instead.
 REFUSED = {
     "repetition_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
@@ -34,7 +36,7 @@ REFUSED = {
     "top_p": _WHOLE_DISTRIBUTION,
     "top_k": _WHOLE_DISTRIBUTION,
     "enable_thinking": "training prompts switch thinking off; python -m src.evaluate enable_thinking=true "
-    "evaluates with it",
+    "evaluates with thinking",
     "lora_dropout": NO_DROPOUT,
     "use_kl_loss": _KL_IN_ADVANTAGES,
     "use_kl_in_reward": _KL_IN_ADVANTAGES,
@@ -44,7 +46,7 @@ REFUSED = {
     "eps_clip_low": "write loss_fn_config=clip_low_threshold=<1 - eps>",
     "eps_clip_high": "write loss_fn_config=clip_high_threshold=<1 + eps>",
     "clip_ratio_c": "the Tinker API has no dual clip; remove it",
-    "use_conversation_multi_turn": "conversations always have several messages; remove it",
+    "use_conversation_multi_turn": "every answer is a separate message; remove it",
     "retokenize_chat_history": "sampled tokens are never encoded again; remove it",
     "batched": "every trial is a separate conversation; remove it",
 }
@@ -85,7 +87,9 @@ class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
         default=20, doc="Steps between checkpoints; 0: only at the end", validator=at_least(0)
     )
     eval_every: int = chz.field(
-        default=10, doc="Steps between evaluations; 0: only before and after training", validator=at_least(0)
+        default=10,
+        doc="Steps between evaluations; 0: none between the initial and the final evaluation",
+        validator=at_least(0),
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
@@ -119,11 +123,12 @@ class TrainerConfig(
     capabilities: str | None = chz.field(
         default=None,
         doc="capabilities.json of python -m src.evaluate.probe; options that the probed endpoint does not "
-        "honour are refused",
+        "honour are refused. None: no such check",
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
-        doc="Allow max_staleness > 0 with a loss other than ppo and cispo, which bound the ratios",
+        doc="Allow max_staleness > 0 with every loss, and not only with ppo and cispo, which bound the "
+        "importance ratio",
     )
     eval_before_train: bool = chz.field(default=True, doc="Evaluate the initial weights, as step 0")
     eval_group_size: int | None = chz.field(
@@ -139,11 +144,11 @@ class TrainerConfig(
     )
 
     @chz.validate
-    def _groups_can_be_compared(self) -> None:
+    def _batch_options_agree(self) -> None:
         require(
             self.group_size >= (1 if self.singleton_advantage == "raw" else 2),
-            f"group_size={self.group_size} leaves nothing to compare; use group_size=2 or more, or "
-            "singleton_advantage=raw",
+            f"group_size={self.group_size}: a single trial has no other reward to compare with; use "
+            "group_size=2 or more, or singleton_advantage=raw with advantage_estimator=grpo or dr_grpo",
         )
         require(
             self.min_group_size <= self.group_size,
@@ -186,25 +191,25 @@ class TrainerConfig(
             )
 
     @chz.validate
-    def _stale_tokens_are_bounded(self) -> None:
-        is_bounded = self.loss_fn in CLIPPED_LOSSES or self.allow_unclipped_staleness
+    def _ratios_of_stale_tokens_are_bounded(self) -> None:
+        is_allowed = self.loss_fn in CLIPPED_LOSSES or self.allow_unclipped_staleness
         require(
-            self.max_staleness == 0 or is_bounded,
-            f"max_staleness={self.max_staleness} needs a loss that bounds the ratio of stale tokens, which "
-            f"loss_fn={self.loss_fn} is not known to do; use ppo or cispo, or set "
+            self.max_staleness == 0 or is_allowed,
+            f"max_staleness={self.max_staleness} needs a loss that bounds the importance ratio of stale "
+            f"tokens; use loss_fn=ppo or cispo instead of {self.loss_fn}, or set "
             "allow_unclipped_staleness=true",
         )
 
     @chz.validate
-    def _streamed_groups_need_no_batch(self) -> None:
+    def _stream_groups_excludes_options_of_whole_batches(self) -> None:
         if not self.stream_groups:
             return
         require(
             self.loss_reduction != "token_mean",
             "stream_groups=true excludes loss_reduction=token_mean, which needs the whole batch; "
-            "use loss_reduction=prompt_mean or sequence_mean",
+            "use loss_reduction=prompt_mean, sequence_mean or seq_mean_token_sum_norm",
         )
-        whole_batch = {
+        batch_options = {  # whether each option is set
             "advantage_estimator=reinforce++": self.advantage_estimator == "reinforce++",
             f"kl_penalty_coef={self.kl_penalty_coef}": self.kl_penalty_coef > 0,
             f"teacher={self.teacher}": self.teacher is not None,
@@ -214,10 +219,11 @@ class TrainerConfig(
             f"tis_token_mask_high={self.tis_token_mask_high}": self.tis_token_mask_high is not None,
             f"num_substeps={self.num_substeps}": self.num_substeps > 1,
         }
-        for option, needs_whole_batch in whole_batch.items():
+        for option, is_set in batch_options.items():
             require(
-                not needs_whole_batch,
-                f"stream_groups=true excludes {option}, which needs the whole batch; remove one of them",
+                not is_set,
+                f"stream_groups=true excludes {option}, which is applied to the whole batch; remove one of "
+                "them",
             )
 
 
@@ -233,7 +239,9 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
 
 
 def tasks_name(options: TaskOptions) -> str:
-    """Return the name of the folder of tasks, of the first file of questions, or of the environment."""
+    """Return the name of the folder of tasks, of the first file of questions, or of the environment, which is
+    the name of its factory for `env=module:factory`.
+    """
     if options.tasks_dir:
         return Path(options.tasks_dir).expanduser().resolve().name
     if options.data:

@@ -17,7 +17,7 @@ from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
     with_local_model,
-    with_server_from_environment,
+    with_locations_from_environment,
 )
 from src.cli.program import run_program
 from src.config import TrainerConfig
@@ -66,7 +66,7 @@ def _run(argv: Sequence[str]) -> int:
     with exit_on_signal():
         argv = with_config_files(argv)
         load_environment(argv)
-        argv = with_local_model(with_server_from_environment(argv))
+        argv = with_local_model(with_locations_from_environment(argv))
         config = parse(with_judge_from_environment(argv))
         from src.cli.console import Display, terminal
 

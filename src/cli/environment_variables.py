@@ -1,4 +1,7 @@
-"""Environment variables that set options, and the `.env` files that set environment variables."""
+"""Environment variables that set options, and the `.env` files that set environment variables.
+
+The functions `with_*` return changed command-line arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,30 @@ from dotenv import load_dotenv
 
 
 def load_environment(argv: Sequence[str]) -> None:
-    """Load `.env`, and `.env.skyrl-tx` with backend=skyrl-tx, and set variables of libraries.
+    """Set environment variables from `.env` and, if `argv` has backend=skyrl-tx, from `.env.skyrl-tx`, in the
+    working directory. Then set variables that libraries read.
 
-    A variable that is already set keeps its value.
+    A variable that is already set keeps its value, so `.env` takes precedence over `.env.skyrl-tx`.
     """
     load_dotenv(Path(".env"))
     if "backend=skyrl-tx" in argv:
         load_dotenv(Path(".env.skyrl-tx"))
         os.environ.setdefault("TINKER_TELEMETRY", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
+    # Without this variable, transformers warns that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Without this variable, LiteLLM downloads a list of prices when Harbor imports it.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
-def with_server_from_environment(
+def with_locations_from_environment(
     argv: Sequence[str], *, names: Collection[str] = ("skyrl_tx_url", "tau2_home")
 ) -> list[str]:
-    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless `argv` has them.
+    """Return `argv` with tau2_home from TAU2_HOME and, if `argv` has backend=skyrl-tx, with skyrl_tx_url from
+    SKYRL_TX_URL.
 
-    Only options in `names` are added. A program that lacks one of the options leaves it out of `names`.
+    An option that `argv` already has is not added, nor is one whose variable is unset or empty. Only options
+    in `names` are added. A program that lacks one of the options leaves it out of `names`.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
@@ -41,9 +48,11 @@ def with_server_from_environment(
 
 
 def with_local_model(argv: Sequence[str]) -> list[str]:
-    """Replace model_name=DIRECTORY by local/<directory name>, under which the server serves this model.
+    """Return `argv` with model_name=local/<directory name> in place of model_name=DIRECTORY, if it has
+    backend=skyrl-tx.
 
-    The tokenizer is read from the directory, unless `argv` has tokenizer=.
+    The server serves the model of a directory under this name by default. The option tokenizer=DIRECTORY is
+    added, unless `argv` has tokenizer=. If model_name is not an existing directory, nothing is changed.
     """
     values = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
     directory = Path(values.get("model_name", "")).expanduser()
@@ -55,10 +64,11 @@ def with_local_model(argv: Sequence[str]) -> list[str]:
 
 
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
-    """Add the options that the variables TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA set.
+    """Return `argv` with taxonomy_feedback=true if TAXONOMY_FEEDBACK is `true`, and with taxonomy_alpha from
+    TAXONOMY_ALPHA.
 
-    The added options replace options of the same name in `argv`. TAXONOMY_FEEDBACK has an effect only if
-    SKYRL_MODE is unset or `train`.
+    The added options come last, so they override options of the same name in `argv`. If SKYRL_MODE is unset,
+    it is set to `train`. With any other value of SKYRL_MODE, TAXONOMY_FEEDBACK has no effect.
     """
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")

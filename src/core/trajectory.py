@@ -32,7 +32,7 @@ class ZeroReason(StrEnum):
     UNREADABLE_REWARD = "unreadable_reward"  # the verifier's output is not a number, or is far too long
     VERIFIER_ERROR = "verifier_error"  # the tests or their output could not be copied
     AGENT_ERROR = "agent_error"  # the agent's answers or its terminal made the harness fail
-    TIMEOUT = "timeout"  # the agent was running at the deadline of the whole trial
+    TIMEOUT = "timeout"  # the whole trial reached its deadline, and the agent had used most of the time
     ENV_ERROR = "env_error"  # a message environment raised an exception for the agent's answer
 
 

@@ -34,7 +34,7 @@ from rich.text import Text
 from src.cli.command_line import help_for, parse_as, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
-from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.errors import BackendError, ConfigError
 from src.core.options import at_least, require
@@ -338,7 +338,7 @@ def _run(argv: Sequence[str]) -> int:
         typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
         load_environment(typed)
         load_environment(argv := with_backend(typed))  # reads .env.skyrl-tx if the backend was just added
-        argv = asyncio.run(with_local_server(with_server_from_environment(argv), typed))
+        argv = asyncio.run(with_local_server(with_locations_from_environment(argv), typed))
         config = parse_as(TryConfig, argv := with_local_model(argv))
         if config.uses_backend:
             config = parse_as(TryConfig, asyncio.run(with_fitting_lengths(argv, config.environment)))

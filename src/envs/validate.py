@@ -1,8 +1,8 @@
 """`python -m src.envs.validate tasks_dir=DIR`: check Harbor tasks, and record the grading method of each
 task.
 
-Each task is played twice without a model: its own solution must score 1, and an agent that does nothing must
-score 0. A task that fails a check gives no training signal or a wrong one. A task without a solution counts
+Each task is played without a model: its own solution must score 1, and an agent that does nothing must score
+0. A task that fails a check gives no training signal or a wrong one. A task without a solution counts
 as neither sound nor unsound if doing nothing scores 0. The command prints one line per task. Its exit status
 is 1 if a task is unsound, and 2 if no task could be played.
 

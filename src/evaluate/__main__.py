@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
@@ -39,7 +39,7 @@ def _run(argv: Sequence[str]) -> int:
         if any(argument.startswith("results=") for argument in argv):
             config = parse_as(CompareConfig, argv)
         else:
-            config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
+            config = parse_as(EvaluateConfig, with_local_model(with_locations_from_environment(argv)))
         # These imports take seconds. They are deferred so that --help and option errors appear at once.
         from src.cli.console import Display, terminal
         from src.evaluate.run import compare_finished, run

@@ -23,10 +23,10 @@ from src.policy.sampling_policy import ReferenceModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """The datums of each optimizer step, and metrics of the batch."""
+class PreparedBatch:
+    """The datums of each substep (optimizer step) of a batch, and the metrics of the batch."""
 
-    datums_per_substep: list[list[tinker.Datum]]
+    datums_per_substep: list[list[tinker.Datum]]  # a list is empty if its examples have no gradient
     metrics: dict[str, float]
 
 
@@ -39,12 +39,14 @@ async def prepare(
     learner: Learner,
     options: PreparationOptions,
     version: int = 0,
-) -> Prepared:
-    """Convert the examples of a batch to the datums of each optimizer step.
+) -> PreparedBatch:
+    """Convert the examples of a batch to the datums of each substep.
 
-    `reference` gives the logprobs for the KL penalty, `teacher` those for distillation, and `learner` those
-    for importance correction. `version` is the version of the weights to be trained. If `max_staleness` is
-    above 0, the last operation masks the tokens that are more than `max_staleness` updates older.
+    `dropped` is the number of groups that the filters removed, by reason. `reference` gives the logprobs for
+    the KL penalty; None: no penalty. `teacher` gives those for distillation; None: no distillation. `learner`
+    gives those for truncated importance sampling and its masks. `version` is the version of the weights to be
+    trained. If `max_staleness` is above 0, the last operation masks the tokens that are more than
+    `max_staleness` updates older than `version`.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(examples_per_substep, dropped)
@@ -74,7 +76,7 @@ async def prepare(
             examples_per_substep, version=version, max_staleness=options.max_staleness
         )
         metrics |= staleness_metrics
-    return Prepared(
+    return PreparedBatch(
         datums_per_substep=[to_datums(_sequences(examples)) for examples in examples_per_substep],
         metrics=metrics,
     )
@@ -83,7 +85,11 @@ async def prepare(
 def stream_datums(
     examples: Sequence[Example], options: PreparationOptions, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
-    """Return the datums of one of the `num_groups` groups of a batch. All groups have the same weight."""
+    """Return the datums of one of the `num_groups` groups of a batch, for `stream_groups`.
+
+    All groups have the same weight. Tokens that are more than `max_staleness` updates older than `version`
+    are masked.
+    """
     weighted = [
         replace(
             example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
@@ -101,7 +107,10 @@ def stream_metrics(
     *,
     version: int,
 ) -> dict[str, float]:
-    """Return the metrics of a batch whose groups were streamed, as `prepare` returns them."""
+    """Return the metrics of a batch whose groups were streamed (`stream_groups`).
+
+    In contrast to `prepare`, the staleness is also measured if `max_staleness` is 0.
+    """
     _, staleness_metrics = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
     return batch_metrics(examples_P_G, dropped) | staleness_metrics
 

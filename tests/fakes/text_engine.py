@@ -1,4 +1,4 @@
-"""A fake engine that samples fixed texts, and a tokenizer with a chat template, for the OpenAI routes."""
+"""A fake engine that samples fixed texts, and a byte tokenizer with a chat template, saved as files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from tests.fakes.tiny_model import byte_tokenizer
 
 END = 256
-"""The token `<|im_end|>`."""
+"""The token id of `<|im_end|>`."""
 
 TEMPLATE = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% endif %}
@@ -40,8 +40,11 @@ TEMPLATE = """\
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """Save a tokenizer of bytes and `<|im_end|>`. Its chat template renders tools, roles, contents
-    and calls."""
+    """Save a tokenizer of bytes and `<|im_end|>` in the directory, and return the directory.
+
+    The chat template renders the names of tools, and the role, content and tool calls of each message. With
+    `enable_thinking=False`, it appends `<no>` to the generation prompt.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])
@@ -58,19 +61,22 @@ def save_tokenizer(directory: Path) -> Path:
 class TextEngine:
     """Returns `texts[i % len(texts)]` as sample i of a request.
 
-    The watcher receives each sample in blocks of `block` tokens, without the last block. A text is truncated
-    at a stop string or at `max_tokens` tokens. Every token has the logprob -0.5. Each block except the first
-    waits for `gate`. `received` contains all requests.
+    A sample consists of the bytes of its text and the token `END`. It ends early after the token that
+    completes a stop string, or after `max_tokens` tokens. Every token has the logprob -0.5.
+
+    The engine reports samples to the watcher in blocks of `block_size` tokens. Only the result contains the
+    last block. The engine waits for the event `gate` before each block except the first. `received` contains
+    all requests. `withdrawn` is set when a request ends because its client no longer waits.
     """
 
-    def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:
+    def __init__(self, texts: Sequence[str], *, block_size: int = 3, base_model: str = "local/fake") -> None:
         self.info = EngineInfo(base_model=base_model, max_context_length=400, max_lora_rank=8, vocab_size=260)
         self.texts = texts
         self.received: list[Sample] = []
         self.gate = threading.Event()
         self.gate.set()
         self.withdrawn = threading.Event()
-        self._block = block
+        self._block_size = block_size
         self._tokenizer: Tokenizer = byte_tokenizer()
 
     def submit[R](
@@ -80,7 +86,7 @@ class TextEngine:
         self.received.append(op)
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
-        threading.Thread(target=self._write, args=(op, watcher, future), daemon=True).start()
+        threading.Thread(target=self._run, args=(op, watcher, future), daemon=True).start()
         return future
 
     def stats(self) -> dict[str, object]:
@@ -94,12 +100,12 @@ class TextEngine:
         ids = self.received[-1].prompt.tolist()
         return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
 
-    def _write(self, op: Sample, watcher: Watcher | None, future: Future[SampleResult]) -> None:
+    def _run(self, op: Sample, watcher: Watcher | None, future: Future[SampleResult]) -> None:
         sequences = tuple(
             self._sequence(op, self.texts[index % len(self.texts)]) for index in range(op.num_samples)
         )
         longest = max(len(sequence.tokens) for sequence in sequences)
-        for start in range(0, longest, self._block):
+        for start in range(0, longest, self._block_size):
             if start:
                 self.gate.wait()
             if watcher is not None and not watcher.is_waiting():
@@ -107,7 +113,7 @@ class TextEngine:
                 future.set_exception(WithdrawnError("withdrawn"))
                 return
             for index, sequence in enumerate(sequences):
-                end = start + self._block
+                end = start + self._block_size
                 if watcher is not None and end < len(sequence.tokens):
                     watcher.tokens(
                         index, sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist()

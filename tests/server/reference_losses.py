@@ -1,6 +1,7 @@
-"""Reference implementations of the losses in float64 numpy, from the table in docs/server-contract.md.
+"""Reference implementations of the losses in float64 numpy.
 
-Each function takes one sequence. `lp` are its logprobs, `frozen` the same logprobs under a stop-gradient.
+The formulas are those in the docstring of `skyrl_tx_server/training/losses.py`. Each function in `REFERENCES`
+returns the loss of every token of one sequence.
 """
 
 from __future__ import annotations
@@ -18,39 +19,46 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 class Terms:
     """Float64 arrays of one sequence, and the options of the request."""
 
-    lp: np.ndarray
-    frozen: np.ndarray
+    logprobs: np.ndarray
+    frozen_logprobs: np.ndarray  # in place of `logprobs` where the formula has a stop-gradient
     weights: np.ndarray
-    q: np.ndarray  # the sampler's logprobs
+    sampler_logprobs: np.ndarray
     advantages: np.ndarray
-    mask: np.ndarray  # sequence_ratio_mask
+    sequence_ratio_mask: np.ndarray
     low: float
     high: float
     beta: float
 
 
+def token_ratio(terms: Terms) -> np.ndarray:
+    return np.exp(terms.logprobs - terms.sampler_logprobs)
+
+
 def clipped(terms: Terms, ratio: np.ndarray) -> np.ndarray:
-    product = np.clip(ratio, terms.low, terms.high) * terms.advantages
-    return -np.minimum(ratio * terms.advantages, product)
+    """Return the clipped loss of ppo and gspo for the ratio of each token."""
+    clipped_product = np.clip(ratio, terms.low, terms.high) * terms.advantages
+    return -np.minimum(ratio * terms.advantages, clipped_product)
 
 
 def cispo(terms: Terms) -> np.ndarray:
-    return -np.clip(np.exp(terms.frozen - terms.q), terms.low, terms.high) * terms.lp * terms.advantages
+    ratio = np.exp(terms.frozen_logprobs - terms.sampler_logprobs)
+    return -np.clip(ratio, terms.low, terms.high) * terms.logprobs * terms.advantages
 
 
 def dro(terms: Terms) -> np.ndarray:
-    return -(terms.lp * terms.advantages - 0.5 * terms.beta * (terms.lp - terms.q) ** 2)
+    log_ratio = terms.logprobs - terms.sampler_logprobs
+    return -(terms.logprobs * terms.advantages - 0.5 * terms.beta * log_ratio**2)
 
 
 def gspo(terms: Terms) -> np.ndarray:
-    log_ratio = sequence_log_ratio(terms.frozen, terms.q, terms.mask)
-    return clipped(terms, np.exp(log_ratio + terms.lp - terms.frozen))
+    log_ratio = sequence_log_ratio(terms.frozen_logprobs, terms.sampler_logprobs, terms.sequence_ratio_mask)
+    return clipped(terms, np.exp(log_ratio + terms.logprobs - terms.frozen_logprobs))
 
 
 REFERENCES: dict[LossFn, Callable[[Terms], np.ndarray]] = {
-    LossFn.CROSS_ENTROPY: lambda terms: -terms.weights * terms.lp,
-    LossFn.IMPORTANCE_SAMPLING: lambda terms: -np.exp(terms.lp - terms.q) * terms.advantages,
-    LossFn.PPO: lambda terms: clipped(terms, np.exp(terms.lp - terms.q)),
+    LossFn.CROSS_ENTROPY: lambda terms: -terms.weights * terms.logprobs,
+    LossFn.IMPORTANCE_SAMPLING: lambda terms: -token_ratio(terms) * terms.advantages,
+    LossFn.PPO: lambda terms: clipped(terms, token_ratio(terms)),
     LossFn.CISPO: cispo,
     LossFn.DRO: dro,
     LossFn.GSPO: gspo,
@@ -68,9 +76,12 @@ def total(
     frozen_logprobs: np.ndarray | None = None,
     options: dict[str, float] | None = None,
 ) -> float:
-    """Return the summed loss of one sequence.
+    """Return the loss of one sequence, summed over its tokens.
 
-    The default of `frozen_logprobs` is `logprobs`. Missing options have the default values of the server.
+    A missing array consists of zeros, except `frozen_logprobs`, whose default is `logprobs`. Missing
+    `weights` are zeros too, although the server's default is 1. Missing options have the default values of
+    the server. To compute a derivative by finite differences, change `logprobs` and pass the unchanged
+    logprobs as `frozen_logprobs`.
     """
 
     def to_float64(array: ArrayLike | None) -> np.ndarray:
@@ -78,12 +89,12 @@ def total(
 
     settings = {**asdict(LossSettings()), **(options or {})}
     terms = Terms(
-        lp=to_float64(logprobs),
-        frozen=to_float64(logprobs if frozen_logprobs is None else frozen_logprobs),
+        logprobs=to_float64(logprobs),
+        frozen_logprobs=to_float64(logprobs if frozen_logprobs is None else frozen_logprobs),
         weights=to_float64(weights),
-        q=to_float64(sampler_logprobs),
+        sampler_logprobs=to_float64(sampler_logprobs),
         advantages=to_float64(advantages),
-        mask=to_float64(sequence_ratio_mask),
+        sequence_ratio_mask=to_float64(sequence_ratio_mask),
         low=settings["clip_low_threshold"],
         high=settings["clip_high_threshold"],
         beta=settings["beta"],

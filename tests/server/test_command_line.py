@@ -1,4 +1,6 @@
-"""The command line of the server: options and their errors, flags of SkyRL's server, help and dry runs."""
+"""Tests of the server's command line: options and their errors, SkyRL's flags, help, the start script and dry
+runs with their memory plan.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,7 @@ def test_help_into_a_closed_pipe_prints_no_traceback(
     ],
 )
 @pytest.mark.seed_behaviour(112)
-def test_the_start_script_passes_a_model_a_size_and_options(
+def test_the_start_script_passes_its_arguments_to_the_server(
     script_args: list[str], server_args: str, tmp_path: Path
 ) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
@@ -237,11 +239,13 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets NPROC, which XLA reads at its start. XLA already runs in this test, so `main` fails."""
+    """`main` sets NPROC, which XLA reads at its start. `main` then fails, because this process has fewer than
+    32 devices.
+    """
     monkeypatch.setenv("NPROC", "1")  # makes monkeypatch restore NPROC after the test
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (
-        "this machine has fewer devices"
+        "main must fail, because this process has fewer than 32 devices"
     )
     assert int(os.environ["NPROC"]) >= 4 * 32
 
@@ -270,6 +274,7 @@ def test_the_memory_plan_is_exact_for_weights_cache_and_adapters() -> None:
     )
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
     assert settings.max_models is not None
+    # Every training model takes the memory of five adapters, and one optimizer step that of five more.
     assert plan.items[2].num_bytes == (settings.max_models * 5 + 5) * adapter
 
 

@@ -90,12 +90,12 @@ def test_the_recipe_of_the_seeds_is_accepted():
         (["group_size=abc"], "group_size=abc: expected int$"),
         (["loss_fn=dpo"], r"expected importance_sampling \| ppo \| cispo \| server:NAME"),
         (["loss_fn=server:dro"], "would also train tokens that were never sampled"),
-        (["max_staleness=1", "loss_fn=server:mine"], "bounds the ratio of stale tokens"),
+        (["max_staleness=1", "loss_fn=server:mine"], "bounds the importance ratio of stale tokens"),
         (["skyrl_tx_url=http://h:1"], "skyrl_tx_url needs backend=skyrl-tx"),
         (["backend=skyrl-tx", "skyrl_tx_url=localhost:8000"], "needs skyrl_tx_url=http://host:port"),
         (["max_tokens=32000"], "max_tokens=32000 leaves no room for a prompt"),
         (["context_limit=4000"], "proactive_summarization_threshold=8000 would summarise every turn"),
-        (["group_size=1"], "group_size=1 leaves nothing to compare"),
+        (["group_size=1"], "group_size=1: a single trial has no other reward"),
         (["min_group_size=9"], "min_group_size=9 is above group_size=8"),
         (["num_substeps=9"], "num_substeps=9 is more than the 8 trajectories of a step"),
         (["eval_split=1"], "eval_split must be at least 0 and below 1"),
@@ -145,7 +145,7 @@ def test_the_recipe_of_the_seeds_is_accepted():
         ),
         (
             ["max_staleness=1", "loss_fn=importance_sampling"],
-            "use ppo or cispo, or set allow_unclipped_staleness=true",
+            "use loss_fn=ppo or cispo instead of importance_sampling, or set allow_unclipped_staleness=true",
         ),
         (
             ["max_staleness=1", "dynamic_sampling=filter"],
@@ -161,7 +161,7 @@ def test_the_recipe_of_the_seeds_is_accepted():
         ),
         (
             ["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"],
-            "excludes tis=token, which needs the whole batch",
+            "excludes tis=token, which is applied to the whole batch",
         ),
         (["failed_trial_reward=1"], r"failed_trial_reward=1: expected 0 \| None$"),
         (["a...=3"], "unknown option"),

@@ -1,4 +1,7 @@
-"""Tests that a resume with damaged run files works or ends with a one-line error that names the file."""
+"""Tests that a resume with damaged run files works or ends with a one-line error.
+
+The error for a line that is not a record, or for a value of a wrong type, names the file and the line.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ INVALID_LINES = [
 
 
 class BanditRun(FakeRun):
-    """A run on the bandit backend, which accepts any checkpoint."""
+    """A run on the bandit backend. A resume accepts any checkpoint and starts with new weights."""
 
     def __init__(self, path: Path) -> None:
         source = FakeTasks(
@@ -94,9 +97,9 @@ class BanditRun(FakeRun):
 
 @pytest.fixture(scope="module")
 def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run after two of four steps.
+    """Return the folder of a run that ended after two of four steps.
 
-    The checkpoint of the second step is missing, so a resume trains this step again from the stored rollouts.
+    The checkpoint of the second step is removed, so a resume trains this step again on the stored rollouts.
     """
     path = tmp_path_factory.mktemp("half") / "run"
     with suppress(NothingTrainedError):  # raised if the rewards of every group are equal
@@ -124,7 +127,10 @@ def resume_error(interrupted_run: Path, tmp_path: Path, name: str, change: Any) 
 
 @st.composite
 def changed_values(draw: st.DrawFn) -> Any:
-    """Return a function that replaces or removes one value of one line, at any depth."""
+    """Draw a function that replaces or removes one value of one line of a file, at most five levels deep.
+
+    A file that consists of one JSON value, such as config.json, is handled as one line.
+    """
     line_number, path, replacement = (
         draw(st.integers(0, 40)),
         draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
@@ -159,8 +165,10 @@ def changed_values(draw: st.DrawFn) -> Any:
     return change
 
 
-def bytes_changed(fraction: float, replacement: bytes) -> Any:
-    """Return a function that replaces bytes of a file, from the given fraction of its length on."""
+def overwritten_bytes(fraction: float, replacement: bytes) -> Any:
+    """Return a function that overwrites bytes of a file with `replacement`, starting at `fraction` of its
+    length.
+    """
 
     def change(content: bytes) -> bytes:
         start = int(fraction * len(content))
@@ -169,7 +177,7 @@ def bytes_changed(fraction: float, replacement: bytes) -> Any:
     return change
 
 
-QUICK = settings(
+PROPERTY_SETTINGS = settings(
     max_examples=60,
     deadline=None,
     derandomize=True,
@@ -178,7 +186,7 @@ QUICK = settings(
 )
 
 
-@QUICK
+@PROPERTY_SETTINGS
 @given(name=st.sampled_from(RUN_FILES), change=changed_values())
 def test_a_changed_value_works_or_gives_a_one_line_error(
     interrupted_run: Path, tmp_path: Path, name: str, change: Any
@@ -186,19 +194,19 @@ def test_a_changed_value_works_or_gives_a_one_line_error(
     resume_error(interrupted_run, tmp_path, name, change)
 
 
-@QUICK
+@PROPERTY_SETTINGS
 @given(
     name=st.sampled_from(RUN_FILES), fraction=st.floats(0, 1), replacement=st.binary(min_size=1, max_size=20)
 )
 def test_changed_bytes_work_or_give_a_one_line_error(
     interrupted_run: Path, tmp_path: Path, name: str, fraction: float, replacement: bytes
 ) -> None:
-    resume_error(interrupted_run, tmp_path, name, bytes_changed(fraction, replacement))
+    resume_error(interrupted_run, tmp_path, name, overwritten_bytes(fraction, replacement))
 
 
 @pytest.mark.parametrize("invalid_line", INVALID_LINES, ids=lambda invalid_line: repr(invalid_line[:12]))
 @pytest.mark.parametrize("name", RUN_FILES)
-def test_an_error_names_a_line_that_is_no_record(
+def test_an_error_names_a_line_that_is_not_a_record(
     interrupted_run: Path, tmp_path: Path, name: str, invalid_line: bytes
 ) -> None:
     error = resume_error(interrupted_run, tmp_path, name, lambda content: invalid_line + b"\n" + content)

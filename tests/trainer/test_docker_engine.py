@@ -24,8 +24,8 @@ ANSWER = json.dumps({"ApiVersion": "1.44"}).encode()
 
 
 @pytest.fixture(params=["currentContext", "DOCKER_CONTEXT"])
-def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Select the Docker context of a running fake engine, and yield the paths of the requests to it."""
+def requested_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Start a fake engine, select its Docker context, and yield the paths of the requests to the engine."""
     paths: list[str] = []
 
     class AnswerHandler(BaseHTTPRequestHandler):
@@ -39,7 +39,8 @@ def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing, because a client of a Unix socket has no address."""
 
-    with tempfile.TemporaryDirectory() as name:  # On Linux, a socket path has at most 107 bytes.
+    # The path of `tmp_path` may be too long: on Linux, the path of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory() as name:
         folder, address = Path(name), f"{name}/engine.sock"
         meta = folder / "contexts" / "meta" / hashlib.sha256(CONTEXT.encode()).hexdigest() / "meta.json"
         meta.parent.mkdir(parents=True)
@@ -58,11 +59,13 @@ def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             thread.join()
 
 
-def test_the_engine_is_that_of_the_selected_context(requests: list[str]) -> None:
+def test_the_engine_is_that_of_the_selected_context(requested_paths: list[str]) -> None:
     with engine(timeout_s=10):
-        assert requests == ["/version"]
+        assert requested_paths == ["/version"]
 
 
-def test_files_can_be_carried_with_the_engine_of_a_context(requests: list[str], tmp_path: Path) -> None:
+def test_files_can_be_carried_with_the_engine_of_a_context(
+    requested_paths: list[str], tmp_path: Path
+) -> None:
     assert can_carry_files(cast(BaseEnvironment, SimpleNamespace(environment_dir=tmp_path)))
-    assert requests == ["/version", "/v1.44/_ping"]
+    assert requested_paths == ["/version", "/v1.44/_ping"]

@@ -1,4 +1,7 @@
-"""Tests that docs/environments.md lists every environment and that its examples run unchanged."""
+"""Tests that docs/environments.md lists every built-in environment and that its files work unchanged.
+
+docs/trials.md, to which the page refers, must list every failure kind and every graded-zero reason.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from tests.fakes.tokenizer import byte_chat
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 TRIALS_PAGE = (ROOT / "docs" / "trials.md").read_text()
-FILES = dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))  # contents of files by name
+# The content of each code block with a title, by the title, which is a file name.
+FILES = dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))
 HARBOR_FILES = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "solution/solve.sh")
 NO_SANDBOX = why_no_sandbox()
 OPTIONS = [
@@ -45,22 +49,23 @@ def higher_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: Chat) ->
 
 
 async def play(source: TaskSource, policy: FakePolicy, directory: Path) -> Trajectory:
+    """Play a trial of the task whose secret number is 6."""
     task = next(task for task in (*source.train, *source.eval) if task.id == "guess-6")
     result = await source.trial(task, directory=directory, seed=1, temperature=1.0).run(policy)
     assert isinstance(result, Trajectory)
     return result
 
 
-def test_the_page_lists_every_environment():
+def test_the_page_lists_every_built_in_environment():
     assert [name for name in BUILT_IN if f"| `{name}`" not in PAGE] == []
 
 
 @pytest.mark.parametrize("reason", [*FailureKind, *ZeroReason])
-def test_every_reason_of_a_failure_is_on_the_linked_page(reason):
+def test_trials_md_lists_every_failure_and_graded_zero_reason(reason):
     assert re.search(rf"^\|.*`{reason}`.*\|", TRIALS_PAGE, re.MULTILINE)
 
 
-def test_the_message_environment_is_split(higher_lower):
+def test_the_message_environment_has_held_out_tasks(higher_lower):
     assert (len(higher_lower.train), len(higher_lower.eval)) == (8, 2)
 
 

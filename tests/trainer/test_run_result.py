@@ -1,4 +1,4 @@
-"""Tests the result of a run, as `train` returns it and as `read_result` reads it from a folder."""
+"""Tests the result of a run, as `src.loop.run.run` returns it and as `read_result` reads it from a folder."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read_result(tmp_path)
 
 
-def test_an_unknown_end_is_a_damaged_file(tmp_path: Path) -> None:
+def test_an_unknown_end_state_is_an_error_with_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "journal.jsonl").write_text('{"event": "ended", "state": "happy"}\n')
     with pytest.raises(ConfigError, match=r"journal\.jsonl, line 1: "):

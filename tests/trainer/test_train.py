@@ -13,7 +13,7 @@ from src.cli.command_line import parse
 from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
-    with_server_from_environment,
+    with_locations_from_environment,
 )
 from src.core.errors import INTERRUPTED
 from src.core.process import run_until_signal
@@ -111,12 +111,12 @@ def test_env_files_set_only_missing_variables(tmp_path):
     assert "SKYRL_TX_URL" not in os.environ
     load_environment(["backend=skyrl-tx"])
     assert os.environ["TINKER_API_KEY"] == "tml-from-env"
-    assert with_server_from_environment(["backend=skyrl-tx"]) == [
+    assert with_locations_from_environment(["backend=skyrl-tx"]) == [
         "backend=skyrl-tx",
         "skyrl_tx_url=http://own:1",
     ]
-    assert with_server_from_environment(VALID) == VALID
-    assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
+    assert with_locations_from_environment(VALID) == VALID
+    assert with_locations_from_environment(["backend=tinker"]) == ["backend=tinker"]
 
 
 @pytest.mark.seed_behaviour(113)
@@ -186,8 +186,8 @@ def test_a_signal_during_parsing_prints_no_traceback(monkeypatch):
 
 def test_the_variable_tau2_home_sets_the_option(monkeypatch):
     monkeypatch.setenv("TAU2_HOME", "/tau")
-    assert with_server_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
-    assert with_server_from_environment(["tau2_home=/mine"]) == ["tau2_home=/mine"]
+    assert with_locations_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
+    assert with_locations_from_environment(["tau2_home=/mine"]) == ["tau2_home=/mine"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""A second environment for a trial's task, created in the same way as the agent's environment."""
+"""A fresh environment of a trial's task, created from the same configuration as the agent's environment.
+
+It has the network policy of the verifier, and only the directories for logs and artifacts are mounted in it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from harbor.trial.trial import Trial
 
 
 def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnvironment:
-    """Return an environment that is not started yet and has the network of the verifier.
+    """Return a fresh environment of the trial's task, which is not started yet.
 
-    `role` is the suffix of the session id of the environment.
+    `role` is the suffix of the session id of the environment. The verifier, agent and artifacts directories
+    of `paths` are mounted in the environment.
     """
     plan = resolve_trial_network_plan(
         trial.task.config,
@@ -38,6 +42,7 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
 
 
 def _log_mounts(paths: TrialPaths, environment_paths: EnvironmentPaths) -> list[ServiceVolumeConfig]:
+    """Return the mounts of the directories of `paths` below /logs. Create the artifacts directory."""
     artifacts = paths.host_artifact_path(MAIN_SERVICE_NAME, environment_paths.artifacts_dir.as_posix())
     artifacts.mkdir(parents=True, exist_ok=True)
     mounts = (

@@ -1,8 +1,10 @@
 """Check whether a Docker engine answers, and remove the objects that ended runs left in it.
 
 Every container, network and volume of a trial is created with labels for its run, its user and the process of
-its trainer. A run has ended if its lock is free and its process does not exist. All objects in a compose
-project of an ended run are removed.
+its trainer. A run has ended if its lock is free and its process does not exist. The clean-up removes the
+objects of ended runs, all other containers, networks and volumes of their compose projects, and the images
+that compose built for these projects. It keeps the objects of runs on other hosts, because it cannot check
+whether these runs have ended.
 """
 
 from __future__ import annotations
@@ -29,28 +31,31 @@ REMOVE_TIMEOUT_S = 120
 OTHER_REMOVAL_TIMEOUT_S = 30.0  # for a removal that another process has started
 KINDS = ("container", "network", "volume", "image")
 """The order of removal. The engine refuses to remove an object that another one uses."""
-MAX_TRIAL_NETWORKS = 25  # each trial has one network, and Docker's default address pools suffice for about 31
+MAX_TRIAL_NETWORKS = 25
+"""The number of concurrent trials above which a run warns that Docker may have too few networks. A trial has
+one network, unless the compose file of its task declares more, and Docker's default address pools suffice for
+about 31 networks."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CleanupReport:
-    """The result of a clean-up. Each element describes one object."""
+    """The result of a clean-up. Each element describes one Docker object or one sandbox directory."""
 
     removed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)  # with the reason
-    skipped: list[str] = field(default_factory=list)  # of runs on other hosts, which may not have ended
+    failed: list[str] = field(default_factory=list)  # objects that could not be removed, with the reason
+    skipped: list[str] = field(default_factory=list)  # objects of runs on other hosts
 
 
 def engine(*, timeout_s: int) -> AbstractContextManager[docker.DockerClient]:
     """Connect to the engine that the docker command would use, which may be that of a Docker context.
 
-    Raises DockerException if there is none.
+    Raises DockerException if this engine does not answer. The context manager closes the connection.
     """
     return closing(docker.from_env(timeout=timeout_s))
 
 
 def why_no_engine() -> str | None:
-    """Return why trials cannot run on Docker here, or None if they can."""
+    """Return the reason why this machine cannot run trials on Docker, or None if it can."""
     try:
         with engine(timeout_s=ANSWER_TIMEOUT_S) as client:
             client.ping()
@@ -73,44 +78,49 @@ def run_labels(run_label: str) -> dict[str, str]:
 
 
 def owner() -> str:
-    """Return the user id, with which runs label the objects that they create."""
+    """Return the user id of this process, which is the value of OWNER_LABEL."""
     return str(os.getuid())
 
 
 def process_name(pid: int) -> str:
-    """Return a unique name of a process: host, pid and start time. A pid alone can be reused."""
+    """Return a name of a process: its host, pid and start time, which is 0 if the process has ended.
+
+    The start time distinguishes the process from later processes with the same pid.
+    """
     return f"{socket.gethostname()}:{pid}:{_start_time(pid) or 0}"
 
 
 def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
-    """Remove the objects of ended runs of this user from the engine. Skips the runs in `keep` and those whose
-    process exists.
+    """Remove the objects of ended runs of this user from the engine.
+
+    Keeps the objects of runs whose label is in `keep`, of runs whose process exists, and of runs on other
+    hosts.
     """
-    kept = set(keep)
+    kept_labels = set(keep)
     report = CleanupReport()
     with engine(timeout_s=REMOVE_TIMEOUT_S) as client:
         ended: list[_DockerObject] = []
-        live_projects: set[str] = set()
+        kept_projects: set[str] = set()
         for item in _list_objects(client, f"{OWNER_LABEL}={owner()}"):
             process = item.labels.get(PROCESS_LABEL)
-            if item.labels.get(RUN_LABEL) in kept or (process is not None and _is_running(process)):
-                live_projects.add(item.labels.get(PROJECT_LABEL, ""))
+            if item.labels.get(RUN_LABEL) in kept_labels or (process is not None and _is_running(process)):
+                kept_projects.add(item.labels.get(PROJECT_LABEL, ""))
             elif process is not None and _is_on_other_host(process):
-                live_projects.add(item.labels.get(PROJECT_LABEL, ""))
+                kept_projects.add(item.labels.get(PROJECT_LABEL, ""))
                 report.skipped.append(f"{item.name}: its trainer ran on the host {process.partition(':')[0]}")
             else:
                 ended.append(item)
-        live_projects.discard("")  # objects that compose did not create
+        kept_projects.discard("")  # the value for objects that compose did not create
         projects = {
             item.labels[PROJECT_LABEL] for item in ended if PROJECT_LABEL in item.labels
-        } - live_projects
+        } - kept_projects
         for project in sorted(projects):
             ended += _list_objects(client, f"{PROJECT_LABEL}={project}")
             ended += _built_images(client, project)
         unique = {
             (item.kind, item.id): item
             for item in ended
-            if item.labels.get(PROJECT_LABEL, "") not in live_projects
+            if item.labels.get(PROJECT_LABEL, "") not in kept_projects
         }
         for item in sorted(unique.values(), key=lambda item: KINDS.index(item.kind)):
             _remove(item, report)
@@ -119,9 +129,9 @@ def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DockerObject:
-    kind: str
-    id: str
-    name: str
+    kind: str  # one of KINDS
+    id: str  # the tag of an image
+    name: str  # with the kind, for reports: "container NAME"
     labels: dict[str, str]
     remove: Callable[[], object]
     reload: Callable[[], object]  # raises NotFound after the removal
@@ -176,10 +186,12 @@ def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObje
 
 
 def _remove(item: _DockerObject, report: CleanupReport) -> None:
-    """Remove an object and check that it does not exist afterwards. An object that is already gone is not
-    reported. If another process is removing the object, wait for up to OTHER_REMOVAL_TIMEOUT_S.
+    """Remove an object, check that it does not exist afterwards, and add the result to `report`.
+
+    An object that did not exist before the call is not reported. If another process is removing the object,
+    wait for up to OTHER_REMOVAL_TIMEOUT_S.
     """
-    reason = "the engine gave no reason"
+    reason = "the engine reported no error, but the object still exists"
     try:
         item.remove()
     except NotFound:

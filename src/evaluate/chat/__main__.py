@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.errors import BackendError
 from src.core.log_setup import set_log_levels
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     argv = with_config_files(argv)
     load_environment(argv)
-    argv = with_server_from_environment(argv, names=["skyrl_tx_url"])
+    argv = with_locations_from_environment(argv, names=["skyrl_tx_url"])
     config = parse_as(ChatConfig, with_local_model(argv))
     with suppress(ImportError):
         import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
