@@ -151,7 +151,9 @@ def decode_steps(
         """Attend in layer `number` in step `index`. `past` are the segments of the layer."""
         if isinstance(recent, KVCache):
             assert batch.splits is not None
-            row = TokenRows(positions=batch.positions + index, is_written=remaining > 0, tables=tables)
+            row = TokenRows(
+                positions=jnp.asarray(batch.positions) + index, is_written=remaining > 0, tables=tables
+            )
             return attend_over_pages(config, spec, recent, number, (q, k, v), row, batch.splits)
         if isinstance(recent, list):
             assert isinstance(number, int)

@@ -374,7 +374,7 @@ def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None
         b=tuple(normal(3 + part, slots, 2, rank, width) for part, width in enumerate(widths)),
         scale=np.linspace(0.5, 2, slots * 2, dtype=np.float32).reshape(slots, 2),
         indices=indices,
-        layer=np.int32(1),
+        layer=np.array(1, np.int32),
     )
     expected = project(config, x, weight, widths, module)
     joined = with_joined_factors(module, jnp.dtype("float32"))
