@@ -15,7 +15,7 @@ bytes and waits of each Pallas kernel. It exits with status 1 if a check fails:
 - no operation of the longest loop body outside a command buffer
 - no spilled registers
 - the kernels of PIPELINED load the next tile while they compute products
-- at most MAX_LAUNCHES launches per layer of a decode step of a dense model on one GPU
+- at most MAX_LAUNCHES launches per layer and MAX_COPIES copies in a decode step of a dense model on one GPU
 
 The programs are not run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas'
 interpreter.
@@ -87,7 +87,7 @@ buffers."""
 
 PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
 ONCE_PER_LAYER = "paged_attention"
-MAX_LAUNCHES = 20
+MAX_LAUNCHES, MAX_COPIES = 20, 3
 CONTAINERS = ("Conditional", "DynamicSliceFusion", "While")
 """XLA's names of operations that are not launched themselves, but contain launched operations."""
 KERNELS = (*PIPELINED, "tree_attention_query_gradient", "tree_attention_key_gradient")
@@ -140,6 +140,8 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
         return failures
     if model.experts is None and (launches := decode.launches_per_layer()) > MAX_LAUNCHES:
         failures.append(f"a decode step has {launches:.1f} launches per layer, more than {MAX_LAUNCHES}")
+    if (copies := decode.counts["Copy"]) > MAX_COPIES:
+        failures.append(f"a decode step copies {copies} times, more than {MAX_COPIES}")
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)

@@ -130,7 +130,7 @@ def write_layer(
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, the segment of one layer, at position `starts_B` of the
     sequences with the block tables `tables_BW`."""
-    write = partial(write_local_layer, config)
+    write = partial(_write_local_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
             config, write, (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED), PAGES
@@ -203,7 +203,7 @@ def read_pages(cache: KVCache, layer: ArrayLike, local_BP: jax.Array) -> Segment
     )
 
 
-def write_local_layer(
+def _write_local_layer(
     config: ModelConfig,
     cache: KVCache,
     layer: jax.Array,

@@ -67,13 +67,20 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
         for index in range(len(stack.layers))
     ]
     pasts = [model.read_past(number) for number in range(config.num_layers)]
-    unstacked = None if reads_in_place(config) else by_layer(config, model.params)
+    reads_stacks = reads_in_place(config)
+    sliced_once = by_layer(config, model.params) if on_gpu() or not reads_stacks else []
 
     def run(
         x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        # Outside the loop over steps, a slice of the stacked weights would be a copy.
-        layers = by_layer(config, model.params) if unstacked is None else unstacked
+        # Outside the loop over steps, slices of stacked matrices would be copies. On a GPU, slices of vectors
+        # inside the loop would be copies in each step if a Pallas kernel reads them.
+        layers = by_layer(config, model.params) if reads_stacks else sliced_once
+        if on_gpu():
+            layers = [
+                weights | {field: leaf for field, leaf in sliced.items() if leaf.ndim == 1}
+                for weights, sliced in zip(layers, sliced_once, strict=True)
+            ]
         for number, (stack, weights, adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
             attend = partial(model.attend, number, pasts[number], recent, step)
             x, recent = layer(config, stack, x, weights, adapter, ropes, attend)

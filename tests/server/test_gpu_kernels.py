@@ -36,7 +36,7 @@ from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
-from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_tokens
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
 from skyrl_tx_server.model.layers import rms_norm, rope_tables, rotate
@@ -349,7 +349,10 @@ def test_heads_normalized_and_rotated_by_kernel_are_equal(
     actual = normalize_and_rotate(
         fused, (4, 2), norms, rope.cos[:, 0], rope.sin[:, 0], eps=1e-6, interpret=True
     )
-    for index, (heads, kernel_heads) in enumerate(zip((fused[:, :4], fused[:, 4:6]), actual, strict=True)):
+    np.testing.assert_array_equal(actual[2], fused[:, 6:])
+    for index, (heads, kernel_heads) in enumerate(
+        zip((fused[:, :4], fused[:, 4:6]), actual[:2], strict=True)
+    ):
         with jax.disable_jit():  # XLA may omit rounding within a program
             normed = heads if norms is None else rms_norm(heads, norms[index], 1e-6)
             expected = rotate(normed[:, None], rope)[:, 0]
@@ -419,6 +422,9 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
     monkeypatch.setattr(decode_batch, "kv_splits_of", record_split_sizes)
     monkeypatch.setattr(
         decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
+    )
+    monkeypatch.setattr(
+        decode_attention, "write_tokens", lambda *args, interpret: write_tokens(*args, interpret=True)
     )
     monkeypatch.setattr(
         prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)

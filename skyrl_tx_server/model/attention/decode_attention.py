@@ -14,19 +14,18 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_tokens
 from skyrl_tx_server.model.kv_cache import (
     PAGES,
     KVCache,
     Segment,
     local_pages,
-    segment_of,
-    write_local_layer,
 )
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
 """The sharding of the queries [B, 1, H, hd], equal to that of the keys and values of their sequences."""
@@ -98,11 +97,19 @@ def _attend_over_local_pages(
     splits: KVSplits,
 ) -> tuple[jax.Array, KVCache]:
     q, k, v = heads
-    counts = tokens.is_written.astype(jnp.int32)
-    cache = write_local_layer(
-        config, cache, jnp.asarray(layer), segment_of(k, v), tokens.tables, tokens.positions, counts
-    )
     pages, _ = local_pages(config, cache, tokens.tables)
+    page = jnp.take_along_axis(pages, tokens.positions[:, None] // PAGE_SIZE, axis=1)[:, 0]
+    keys, values = write_tokens(
+        cache.keys,
+        cache.values,
+        k[:, 0],
+        v[:, 0],
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        jnp.where(tokens.is_written & (page > 0), page, -1),
+        tokens.positions % PAGE_SIZE,
+        interpret=interpret,
+    )
+    cache = KVCache(keys=keys, values=values)
     # pass the pages of all layers, because a slice would be a copy
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     attended = paged_attention(

@@ -197,10 +197,10 @@ def add_self_attention[Aux](
 
     q, k, v = qkv_proj(config, x, params, adapter)
     if _rotates_by_kernel(config, x):
-        q, k = _rotated_by_kernel(config, (q, k, v), params, rope)
+        heads = _rotated_by_kernel(config, (q, k, v), params, rope)
     else:
-        q, k = rotated(q, "q_norm"), rotated(k, "k_norm")
-    return add_attention(config, x, params, adapter, (q, k, v), attend)
+        heads = rotated(q, "q_norm"), rotated(k, "k_norm"), v
+    return add_attention(config, x, params, adapter, heads, attend)
 
 
 def _rotates_by_kernel(config: ModelConfig, x: jax.Array) -> bool:
@@ -210,15 +210,15 @@ def _rotates_by_kernel(config: ModelConfig, x: jax.Array) -> bool:
 
 def _rotated_by_kernel(
     config: ModelConfig, heads: tuple[jax.Array, jax.Array, jax.Array], params: LayerParams, rope: Rope
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     # XLA removes this concatenation, because the heads are slices of one projection.
     parts = [part.reshape(*part.shape[:2], -1) for part in heads]
     fused = jnp.concatenate(parts, axis=-1).reshape(len(parts[0]), -1, config.head_dim)
     norms = (params["q_norm"], params["k_norm"]) if "q_norm" in params else None
     cos, sin = rope.cos[:, 0], rope.sin[:, 0]
     widths = config.num_heads, config.num_kv_heads
-    q, k = normalize_and_rotate(fused, widths, norms, cos, sin, eps=config.rms_norm_eps)
-    return q[:, None], k[:, None]
+    q, k, v = normalize_and_rotate(fused, widths, norms, cos, sin, eps=config.rms_norm_eps)
+    return q[:, None], k[:, None], v[:, None]
 
 
 def qkv_proj(

@@ -1,6 +1,7 @@
 """A Pallas kernel for GPUs that normalizes and rotates the queries and keys of a decode step.
 
-XLA compiles the same operations to three programs per layer, whose launches take longer than their work.
+It replaces three to five kernels of XLA per layer. In a decode step, their launches would take longer than
+their work.
 """
 
 from __future__ import annotations
@@ -23,23 +24,26 @@ def normalize_and_rotate(
     *,
     eps: float,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the queries [B, H, hd] and the keys [B, K, hd] of a fused projection [B, H + 2K, hd], after RMS
-    norm and rotation.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split a fused projection [B, H + 2K, hd] into queries [B, H, hd], keys and values [B, K, hd], and apply
+    RMS norm and rotation to queries and keys.
 
     `widths` is (H, K). `norms` are the weights [hd] of the norms of queries and keys; None: they are not
     normalized. `cos` and `sin` [B, hd / 2] are those of `rope_tables`. hd is a power of two. Values are
     rounded to the dtype of `fused` after the same operations as in `rms_norm` and `rotate`.
     """
-    (batch, _, head_dim), (queries, keys) = fused.shape, widths
+    (batch, num_heads, head_dim), (num_queries, num_keys) = fused.shape, widths
     whole = pl.BlockSpec()
     inputs = (fused, cos, sin, *(norms or ()))
     return pl.pallas_call(
         partial(_kernel, eps=eps),
-        grid=(batch, queries + keys),
+        grid=(batch, num_heads),
         in_specs=(whole,) * len(inputs),
-        out_specs=(whole, whole),
-        out_shape=tuple(jax.ShapeDtypeStruct((batch, heads, head_dim), fused.dtype) for heads in widths),
+        out_specs=(whole,) * 3,
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((batch, heads, head_dim), fused.dtype)
+            for heads in (num_queries, num_keys, num_keys)
+        ),
         compiler_params=triton.CompilerParams(num_warps=1),
         interpret=interpret,
         name="normalize_and_rotate",
@@ -48,9 +52,9 @@ def normalize_and_rotate(
 
 def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float) -> None:
     """Process one head of one sequence. A head is loaded as two halves, the pairs of the rotation."""
-    *norms, queries, keys = norms_and_outputs
+    *norms, queries, keys, values = norms_and_outputs
     row, head = pl.program_id(0), pl.program_id(1)
-    num_queries, head_dim = queries.shape[1:]
+    (_, num_queries, head_dim), num_keys = queries.shape, keys.shape[1]
     first_half = jnp.arange(head_dim // 2)
     halves = first_half, first_half + head_dim // 2
     is_query = head < num_queries
@@ -58,7 +62,8 @@ def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float)
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(fused.dtype).astype(jnp.float32)
 
-    parts = [fused[row, head, half].astype(jnp.float32) for half in halves]
+    loaded = [fused[row, head, half] for half in halves]
+    parts = [part.astype(jnp.float32) for part in loaded]
     if norms:
         mean = sum((part * part).sum() for part in parts) / head_dim
         weights = [jnp.where(is_query, norms[0][half], norms[1][half]).astype(jnp.float32) for half in halves]
@@ -74,8 +79,16 @@ def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float)
         rounded(first * cosine) - rounded(second * sine),
         rounded(second * cosine) + rounded(first * sine),
     )
-    for half, values in zip(halves, rotated, strict=True):
-        mask = jnp.broadcast_to(is_query, half.shape)
-        values = values.astype(fused.dtype)
-        triton.store(queries.at[row, jnp.where(is_query, head, 0), half], values, mask=mask)
-        triton.store(keys.at[row, jnp.where(is_query, 0, head - num_queries), half], values, mask=~mask)
+    first_key, first_value = num_queries, num_queries + num_keys
+    for output, first, results in (
+        (queries, 0, rotated),
+        (keys, first_key, rotated),
+        (values, first_value, loaded),
+    ):
+        in_output = (head >= first) & (head < first + output.shape[1])
+        for half, result in zip(halves, results, strict=True):
+            triton.store(
+                output.at[row, jnp.where(in_output, head - first, 0), half],
+                result.astype(fused.dtype),
+                mask=jnp.broadcast_to(in_output, half.shape),
+            )
