@@ -131,8 +131,6 @@ def decode_steps(
     tables = jnp.asarray(batch.tables)
     past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
     past_masks = [(keys < batch.positions[:, None])[:, None, None] for keys in past_positions]
-    carried = batch.tokens < 0
-    remaining = jnp.where(carried & ~batch.before.active, 0, batch.remaining)
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
 
     def read_past(number: ArrayLike | int) -> list[Segment] | None:
@@ -152,7 +150,7 @@ def decode_steps(
         if isinstance(recent, KVCache):
             assert batch.splits is not None
             row = TokenRows(
-                positions=jnp.asarray(batch.positions) + index, is_written=remaining > 0, tables=tables
+                positions=jnp.asarray(batch.positions) + index, is_written=start.remaining > 0, tables=tables
             )
             return attend_over_pages(config, spec, recent, number, (q, k, v), row, batch.splits)
         if isinstance(recent, list):
@@ -206,9 +204,10 @@ def decode_steps(
             logprobs=state.logprobs.at[:, index].set(jnp.where(active, logprobs, 0.0)),
         )
 
+    carried = batch.tokens < 0
     start = _LoopState(
         last=jnp.where(carried, batch.before.tokens, batch.tokens),
-        remaining=remaining,
+        remaining=jnp.where(carried & ~batch.before.active, 0, batch.remaining),
         recent=recent,
         tokens=jnp.full((slots, steps), -1, jnp.int32),
         logprobs=jnp.zeros((slots, steps), jnp.float32),
@@ -217,13 +216,14 @@ def decode_steps(
     if isinstance(end.recent, KVCache):
         cache = end.recent
     else:
+        counts = jnp.where(start.remaining > 0, steps, 0)
         cache = write_positions(
             config,
             cache,
             end.recent if isinstance(end.recent, Segment) else stacked(end.recent),
             batch.tables,
             batch.positions,
-            jnp.where(remaining > 0, steps, 0),
+            counts,
         )
     carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))
     return keep_cache(config, cache), DecodeOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
