@@ -286,7 +286,9 @@ class Terminus2RLTrainer:
             options=config,
             version=version,
         )
-        return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=version + 1)
+        update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
+        # With `tis` the datums have the trainer's logprobs, so `prepare` has compared sampler and trainer.
+        return update | prepared.metrics
 
     def _report(
         self, batch: Batch, metrics: dict[str, float], *, num_steps: int, started: float, is_evaluated: bool

@@ -119,7 +119,7 @@ def token_weights(
 
     `num_tokens_S` are the numbers of trained tokens. A masked sequence has 0 and still counts as one of the S
     sequences. `prompts_S` names the prompt of each sequence. Only `prompt_mean` uses the prompts: it averages
-    their token means.
+    the token means of the prompts.
 
     >>> token_weights([2, 6], prompts_S=["a", "a"], reduction="token_mean", max_sequence_length=10)
     [0.125, 0.125]

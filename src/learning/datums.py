@@ -50,7 +50,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
     """Return whether the prompt of `turn` starts with the prompt and completion of `previous`.
 
     The completion is compared first, because it is short and differs in most rewritten histories. The long
-    prompts are compared only if it is equal.
+    prompts are compared only if the completion is equal.
     """
     start = len(previous.prompt_ids)
     continuation = turn.prompt_ids[start : start + len(previous.completion_ids)]

@@ -24,7 +24,7 @@ async def apply_teacher(
 ) -> KlResult:
     """Return the examples with `reward_coef * advantage - teacher_coef * (sampler - teacher)` per token.
 
-    `mean_kl` is the mean difference of sampler and teacher per sampled token, in nats.
+    `mean_kl` is the mean of sampler minus teacher logprobs over the sampled tokens, in nats.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(teacher.logprobs(sequence.tokens.tolist()) for sequence in sequences))

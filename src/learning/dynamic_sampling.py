@@ -1,8 +1,9 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ. `filter` collects good groups over several batches and keeps the number
-that the step needs. `replace` replaces bad groups by good groups of the same batch if the share of good
-groups is above `dynamic_sampling_min_replace_ratio`, and samples another batch otherwise.
+A group is good if its rewards differ or if it has only one reward. `filter` collects good groups over several
+batches and keeps the number that the step needs. `replace` replaces bad groups by good groups of the same
+batch if the share of good groups is above `dynamic_sampling_min_replace_ratio`, and samples another batch
+otherwise.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def add_batch(
             is_complete=len(kept) >= num_groups,
             num_surplus=max(0, len(kept) - num_groups),
         )
-    elif len(good) > len(groups) * options.dynamic_sampling_min_replace_ratio:
+    elif not num_groups or len(good) > len(groups) * options.dynamic_sampling_min_replace_ratio:
         rng = random.Random(f"{options.seed}/replace/{step}/{after.num_batches}")
         after = replace(
             after, kept=replace_bad_groups(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
@@ -100,8 +101,8 @@ def add_batch(
     limit = options.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
-            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards, so "
-            f"dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier tasks, a "
+            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards or none, "
+            f"so dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier tasks, a "
             "larger group_size or a larger dynamic_sampling_max_batches"
         )
     return after

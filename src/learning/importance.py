@@ -16,6 +16,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence, has_gradient
 from src.learning.examples import Example
+from src.learning.learner import TrainedTokens, sampler_trainer_kl, trained_sequences
 from src.learning.options import ImportanceOptions
 
 MAX_LOG_RATIO = 20.0
@@ -83,13 +84,14 @@ def apply_tis(
     old_logprobs_D: Sequence[np.ndarray],
     options: ImportanceOptions,
 ) -> tuple[list[list[Example]], dict[str, float]]:
-    """Return the corrected examples and the metrics of the correction.
+    """Return the corrected examples, the metrics of the correction, and those of `sampler_trainer_kl`.
 
     `old_logprobs_D` has the trainer's logprobs [T] of each sequence with a gradient, in order. Sequences
     without a gradient are removed. The loss reduction is applied before, so it counts masked tokens although
     they have no gradient.
     """
     corrections: list[TisResult] = []
+    compared: list[TrainedTokens] = []
     remaining = iter(old_logprobs_D)
 
     def correct(example: Example) -> Example:
@@ -103,6 +105,7 @@ def apply_tis(
         )
         result = token_factors(trainer_N, sampler_N, options)
         corrections.append(result)
+        compared.append(trained_sequences(sequences, old))
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(
             example, sequences=[_corrected(*values) for values in zip(sequences, parts, old, strict=True)]
@@ -112,7 +115,8 @@ def apply_tis(
     num_units = (
         len(corrections) if options.tis == "sequence" else sum(len(item.factors) for item in corrections)
     )
-    return changed, {
+    kl = sampler_trainer_kl(compared, num_before_step=len(compared)) if compared else {}
+    return changed, kl | {
         "tis/mean_factor": float(np.concatenate([item.factors for item in corrections]).mean())
         if corrections
         else 1.0,

@@ -27,7 +27,7 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 class TrainedTokens:
     """Logprobs of the trained tokens of one forward_backward, from the sampler and from the trainer."""
 
-    sampled_logprobs: np.ndarray  # [N] float32
+    sampled_logprobs: np.ndarray  # [N] float32; for datums of `apply_tis`, the trainer's before the update
     trained_logprobs: np.ndarray  # [N] float32
 
 
@@ -186,6 +186,22 @@ def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwar
         sampled.append(datum.loss_fn_inputs["logprobs"].to_numpy()[mask])
         trained.append(answer["logprobs"].to_numpy()[mask])
     return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
+
+
+def trained_sequences(
+    sequences: Sequence[TokenSequence], trained_logprobs_D: Sequence[np.ndarray]
+) -> TrainedTokens:
+    """Return the logprobs at positions with a nonzero advantage. `trained_logprobs_D` has the trainer's
+    logprobs [T] of each sequence."""
+    masks = [sequence.advantages != 0 for sequence in sequences]
+    return TrainedTokens(
+        sampled_logprobs=np.concatenate(
+            [sequence.logprobs[mask] for sequence, mask in zip(sequences, masks, strict=True)]
+        ),
+        trained_logprobs=np.concatenate(
+            [values[mask] for values, mask in zip(trained_logprobs_D, masks, strict=True)]
+        ),
+    )
 
 
 def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:

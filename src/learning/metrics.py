@@ -179,7 +179,8 @@ def _statistics[Source](
 
 
 def _of_domain(*names: str) -> tuple[Metric[PlayedGroups], ...]:
-    """Return copies of the named metrics under their names for one domain of the held-out tasks:
+    """Return copies of the named metrics under their names for one domain of the held-out tasks.
+
     `env/all/success` becomes `test/env/<domain>/success`.
     """
     metrics = {metric.name: metric for metric in (*REWARD_METRICS, *LENGTH_METRICS)}

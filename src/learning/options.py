@@ -1,4 +1,4 @@
-"""Options of reward rules, advantages, corrections, the loss and the optimizer."""
+"""Options of task selection, reward rules, advantages, corrections, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LearnerOptions(OptimizerOptions):
 
     @property
     def loss_settings(self) -> dict[str, float]:
-        """The numbers of `loss_fn_config`. Raises ValueError for a setting that the loss does not have."""
+        """The numbers of `loss_fn_config`. Raises ValueError for an invalid name or value."""
         allowed = CLIP_THRESHOLDS if self.loss_fn in CLIPPED_LOSSES else ()
         settings: dict[str, float] = {}
         for key, value in pairs(self.loss_fn_config, option="loss_fn_config").items():

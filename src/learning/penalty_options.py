@@ -1,4 +1,4 @@
-"""Options of the terms of an advantage that do not come from rewards."""
+"""Options of the KL penalty and of distillation, which change the advantages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DistillationOptions(Options):
     )
     reward_coef: float = chz.field(
         default=1.0,
-        doc="Factor of the advantages that come from rewards; 0: distillation alone (teacher=)",
+        doc="Factor of the advantages from rewards and the KL penalty; 0: distillation alone (teacher=)",
         validator=at_least(0),
     )
 
@@ -47,5 +47,5 @@ class DistillationOptions(Options):
     def _coefficients_need_a_teacher(self) -> None:
         require(
             self.teacher is not None or (self.teacher_coef == 1 and self.reward_coef == 1),
-            "teacher_coef and reward_coef need teacher=tinker://... or a model; add it, or remove them",
+            "teacher_coef and reward_coef need teacher=tinker://... or teacher=MODEL; add it, or remove them",
         )

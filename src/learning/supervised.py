@@ -97,8 +97,9 @@ def to_supervised_datum(sequence: SupervisedSequence, *, scale: float = 1.0) -> 
 
 
 def mean_nll(sequences: Sequence[SupervisedSequence], logprobs: Sequence[np.ndarray]) -> float:
-    """Return the mean NLL per trained token, in nats. `logprobs` has [T - 1] values per sequence, for all
-    tokens but the first.
+    """Return the mean NLL per trained token, in nats.
+
+    `logprobs` has [T - 1] values per sequence, for all tokens but the first.
     """
     total = sum(
         float(values[sequence.weights[1:] != 0].sum(dtype=np.float64))

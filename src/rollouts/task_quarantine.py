@@ -40,6 +40,7 @@ class FaultState:
         A group with a graded trial, or with failures of the kind `agent` alone, resets its task's strikes.
         """
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
+        latest_cause: dict[str, str] = {}
         for group in groups:
             causes = Counter(
                 failure.kind for failure in group.failures if failure.kind is not FailureKind.AGENT
@@ -48,15 +49,20 @@ class FaultState:
                 strikes.pop(group.task.id, None)
                 continue
             strikes[group.task.id] = strikes.get(group.task.id, 0) + 1
-            if options.quarantine_after and strikes[group.task.id] >= options.quarantine_after:
-                quarantined[group.task.id] = str(causes.most_common(1)[0][0])
+            latest_cause[group.task.id] = str(causes.most_common(1)[0][0])
+        for task, cause in latest_cause.items():
+            if options.quarantine_after and strikes.get(task, 0) >= options.quarantine_after:
+                quarantined[task] = cause
         recent = [*self.recent, *map(failures_of, groups)]
         return replace(
             self, strikes=strikes, quarantined=quarantined, recent=recent[-max(MIN_GROUPS, len(groups)) :]
         )
 
     def has_too_many_failures(self, options: FaultOptions) -> bool:
-        """Return whether more than `max_failure_rate` of the latest trials could not be graded."""
+        """Return whether more than `max_failure_rate` of the latest trials could not be graded.
+
+        The result is False for fewer than MIN_GROUPS groups.
+        """
         trials = sum(group_failures.trials for group_failures in self.recent)
         num_lost = sum(sum(group_failures.causes.values()) for group_failures in self.recent)
         return len(self.recent) >= MIN_GROUPS and num_lost > options.max_failure_rate * trials

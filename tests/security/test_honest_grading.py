@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.core.trajectory import Trajectory, TrialFailure, ZeroReason
+from src.core.trajectory import StopReason, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import DeadlineAware
 from src.envs.harbor import carried_files
 from src.envs.harbor.environment import open_harbor
@@ -423,6 +423,7 @@ async def test_an_agent_that_uses_up_its_trial_time_is_graded_0(tmp_path: Path) 
     with pytest.raises(asyncio.CancelledError):
         await trial_task
     assert (outcome.reward, outcome.zero_reason, len(outcome.turns) > 0) == (0.0, ZeroReason.TIMEOUT, True)
+    assert outcome.stop_reason is StopReason.AGENT_TIMEOUT
 
 
 @in_sandbox

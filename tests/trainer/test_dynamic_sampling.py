@@ -87,6 +87,12 @@ def test_replace_needs_strictly_more_than_the_ratio():
     assert add_batch(EMPTY, batch, settings("replace", ratio=0.29), step=1, num_groups=10).is_complete
 
 
+@pytest.mark.parametrize("mode", ["off", "filter", "replace"])
+def test_a_step_without_tasks_is_complete(mode):
+    state = add_batch(EMPTY, [], settings(mode), step=1, num_groups=0)
+    assert state.is_complete and state.kept == []
+
+
 def test_too_many_batches_stop_the_run_with_a_reason():
     state = add_batch(EMPTY, bad("a"), settings("filter", limit=2), step=7, num_groups=1)
     with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had equal rewards"):

@@ -114,6 +114,17 @@ def test_the_capped_fraction_counts_masked_tokens():
     assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
 
 
+def test_the_sampler_is_compared_with_the_trainer_before_the_correction():
+    original = example(turn([1], [10, 11], logprob=-1.0))
+    _, metrics = apply_tis(
+        [[original]], [np.array([0.0, -1.5, -3.0], np.float32)], settings(tis="token", tis_cap=9.0)
+    )
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx((0.5 + 2.0) / 2)
+    assert metrics["optim/kl_sample_train_v2"] == pytest.approx((0.125 + 2.0) / 2)
+    assert metrics["optim/entropy"] == pytest.approx(1.0)
+    assert metrics["policy/rollout_train_logprobs_abs_diff_max"] == pytest.approx(2.0)
+
+
 def test_ratios_do_not_overflow():
     result = token_factors(np.array([900.0, -900.0]), np.zeros(2), settings(tis="token", tis_cap=1e9))
     assert np.isfinite(result.factors).all() and result.factors[0] == pytest.approx(np.exp(20))

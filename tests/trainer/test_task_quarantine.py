@@ -61,6 +61,14 @@ def test_the_diagnosis_names_the_causes_with_an_example():
     )
 
 
+def test_a_later_graded_group_of_a_batch_prevents_quarantine():
+    failed, graded = group("a", failed=2), group("a", graded=1)
+    once = FaultOptions(quarantine_after=1, max_failure_rate=0.5)
+    assert not FaultState().after([failed, graded], once).quarantined
+    state = FaultState().after([graded, failed], once)
+    assert state.quarantined == {"a": "sandbox"} and state.strikes == {"a": 1}
+
+
 def test_the_state_is_restored_from_its_record():
     state = (
         FaultState()

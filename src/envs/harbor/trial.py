@@ -206,7 +206,8 @@ class HarborTrial:
         self, result: TrialResult, running: RunningTrial, reward: float, reason: ZeroReason | None
     ) -> Trajectory:
         session, llm = running.session, running.session.llm
-        stop_reason = StopReason.AGENT_TIMEOUT if timed_out(result) else session.stop_reason
+        is_timeout = timed_out(result) or reason is ZeroReason.TIMEOUT
+        stop_reason = StopReason.AGENT_TIMEOUT if is_timeout else session.stop_reason
         return Trajectory(
             task_id=self._task.id,
             turns=llm.all_turns if self._settings.train_subagents == "all" else llm.turns,
