@@ -47,7 +47,7 @@ def between(low: float, high: float) -> dict[str, Bounds]:
 
 @chz.chz
 class BoundedOptions:
-    """The base of all option classes. Its validator runs before the validators of the subclasses."""
+    """The base of the server's option classes. Its validator runs before the validators of the subclasses."""
 
     @chz.validate
     def _check_bounds(self) -> None:

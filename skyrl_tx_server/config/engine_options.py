@@ -109,7 +109,7 @@ class EngineOptions(TenantOptions):
         "XLA_CLIENT_MEM_FRACTION takes precedence",
     )
     decode_steps_per_dispatch: int = chz.field(
-        default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
+        default=16, metadata=positive(64), doc="Decode steps per device dispatch, at most the page size of 64"
     )
     train_share: float | None = chz.field(
         default=None,

@@ -77,8 +77,8 @@ class ProcessOptions(BoundedOptions):
 
     @property
     def cluster_key(self) -> bytes:
-        """The secret that the processes of one server share. Raises ConfigError if it is missing or too
-        short."""
+        """The secret that the processes of one server share. Raises ConfigError if it is missing, unreadable
+        or too short."""
         return _cluster_key(self.cluster_key_file)
 
 
@@ -91,8 +91,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _cluster_key(file: str | None) -> bytes:
-    """Read the key from `file`, or else from the environment. Raise ConfigError if it is missing or too
-    short."""
+    """Read the key from `file`, or from the environment if `file` is None. Raise ConfigError if the key is
+    missing, unreadable or too short."""
     if file is None:
         name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
         if not key:

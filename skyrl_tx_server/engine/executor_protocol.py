@@ -78,8 +78,8 @@ class SequencesLostError(ServerError):
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
-    """Mark a method that uses the devices. In a server with several ranks every rank calls it, in the same
-    order."""
+    """Mark a method that changes the state of the sampler. In a server with several ranks every rank calls
+    the method, in the same order."""
     ON_ALL_RANKS.add(method.__name__)
     return method
 
@@ -149,7 +149,7 @@ class Sampler(Protocol):
 
 
 class Executor(Protocol):
-    """Owns the devices. Only the engine thread calls it."""
+    """Owns the devices. Only the engine thread uses it, except for `info` and `stats`."""
 
     @property
     def info(self) -> EngineInfo: ...

@@ -72,10 +72,10 @@ def _next_pause(
             and waiter.is_small
             and queue.has_room_for_small(tenant, plan, num_slots)
         ):
-            mean_of_others = largest_account - SLOT_UNITS
+            max_account = largest_account - SLOT_UNITS
             if len(waiters) > 1:
-                mean_of_others = (charged - tenant.charged) / (len(waiters) - 1)
-            if account <= mean_of_others:
+                max_account = (charged - tenant.charged) / (len(waiters) - 1)
+            if account <= max_account:
                 return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
         same_tenant = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
         if same_tenant is not None:

@@ -4,7 +4,7 @@ of `scheduler` states the rules."""
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -13,8 +13,8 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Req
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""The largest number of prompts that are offered for one prefill batch. It equals the largest number of
-prefill chunks in a batch (`model/shapes.py`)."""
+"""The largest number of prompts that are offered for one prefill batch. A prefill chunk has at least one
+tile, and a batch has at most this number of tiles (`GPU_PREFILL` in `model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
 """The number of computed prompt tokens for which a tenant is charged one unit."""
 SEQUENCES_PER_ROUND = 8
@@ -39,6 +39,8 @@ class SampleQueue:
         """The requests that wait until their snapshot is saved, by snapshot."""
         self._partial_prefills: dict[int, int] = {}
         """request_id -> length of the prompt, for prompts of which only some chunks are computed."""
+        self._charged_tokens: Counter[int] = Counter()
+        """request_id -> tokens that were charged for these chunks."""
         self._min_charged = 0.0  # the smallest charge of a busy tenant, in units; never decreases
         self.num_dispatches = 0
 
@@ -127,6 +129,7 @@ class SampleQueue:
     def drop(self, request_id: int) -> None:
         """Remove a request that failed or was cancelled."""
         self._partial_prefills.pop(request_id, None)
+        self._charged_tokens.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -138,16 +141,18 @@ class SampleQueue:
     # --- charges ---
 
     def prefill_continues(self, request_id: int) -> None:
-        """Charge one prefill chunk of a prompt that needs more chunks."""
+        """Charge CHUNK_TOKENS tokens, an estimate, for a prefill chunk of a prompt that needs more chunks."""
         if request_id in self.requests:
             self._partial_prefills[request_id] = len(self.requests[request_id].op.prompt)
+            self._charged_tokens[request_id] += CHUNK_TOKENS
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """Charge the last prefill chunk of a prompt. `prompt_tokens` is the number of tokens that all chunks
-        of the prompt computed."""
+        """Charge the `prompt_tokens` tokens that all chunks of the prompt computed, without those that
+        `prefill_continues` has charged."""
         self._partial_prefills.pop(request_id, None)
-        self._charge_prompt(request_id, min(prompt_tokens, CHUNK_TOKENS))
+        charged = self._charged_tokens.pop(request_id, 0)
+        self._charge_prompt(request_id, max(0, prompt_tokens - charged))
 
     def charge_dispatch(self) -> None:
         """Charge each tenant one unit for each of its running sequences."""
@@ -282,7 +287,7 @@ class SampleQueue:
         )
 
     def _adds_partial_prefill(self, request: Request) -> bool:
-        """Whether the prompt may need several chunks and its first chunk is not computed yet."""
+        """Whether the prompt is long and its first chunk is not computed yet."""
         return request.may_need_chunks and request.request_id not in self._partial_prefills
 
     # --- queues ---

@@ -14,7 +14,7 @@ SLOT_UNITS = 16
 A sequence is paused so that another tenant gets its slot if the accounts of the two tenants differ by at
 least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
-"""A prompt of at most this many tokens is computed in one prefill chunk on every kind of device."""
+"""A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
 SMALL_TOKENS = 64
 """A request is small if the max_tokens of all its samples add up to at most this number."""
 
@@ -46,12 +46,12 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether its prompt may need several prefill chunks."""
+        """Whether its prompt may need several prefill batches, even without other prompts in them."""
         return len(self.op.prompt) > CHUNK_TOKENS
 
     @property
     def may_need_chunks(self) -> bool:
-        """Whether its next prefill may compute only a chunk of the prompt."""
+        """Whether its prompt is long and must still be computed, at least in part."""
         return self.is_long and not self.has_started
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:

@@ -19,7 +19,8 @@ class Step:
 class PrefillRequest:
     """Compute the prompt of `op` and assign slots to its samples `first .. first + count - 1`.
 
-    A request for a paused sample contains only this sample. Its KV pages are kept, so nothing is computed.
+    A request for a paused sample contains only this sample. Nothing is computed, unless the sample has lost
+    its KV pages or its data-parallel rank has no free slot: then its prefix is computed again.
     """
 
     request_id: int

@@ -9,7 +9,8 @@ Each rule has a test:
 - With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
   most this share of the time in which both had work.
 - Running sequences get a decode dispatch after at most PREFILLS_PER_DISPATCH prefill batches that add no
-  running sequence. A batch adds none if all its sequences end with the first token.
+  running sequence, because all their sequences end with the first token. The next rule applies to batches
+  with an unfinished prompt.
 - A long prompt is prefilled in chunks. In a decode dispatch between two chunks, the free slots of the waiting
   sequences are idle. The dispatch starts as soon as the cost of its idle slots is at most MAX_IDLE_SHARE of
   the time of the batches with an unfinished prompt since the last dispatch (`_prefill_budget`).
@@ -21,23 +22,26 @@ Each rule has a test:
 Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant
 (deficit round robin):
 - A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
-  PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A free slot goes to the tenant with the smallest
-  account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A tenant that was idle
-  starts at most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle
-  time.
+  PROMPT_TOKENS_PER_UNIT prompt tokens that are computed (a prefill chunk of an unfinished prompt counts as
+  CHUNK_TOKENS tokens, and the last chunk as the rest of the computed tokens). A free slot goes to the tenant
+  with the smallest account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A
+  tenant that was idle starts at most SLOT_UNITS units below the busy tenant that was charged least, so it
+  gains little from idle time.
 - When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
   the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. A small request (at most
-  SMALL_TOKENS tokens in all) also gets a slot if the account of its tenant is at most the mean charge of the
-  other waiting tenants (if there are none: at most SLOT_UNITS units below the largest account), so small
-  requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES dispatches before it
-  is paused. The paused sequences of a request get slots before its other waiting sequences.
+  SMALL_TOKENS completion tokens in all) also gets a slot if the account of its tenant is at most the mean
+  charge of the other waiting tenants (if there are none: at least SLOT_UNITS units below the largest
+  account), so small requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
+  dispatches before it is paused. The paused sequences of a request get slots before its other waiting
+  sequences.
 - Within a tenant, requests get slots in submission order. Each gets SEQUENCES_PER_ROUND slots before any of
   them gets more. Sequences of a request with more slots than that are paused for a request of the same tenant
   that has at least two slots fewer.
 - Small requests precede the other requests of their tenant, and sequences of the others are paused for them,
   as long as the small requests of the tenant have less than a quarter of the slots.
 - Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
-  that they do not evict each other from the prefix cache.
+  that they do not evict each other from the prefix cache. A single prompt may be longer, and prompts of at
+  most CHUNK_TOKENS tokens have no limit.
 """
 
 from __future__ import annotations
@@ -59,8 +63,9 @@ from skyrl_tx_server.engine.scheduled_work import (
 )
 
 PREFILLS_PER_DISPATCH = 4
-"""The maximum number of prefill batches before a decode dispatch if training waits, and the maximum number of
-batches that add no running sequence. Otherwise all free slots are filled first."""
+"""The maximum number of prefill batches before a decode dispatch if training waits (without `train_share`),
+and the maximum number of batches that add neither a running sequence nor a chunk of an unfinished prompt.
+Otherwise all free slots are filled first."""
 MAX_COUNTED_S = 30.0
 """The maximum time of one `ScheduledWork` that counts for `train_share`, because the first step also compiles
 its program."""

@@ -82,7 +82,7 @@ class ModelRunner:
         dtype: np.dtype,
         processed_logprobs: bool,
     ) -> None:
-        """`steps` is the number of decode steps per dispatch. At most PAGE_SIZE steps are used."""
+        """`steps` is the number of decode steps per dispatch, at most PAGE_SIZE."""
         self._config = config
         self._params = params
         self._unstacked_params = unstack_layers(config, params)
@@ -91,7 +91,7 @@ class ModelRunner:
         self._dtype = np.dtype(dtype)
         self._processed_logprobs = processed_logprobs
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
-        self.steps = min(steps, PAGE_SIZE)
+        self.steps = steps
         num_slots = size.slots * dp_ranks
         # All processes must run the same program, but their compilations end at different times. On a CPU the
         # results of latent attention depend on the width.

@@ -20,7 +20,7 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.sample_queue import PROMPT_TOKENS_PER_UNIT, PROMPTS_PER_PREFILL, SampleQueue
 from skyrl_tx_server.engine.sample_requests import SLOT_UNITS
 from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
 from skyrl_tx_server.engine.scheduler import MAX_COUNTED_S, MAX_IDLE_SHARE, PREFILLS_PER_DISPATCH, Scheduler
@@ -176,6 +176,18 @@ def test_waiting_samples_start_in_order_and_in_parts():
     assert isinstance(rest, PrefillRequest) and (rest.request_id, rest.first, rest.count) == (1, 2, 1)
     second = next_work(scheduler, free_slots=1, num_running=1)
     assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "tokens", "charged"), [(0, 300, 300), (1, 300, 512), (7, 8192, 8192), (15, 8000, 8000)]
+)
+def test_the_chunks_of_a_prompt_are_charged_once(num_chunks: int, tokens: int, charged: int) -> None:
+    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_being_saved=lambda weights, request_id: False)
+    queue.add(1, long_sample(1, prompt_tokens=tokens), tenant="a")
+    for _ in range(num_chunks):
+        queue.prefill_continues(1)
+    queue.prefill_finished(1, prompt_tokens=tokens)
+    assert queue.tenants["a"].charged == pytest.approx(charged / PROMPT_TOKENS_PER_UNIT)
 
 
 def test_prompts_are_offered_together_and_keep_their_places():
