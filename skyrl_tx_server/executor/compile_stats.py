@@ -12,12 +12,14 @@ import jax
 
 logger = logging.getLogger(__name__)
 
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # includes reads of the persistent cache
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
-_MIN_LOGGED_S = 0.1
-"""A compilation is logged if lowering the program took at least this long. Small programs compile quickly."""
+_MIN_LOGGED_TRACE_S, _MIN_LOGGED_S = 0.5, 0.1
+"""Tracing a program is logged if it took at least _MIN_LOGGED_TRACE_S seconds. Its compilation is logged if
+lowering it took at least _MIN_LOGGED_S seconds. Small programs compile quickly."""
 
 PROGRESS_INTERVAL_S = 2.5
 """The time between two log lines about a compilation that has not ended."""
@@ -31,8 +33,8 @@ _compilations_changed = threading.Condition()
 
 @cache
 def watch() -> None:
-    """Start to count all programs of the process. jax cannot remove the listeners. The listeners are called
-    in the thread that compiles."""
+    """Start to count all programs of the process. The listeners are never removed. They are called in the
+    thread that compiles."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
     threading.Thread(target=_report_progress, name="compile-progress", daemon=True).start()
@@ -56,6 +58,8 @@ def cache_hits() -> int:
 def _on_duration(event: str, duration_secs: float, **details: str | int) -> None:
     name = str(details.get("fun_name", "unnamed"))
     thread = threading.get_ident()
+    if event == _TRACED and duration_secs >= _MIN_LOGGED_TRACE_S:
+        logger.info("traced %s in %.1f s", name, duration_secs)
     if event == _LOWERED and duration_secs >= _MIN_LOGGED_S:
         with _compilations_changed:
             _being_compiled[thread] = name, time.monotonic()
