@@ -132,7 +132,9 @@ def _dry_run(config: ServerConfig) -> str:
     plan = plan_memory(config)
     if not plan.fits:
         print(plan)
-        raise ConfigError(f"the model does not fit into memory; lower {plan.advice()}")
+        raise ConfigError(
+            f"the model does not fit into memory; reduce its largest parts with {plan.advice()}"
+        )
     return f"{plan}\nit fits"
 
 
@@ -143,8 +145,8 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
 
     if config.mesh.devices > 1:
         # Each virtual CPU device that waits in a collective blocks a thread, and devices may join two
-        # independent collectives in different orders. With XLA's default of one thread per device, the
-        # collectives then deadlock, and XLA aborts after 40 s.
+        # independent collectives in different orders. By default, XLA may start only one thread per device.
+        # The collectives then deadlock, and XLA aborts after 40 s.
         os.environ.setdefault(
             "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )

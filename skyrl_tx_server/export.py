@@ -52,8 +52,8 @@ class AdapterOptions:
     )
     base_model_name: str | None = chz.field(
         default=None,
-        doc="Hugging Face name or path of the base model for adapter_config.json; default: the server's name "
-        "of the model, which is the hub id unless the server was started with a directory or a file",
+        doc="Hugging Face name or path of the base model for adapter_config.json; default: the server's "
+        "model_alias, which is by default the hub id unless base_model is a directory or a file",
     )
 
 

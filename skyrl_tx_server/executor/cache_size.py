@@ -39,8 +39,8 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
     """Return the requested size, reduced so that the cache of one data-parallel rank fits into
-    `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length does not fit, or if
-    `cache_tokens` is too small."""
+    `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length or `cache_tokens`
+    tokens do not fit, or if `cache_tokens` is too small."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
@@ -63,10 +63,14 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         else:
             slots = requested.slots if pages <= budget_pages else 0
     if slots < 1:
-        needed = (context_pages + copied) * requested.page_bytes / 2**30
+        too_large, minimum_pages = "max_context_length", context_pages
+        if settings.cache_tokens is not None:
+            too_large, minimum_pages = "cache_tokens or max_context_length", pages
+        needed = (minimum_pages + copied) * requested.page_bytes / 2**30
         raise ConfigError(
-            f"max_context_length={max_length}: the KV cache of one sequence takes {needed:.1f} GiB, "
-            f"{budget_bytes / 2**30:.1f} GiB are available: set a smaller max_context_length"
+            f"max_context_length={max_length} cache_tokens={settings.cache_tokens}: the KV cache takes at "
+            f"least {needed:.1f} GiB on each device, {budget_bytes / 2**30:.1f} GiB are available: set a "
+            f"smaller {too_large}"
         )
     if pages - 1 < context_pages + slots:
         raise ConfigError(
@@ -77,12 +81,12 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         )
     if slots < requested.slots:
         logger.warning(
-            "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; set a smaller "
+            "max_num_seqs=%d: only %d sequences fit into %.1f GiB with max_context_length=%d; set a smaller "
             "max_context_length for more",
             requested.slots * settings.mesh.batch,
             slots * settings.mesh.batch,
-            max_length,
             settings.mesh.batch * budget_bytes / 2**30,
+            max_length,
         )
     elif pages < requested.pages:
         logger.info(

@@ -175,8 +175,8 @@ class DeviceExecutor:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of the programs that most servers need.
 
-        Programs for sequences longer than a batch, for several targets per position and for top-k logprobs
-        are omitted.
+        The optimizer step, rolled decode programs, and programs for sequences longer than a batch, for
+        several targets per position and for top-k logprobs are omitted.
         """
         return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 
@@ -412,7 +412,9 @@ class DeviceExecutor:
 
     def _check_new_id(self, model_id: str) -> None:
         if model_id in self._models:
-            raise ConflictError(f"model {model_id} exists already")
+            raise ConflictError(
+                f"model {model_id} exists already; unload it first, or pass another model_seq_id"
+            )
 
 
 def _logprobs(batches: Sequence[PackedBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:

@@ -1,8 +1,8 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
 The training programs are compiled, and XLA reports their memory for the model family, mesh and remat policy
-of the server. The server later reads the programs from the persistent compilation cache. On a GPU, the server
-divides the memory with the same function (`memory_division`).
+of the server. The server later reads the programs from the persistent compilation cache, and divides the
+memory with the same function (`memory_division`).
 """
 
 from __future__ import annotations

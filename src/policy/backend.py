@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
-DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server accepts any key
+DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; a server without keys ignores it
 _KEY_PREFIXES = ("tml-", "eyJ")
 
 
@@ -135,7 +135,7 @@ def require_key(options: BackendOptions) -> str | None:
 
 
 def base_url(options: BackendOptions) -> str:
-    """Return the URL of the endpoint that the options or TINKER_BASE_URL name."""
+    """Return the URL of the endpoint: that of the options, or else TINKER_BASE_URL or the SDK's default."""
     url = options.skyrl_tx_url if options.backend == "skyrl-tx" else options.tinker_base_url
     return (url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
 
@@ -268,7 +268,7 @@ class TinkerEndpoint:
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
-                # The SDK's lora_config has no alpha. Our server reads it from the metadata.
+                # The SDK's lora_config has no alpha. Our server reads the alpha from the metadata.
                 alpha = adapter.lora_alpha
                 metadata = None if alpha is None else {"lora_alpha": f"{alpha:g}"}
                 client = await (

@@ -1,6 +1,6 @@
 """Conversion of messages to token ids with the model's chat template.
 
-Only this module calls `apply_chat_template`.
+In the trainer, only this module calls `apply_chat_template`.
 
 `render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
 encoded again, so every later turn is conditioned on exactly the ids that were sampled.
@@ -69,7 +69,8 @@ class Chat:
     """The conversation format of one model.
 
     With `enable_thinking`, the model may think before each answer. Only evaluations allow this. The
-    constructor raises ConfigError if the template does not support it.
+    constructor raises ConfigError if the template does not support thinking, or does not show or end
+    assistant messages.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
@@ -128,7 +129,8 @@ class Chat:
         """Encode an assistant message as the completion that follows the generation prompt, up to and
         including the end of the turn.
 
-        Raises ValueError if the template does not show the message after its generation prompt.
+        Raises ValueError if the template does not show the message after its generation prompt, or does not
+        end the turn after the message.
 
         >>> chat.decode(chat.answer_ids({"role": "assistant", "content": "Yes."}))
         'Yes.'
@@ -149,7 +151,8 @@ class Chat:
         turn_ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
         if not turn_ends:
             raise ValueError(
-                "the chat template does not end the turn after this message; use another template"
+                "the chat template does not end the turn after this message; give tokenizer=DIR_OR_HUB_ID "
+                "with another chat template"
             )
         return ids[: turn_ends[-1] + 1]
 
@@ -257,7 +260,9 @@ def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as missing:
         if directory.is_dir():
-            raise ConfigError(f"no tokenizer in {name}: {_first_line(missing)}") from missing
+            raise ConfigError(
+                f"no tokenizer in {name} ({_first_line(missing)}); give tokenizer=DIR_OR_HUB_ID"
+            ) from missing
         tokenizer = _from_hub(name)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(

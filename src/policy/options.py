@@ -85,7 +85,8 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, ContextOptions)
         default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)"
     )
     tinker_base_url: str | None = chz.field(
-        default=None, doc="Address of the Tinker cloud (backend=tinker); None: the SDK's default"
+        default=None,
+        doc="Address of the Tinker cloud (backend=tinker); None: TINKER_BASE_URL, or the SDK's default",
     )
 
     @property

@@ -1,4 +1,5 @@
-"""File writes that survive crashes: each line and each new file is written completely or not at all.
+"""File writes that survive crashes. A replaced file is written completely or not at all. A crash can leave an
+incomplete last line, which readers skip.
 
 Errors of the file system become a StorageError that names the file.
 """

@@ -44,10 +44,10 @@ def read(log_path: Path) -> list[Checkpoint]:
 
 
 def sampler_path(checkpoint: str | None) -> str | None:
-    """Return the tinker:// path to sample from: `checkpoint` itself, or that of the last checkpoint of a run
-    folder. Returns None for None.
+    """Return the tinker:// path to sample from: `checkpoint`, or that of a run folder's last checkpoint.
 
-    Raises ConfigError for the path of a training state and for a folder that is not a run folder.
+    Returns None for None. Raises ConfigError for the path of a training state and for a folder without a
+    checkpoint.
     """
     if checkpoint is None or checkpoint.startswith("tinker://"):
         if checkpoint is not None and "/weights/" in checkpoint:

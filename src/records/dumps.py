@@ -2,7 +2,7 @@
 
     dumped_evals/global_step_<N>_evals/<data source>.jsonl  all trajectories, and aggregated_results.jsonl
     training_examples/step_<N>_examples.jsonl               in steps 1, 11, 21, ...: one trajectory of each of
-                                                            ten tasks
+                                                            up to ten tasks
 
 The fields have the names and contents of SkyRL's dumps:
 
@@ -13,8 +13,9 @@ The fields have the names and contents of SkyRL's dumps:
     reward                the sum of the rewards
     env_class             the environment (`env=`)
     data_source, domain   the domain, or the family of the task
-    env_extras            task_key, data_source, trial (its name), member, seed, and the metrics of the trial.
-                          Lines with the same task_key are trials of the same task
+    env_extras            task_key, data_source, trial (its name), member, seed, zero_reason if there is one,
+                          and the metrics of the trial. Lines with the same task_key are trials of the same
+                          task
     conversation          the messages without special tokens, with `tool_calls` in assistant messages and
                           `name` in tool messages
     conversation_history  the same value as `conversation`
@@ -148,7 +149,8 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
     """Return the messages that the environment recorded.
 
-    If it recorded none, return two messages: the text of the first prompt and the text after it.
+    If it recorded none, or an entry without a role, return the text of the first prompt and the text after it
+    as two messages.
     """
     if trajectory.conversation and all(map(_has_role, trajectory.conversation)):
         return [

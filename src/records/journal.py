@@ -36,7 +36,7 @@ LINE: TypeAdapter[Any] = TypeAdapter(JournalLine)
 
 
 class RunState(StrEnum):
-    """How a process ended. A process without this event was killed."""
+    """How a process ended. A process without the event `ended` was killed or still runs."""
 
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C, SIGTERM
@@ -75,7 +75,7 @@ class Journal:
         """Read the events of earlier processes. Raises ConfigError for a damaged line."""
         self._path = log_path / JOURNAL
         truncate_torn_line(self._path)
-        self._attempts: Counter[RolloutKey] = Counter()  # of rollouts that are not graded
+        self._attempts: Counter[RolloutKey] = Counter()  # per rollout that is not graded
         self._settled: set[tuple[str, int | None]] = set()  # steps and evaluations whose rollouts were used
         self.progress = 0  # graded rollouts, and steps that this process was the first to train
         self._groups: dict[int, list[GroupKey]] = {}
@@ -96,7 +96,8 @@ class Journal:
             old_tasks, new_tasks = (", ".join(task for _, task in keys) for keys in (before, groups))
             raise ConfigError(
                 f"step {step} of this run has the tasks {old_tasks} in the journal, and {new_tasks} in the "
-                "present schedule: tasks_dir has changed; restore its tasks, or give another log_path"
+                "present schedule: the data, or the options that select from it, have changed; restore them, "
+                "or give another log_path"
             )
         if before is None:
             self._fix(step, groups)

@@ -237,7 +237,7 @@ def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
 
 
 def packed(numbers: Sequence[float]) -> str:
-    """Compress numbers without loss, in single precision if that is exact.
+    """Compress numbers without loss, in 32 bits per number if that is exact.
 
     >>> unpacked(packed([1, 2])), unpacked(packed([-0.5])), unpacked(packed([0.1]))
     ([1, 2], [-0.5], [0.1])

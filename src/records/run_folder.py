@@ -1,4 +1,4 @@
-"""Find, check, lock and create the folder of a run. All checks precede the first write."""
+"""Find, check, lock and create the folder of a run. All checks precede the first write to a run."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ def run_path(config: RunFolderOptions, *, name: str) -> Path:
 
 @contextmanager
 def lock_run_dir(path: Path) -> Generator[None]:
-    """Lock the folder while the block runs. Raises ConfigError if another process uses it.
+    """Lock the folder while the block runs. Raises ConfigError if another process uses the folder.
 
+    Raises StorageError if the lock file cannot be written.
     The lock file is next to the folder, because the folder may be deleted. If the parent is not writable, the
     lock file is in the folder. The kernel releases the lock when the process ends. On a file system without
     locks, a warning is logged.

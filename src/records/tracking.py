@@ -59,7 +59,7 @@ class RunLog:
     def log(self, step: int, metrics: Mapping[str, float], *, is_whole: bool = True) -> None:
         """Append the line of a step.
 
-        If `is_whole` is false, the line is not sent to wandb and trackio, because they accept a step only
+        If `is_whole` is false, the line is not sent to wandb and trackio, because a step can be sent only
         once. `amend` later completes the line and sends it.
         """
         metrics = self._with_aliases(metrics)
@@ -68,7 +68,7 @@ class RunLog:
             self._send(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics, possibly none, to the line of the last step in the file, and send the line.
+        """Add metrics, possibly none, to the line of `step`, and send the line.
 
         Lines of later steps are removed. The file is replaced as a whole: after a crash it has either the old
         line or the new one.
@@ -96,8 +96,10 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float | None], *, may_be_sent: bool = False) -> None:
-        """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step.
-        trackio would store the step again, so trackio does not receive such a line.
+        """Send a line to wandb and trackio.
+
+        If `may_be_sent`, an earlier process may have sent the line. wandb ignores a repeated step. trackio
+        would store the step again, so trackio does not receive such a line.
         """
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
@@ -218,7 +220,7 @@ def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
         raise ConfigError(
-            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or remove it"
+            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or remove the option"
         ) from error
     name_file = log_path / TRACKIO_NAME_FILE
     if not name_file.exists():

@@ -40,7 +40,9 @@ def check_upload_url(url: str) -> None:
             f"upload_url={url}: {error}; install it with scripts/setup.sh PACKAGE, e.g. s3fs for s3://"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"upload_url={url}: fsspec has no protocol {protocol}") from error
+        raise ConfigError(
+            f"upload_url={url}: fsspec has no protocol {protocol}; use another, e.g. s3://"
+        ) from error
 
 
 def upload_evaluation(dump_folder: Path, step: int, *, url: str, run: str) -> None:

@@ -267,7 +267,8 @@ class BatchCollector:
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """Count the failures of the groups, and quarantine tasks.
 
-        Raises TooManyFailuresError if no trial was graded, if too many failed or if no task remains.
+        Raises TooManyFailuresError if no trial of several tasks was graded, if too many failed or if no task
+        remains.
         """
         options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures

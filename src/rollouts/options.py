@@ -118,7 +118,7 @@ class FaultOptions(Options):
     )
     max_failure_rate: float = chz.field(
         default=0.5,
-        doc="Stop if more than this share of the latest trials could not be graded; 1: never",
+        doc="Stop if more than this share of the latest trials could not be graded; 1: no limit",
         validator=share_or_0,
     )
 
@@ -143,7 +143,7 @@ class JudgeOptions(JudgeEndpointOptions):
     )
     judge_prompt_price: float = chz.field(
         default=0.0,
-        doc="Price of the judge's input in USD per million tokens, for the metric judge_cost_usd",
+        doc="Price of the judge's input in USD per million tokens, for the metric judge/cost_usd",
         validator=at_least(0),
     )
     judge_completion_price: float = chz.field(

@@ -258,7 +258,7 @@ def test_a_plan_that_does_not_fit_names_an_option_to_lower(
     assert main([*options, "max_num_seqs=1000000"]) == 2
     printed = capsys.readouterr()
     assert "total" in printed.out and printed.err.count("\n") == 1
-    assert "the model does not fit into memory; lower cache_tokens (" in printed.err
+    assert "the model does not fit into memory; reduce its largest parts with cache_tokens (" in printed.err
 
 
 def test_the_memory_plan_is_exact_for_weights_cache_and_adapters() -> None:

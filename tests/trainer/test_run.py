@@ -508,7 +508,7 @@ async def test_a_folder_whose_tasks_have_changed_is_refused_by_name(tmp_path):
     await bench.go("max_steps=1")
     bench.source.train = [task("new-00"), *TASKS[1:]]
     (bench.path / "checkpoints.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"step 1 of this run has the tasks .*: tasks_dir has changed"):
+    with pytest.raises(ConfigError, match=r"step 1 of this run has the tasks .*: the data, or the"):
         await bench.go("behavior_if_log_dir_exists=resume")
 
 
