@@ -48,7 +48,6 @@ from scripts.recipe_options import (
     recipe_defaults,
     wandb_is_set_up,
 )
-from scripts.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
 from src.cli.agent_trainer import SERVER_FILE
@@ -61,6 +60,7 @@ from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
+from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
 from src.records import checkpoints
 from src.records.private_folder import make_private, write_private
 

@@ -16,13 +16,13 @@ from src.cli.config_file import with_config_files
 from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
-    with_local_model,
     with_locations_from_environment,
 )
 from src.cli.program import run_program
 from src.config import TrainerConfig
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
+from src.policy.served_model import with_fitting_lengths, with_served_model
 
 if TYPE_CHECKING:
     from src.evaluate.training_events import TrainingEvents
@@ -66,8 +66,9 @@ def _run(argv: Sequence[str]) -> int:
     with exit_on_signal():
         argv = with_config_files(argv)
         load_environment(argv)
-        argv = with_local_model(with_locations_from_environment(argv))
-        config = parse(with_judge_from_environment(argv))
+        argv = with_served_model(with_locations_from_environment(argv))
+        config = parse(argv := with_judge_from_environment(argv))
+        config = parse(with_fitting_lengths(argv, config, config.lengths_to_fit))
         from src.cli.console import Display, terminal
 
         display = Display(terminal())

@@ -47,22 +47,6 @@ def with_locations_from_environment(
     return [*argv, *(f"{name}={value}" for name, value in added.items())]
 
 
-def with_local_model(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with model_name=local/<directory name> in place of model_name=DIRECTORY, if it has
-    backend=skyrl-tx.
-
-    The server serves the model of a directory under this name by default. The option tokenizer=DIRECTORY is
-    added, unless `argv` has tokenizer=. If model_name is not an existing directory, nothing is changed.
-    """
-    values = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
-    directory = Path(values.get("model_name", "")).expanduser()
-    if "backend=skyrl-tx" not in argv or not values.get("model_name") or not directory.is_dir():
-        return list(argv)
-    kept = [argument for argument in argv if not argument.startswith("model_name=")]
-    tokenizer = [] if "tokenizer" in values else [f"tokenizer={directory}"]
-    return [*kept, f"model_name=local/{directory.resolve().name}", *tokenizer]
-
-
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     """Return `argv` with taxonomy_feedback=true if TAXONOMY_FEEDBACK is `true`, and with taxonomy_alpha from
     TAXONOMY_ALPHA.

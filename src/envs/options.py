@@ -192,6 +192,14 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
         validator=at_least(0),
     )
 
+    @property
+    def lengths_to_fit(self) -> dict[str, int]:
+        """The lengths that must fit the context of the model, by option (see `with_fitting_lengths`)."""
+        lengths = {"context_limit": self.context_limit, "max_tokens": self.max_tokens}
+        if self.env == "harbor":
+            lengths["proactive_summarization_threshold"] = self.proactive_summarization_threshold
+        return lengths
+
     @chz.validate
     def _harbor_has_what_it_needs(self) -> None:
         for name in HARBOR_ONLY:

@@ -34,7 +34,7 @@ from rich.text import Text
 from src.cli.command_line import help_for, parse_as, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
-from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
+from src.cli.environment_variables import load_environment, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.errors import BackendError, ConfigError
 from src.core.options import at_least, require
@@ -46,12 +46,13 @@ from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
-from src.envs.try_server import with_backend, with_fitting_lengths, with_local_server
+from src.envs.try_server import with_backend, with_local_server
 from src.learning.played_groups import SOLVED
 from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import END, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy, SampleRequest
+from src.policy.served_model import with_fitting_lengths, with_served_model
 from src.records.checkpoints import sampler_path
 
 TITLE = [
@@ -332,16 +333,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    statuses: list[int] = []
-    console = terminal()
+    statuses, console = list[int](), terminal()
     with exit_on_signal():
         typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
         load_environment(typed)
         load_environment(argv := with_backend(typed))  # reads .env.skyrl-tx if the backend was just added
         argv = asyncio.run(with_local_server(with_locations_from_environment(argv), typed))
-        config = parse_as(TryConfig, argv := with_local_model(argv))
+        config = parse_as(TryConfig, argv := with_served_model(argv))
         if config.uses_backend:
-            config = parse_as(TryConfig, asyncio.run(with_fitting_lengths(argv, config.environment)))
+            config = parse_as(TryConfig, with_fitting_lengths(argv, config, config.lengths_to_fit))
         status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
         return status or statuses[0]
 

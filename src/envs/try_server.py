@@ -1,4 +1,4 @@
-"""The server of `python -m src.envs.try_env`: its default address, and length limits that its context allows.
+"""The server of `python -m src.envs.try_env`: its default address.
 
 The public functions take a command line and return it with additional options that the user has not set.
 """
@@ -10,9 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from src.core.errors import BackendError, ConfigError
-from src.core.length_limits import fitted_lengths
-from src.envs.options import EnvironmentOptions
-from src.policy.backend import base_url, check_alive, health_timeout_s, request, require_key
+from src.policy.backend import check_alive, require_key
 from src.policy.options import BackendOptions
 
 LOCAL_SERVER = "http://localhost:8000"
@@ -54,44 +52,6 @@ async def with_local_server(
         ) from error
     print(f"note: the server at {url} is used (backend=skyrl-tx {added})", file=sys.stderr)
     return [*argv, added]
-
-
-async def with_fitting_lengths(argv: Sequence[str], options: EnvironmentOptions) -> list[str]:
-    """Add length limits that fit the context of a skyrl-tx server. Limits in `argv` are kept.
-
-    Raises BackendError if the server does not answer.
-    """
-    if options.backend != "skyrl-tx":
-        return list(argv)
-    await check_alive(base_url(options), timeout_s=health_timeout_s(options))
-    context, values = await _served_context(options), _values(argv)
-    if context is None or context >= options.context_limit or "context_limit" in values:
-        return list(argv)
-    lengths = fitted_lengths(
-        context,
-        max_tokens=options.max_tokens,
-        threshold=options.proactive_summarization_threshold,
-        given={name: value for name, value in values.items() if value.lower() not in ("", "none", "null")},
-    )
-    if options.env != "harbor":
-        lengths.pop("proactive_summarization_threshold", None)
-    added = [f"{name}={value}" for name, value in lengths.items()]
-    print(f"note: fitted to the server's context of {context} tokens: {' '.join(added)}", file=sys.stderr)
-    return [*argv, *added]
-
-
-async def _served_context(options: EnvironmentOptions) -> int | None:
-    """Return the context of the model in tokens. None: the server does not list the model; `connect` reports
-    this error."""
-    key = require_key(options)
-    assert key is not None  # because backend=skyrl-tx
-    url = f"{base_url(options)}/api/v1/get_server_capabilities"
-    reply = await request(url, key=key, body=None, timeout_s=health_timeout_s(options))
-    try:
-        models = reply.json()["supported_models"]
-        return {model["model_name"]: int(model["max_context_length"]) for model in models}[options.model_name]
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _has_model(values: dict[str, str]) -> bool:

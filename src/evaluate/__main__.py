@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
+from src.cli.environment_variables import load_environment, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import CompareConfig, EvaluateConfig
+from src.policy.served_model import with_fitting_lengths, with_served_model
 
 TITLE = [
     "python -m src.evaluate key=value ...",
@@ -39,7 +40,11 @@ def _run(argv: Sequence[str]) -> int:
         if any(argument.startswith("results=") for argument in argv):
             config = parse_as(CompareConfig, argv)
         else:
-            config = parse_as(EvaluateConfig, with_local_model(with_locations_from_environment(argv)))
+            argv = with_served_model(with_locations_from_environment(argv))
+            config = parse_as(EvaluateConfig, argv)
+            if config.base_url is None:
+                argv = with_fitting_lengths(argv, config, config.lengths_to_fit)
+                config = parse_as(EvaluateConfig, argv)
         # These imports take seconds. They are deferred so that --help and option errors appear at once.
         from src.cli.console import Display, terminal
         from src.evaluate.run import compare_finished, run

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
+from src.cli.environment_variables import load_environment, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
+from src.policy.served_model import with_fitting_lengths, with_served_model
 from src.sft.config import SftConfig
 
 TITLE = [
@@ -31,7 +32,9 @@ def _run(argv: Sequence[str]) -> int:
         argv = with_config_files(argv)
         load_environment(argv)
         argv = with_locations_from_environment(argv, names=("skyrl_tx_url",))
-        config = parse_as(SftConfig, with_local_model(argv))
+        config = parse_as(SftConfig, argv := with_served_model(argv))
+        lengths = {"context_limit": config.context_limit}
+        config = parse_as(SftConfig, with_fitting_lengths(argv, config, lengths))
         # These imports take seconds. They are deferred so that --help and option errors appear at once.
         from src.cli.console import Display, terminal
         from src.sft.run import run

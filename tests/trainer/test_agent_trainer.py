@@ -11,15 +11,15 @@ import chz
 import pytest
 
 from scripts import run_skyrl_tx
-from scripts.running_server import ServedModels
 from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
 from src.cli.command_line import parse, parse_as
-from src.cli.environment_variables import with_local_model
 from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.run import environment_of
+from src.policy.running_server import ServedModels
+from src.policy.served_model import with_served_model
 from src.records.run_folder import RunFolder, find_run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,10 +99,10 @@ def test_a_model_directory_is_requested_by_its_served_name(tmp_path: Path) -> No
     (tmp_path / "tiny").mkdir()
     by_path = ["backend=skyrl-tx", f"model_name={tmp_path}/tiny"]
     by_name = ["backend=skyrl-tx", "model_name=local/tiny"]
-    assert with_local_model(by_path) == [*by_name, f"tokenizer={tmp_path}/tiny"]
-    assert with_local_model([*by_path, "tokenizer=t"]) == [by_name[0], "tokenizer=t", by_name[1]]
+    assert with_served_model(by_path) == [*by_name, f"tokenizer={tmp_path}/tiny"]
+    assert with_served_model([*by_path, "tokenizer=t"]) == [by_name[0], "tokenizer=t", by_name[1]]
     for arguments in (["backend=tinker", by_path[1]], [by_path[0], "model_name=org/name"], [by_path[0]]):
-        assert with_local_model(arguments) == arguments
+        assert with_served_model(arguments) == arguments
 
 
 def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:

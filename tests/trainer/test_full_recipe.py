@@ -20,10 +20,10 @@ import pytest
 from scripts import recipe_options, run_skyrl_tx
 from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_defaults, wandb_is_set_up
 from scripts.run_skyrl_tx import in_trainer_names, main, trainer_arguments
-from scripts.running_server import NO_SERVER, ServedModels, find_server
 from src.cli.command_line import parse
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
+from src.policy.running_server import NO_SERVER, ServedModels, find_server
 
 KEY = "tml-of-the-server"
 

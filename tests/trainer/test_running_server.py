@@ -1,12 +1,15 @@
-"""Tests that the launcher finds the folder of the model of a running server."""
+"""Tests that the folder of the model of a running server is found, and used as the tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.running_server import tokenizer_folder
+import pytest
+
 from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
+from src.policy.running_server import tokenizer_folder
+from src.policy.served_model import with_served_model
 from tests.fakes.server import fake_context, serving
 
 
@@ -24,3 +27,22 @@ def test_a_folder_that_is_not_here_is_not_returned(tmp_path: Path) -> None:
     with serving(StartupState(state=context)) as url:
         assert tokenizer_folder(url, model_name="local/fake", key="") is None
     assert tokenizer_folder("http://other-machine:8000", model_name="local/fake", key="") is None
+
+
+@pytest.mark.parametrize("name", ["fake", "local/fake", "models/fake.gguf"])
+def test_the_tokenizer_of_a_local_model_comes_from_the_server(tmp_path: Path, name: str) -> None:
+    context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=tmp_path))
+    with serving(StartupState(state=context)) as url:
+        server = ["backend=skyrl-tx", f"skyrl_tx_url={url}"]
+        assert with_served_model([*server, f"model_name={name}"]) == [
+            *server,
+            "model_name=local/fake",
+            f"tokenizer={tmp_path}",
+        ]
+        for arguments in (
+            [*server, f"model_name={name}", "tokenizer=t"],
+            [*server, "model_name=org/fake"],
+            [*server, "model_name=other"],
+            [server[0], "skyrl_tx_url=http://127.0.0.1:9", f"model_name={name}"],
+        ):
+            assert with_served_model(arguments) == arguments

@@ -9,7 +9,8 @@ import pytest
 from src.cli.command_line import parse_as
 from src.core.errors import ConfigError
 from src.envs.try_env import TryConfig
-from src.envs.try_server import with_backend, with_fitting_lengths, with_local_server
+from src.envs.try_server import with_backend, with_local_server
+from src.policy.served_model import with_fitting_lengths
 from tests.trainer.test_full_recipe import server
 
 MODEL = ["env=tau_bench", "model_name=org/model"]
@@ -26,7 +27,8 @@ async def fitted(*argv: str, context: int) -> list[str]:
     """Return the arguments that are added for a server with this context."""
     with server({"org/model": context}) as url:
         command = [*MODEL, OUR_BACKEND, f"skyrl_tx_url={url}", *argv]
-        return (await with_fitting_lengths(command, parse_as(TryConfig, command).environment))[len(command) :]
+        config = parse_as(TryConfig, command)
+        return with_fitting_lengths(command, config, config.lengths_to_fit)[len(command) :]
 
 
 def test_a_model_without_a_key_for_the_cloud_is_served_locally():
@@ -92,7 +94,7 @@ async def test_lengths_of_the_user_are_kept(typed: list[str], added: list[str]):
 async def test_the_lengths_of_terminus_2_fit_together():
     with server({"org/model": 2048}) as url:
         command = ["tasks_dir=.", "model_name=org/model", OUR_BACKEND, f"skyrl_tx_url={url}"]
-        argv = await with_fitting_lengths(command, parse_as(TryConfig, command).environment)
-    config = parse_as(TryConfig, argv)
+        config = parse_as(TryConfig, command)
+        config = parse_as(TryConfig, with_fitting_lengths(command, config, config.lengths_to_fit))
     assert (config.context_limit, config.max_tokens) == (2048, 512)
     assert config.proactive_summarization_threshold == 512

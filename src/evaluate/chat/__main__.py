@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.environment_variables import load_environment, with_local_model, with_locations_from_environment
+from src.cli.environment_variables import load_environment, with_locations_from_environment
 from src.cli.program import run_program
 from src.core.errors import BackendError
 from src.core.log_setup import set_log_levels
@@ -21,12 +21,13 @@ from src.evaluate.chat.config import ChatConfig
 from src.evaluate.chat.conversation import COMMANDS, Answer, Conversation, talk
 from src.policy.backend import connect
 from src.policy.chat import load_chat
+from src.policy.served_model import with_fitting_lengths, with_served_model
 from src.records.checkpoints import sampler_path
 
 TITLE = [
     "python -m src.evaluate.chat key=value ...",
     "",
-    "Chat with a checkpoint or the base model. agent-trainer chat RUN takes all options from a run.",
+    "Chat with a checkpoint or the base model. agent-trainer chat RUN takes its options from a run.",
     "Commands in the chat: " + ", ".join(f"{name} {text}" for name, text in COMMANDS.items()) + ".",
 ]
 PROMPT = "you> "
@@ -39,7 +40,9 @@ async def opened(config: ChatConfig) -> AsyncGenerator[Conversation]:
     limit_s = config.request_timeout_s
     template = load_chat(config.tokenizer or config.model_name, enable_thinking=config.enable_thinking)
     async with connect(config) as endpoint:
-        async with deadline(limit_s, BackendError, f"the server opened no policy within {limit_s:g} s"):
+        async with deadline(
+            limit_s, BackendError, f"the server opened no policy within request_timeout_s={limit_s:g}"
+        ):
             policy = await endpoint.open_policy(checkpoint)
         yield Conversation(policy, template, config)
 
@@ -66,7 +69,9 @@ def chat(config: ChatConfig) -> None:
             limit_s = config.request_timeout_s
 
             async def answer(text: str) -> Answer:
-                async with deadline(limit_s, BackendError, f"the server gave no answer within {limit_s:g} s"):
+                async with deadline(
+                    limit_s, BackendError, f"the server gave no answer within request_timeout_s={limit_s:g}"
+                ):
                     return await conversation.answer(text)
 
             talk(lambda text: runner.run(answer(text)), conversation.reset, read=read_line, write=say)
@@ -83,7 +88,9 @@ def _run(argv: Sequence[str]) -> int:
     argv = with_config_files(argv)
     load_environment(argv)
     argv = with_locations_from_environment(argv, names=["skyrl_tx_url"])
-    config = parse_as(ChatConfig, with_local_model(argv))
+    config = parse_as(ChatConfig, argv := with_served_model(argv))
+    lengths = {"context_limit": config.context_limit, "max_tokens": config.max_tokens}
+    config = parse_as(ChatConfig, with_fitting_lengths(argv, config, lengths))
     with suppress(ImportError):
         import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
     set_log_levels()

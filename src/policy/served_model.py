@@ -1,0 +1,87 @@
+"""Options that follow from the model of a skyrl-tx server: its name, its tokenizer and its context.
+
+The functions take a command line and return it with options that the user has not set. They change nothing if
+the server does not answer; the program reports this when it connects.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from src.core.length_limits import fitted_lengths
+from src.policy.options import BackendOptions
+from src.policy.running_server import ServedModels, find_server, tokenizer_folder
+
+LOCAL = "local/"
+"""The prefix of the names of served models that are not on a hub."""
+
+
+def with_served_model(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the served name and the tokenizer of a directory, a GGUF file, a packaged model or a
+    model named local/NAME, if it has backend=skyrl-tx.
+
+    The tokenizer is in the directory, or in a folder of the server's machine. Other model names are hub ids,
+    whose tokenizer is that of the hub.
+    """
+    values = _values(argv)
+    name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
+    if values.get("backend") != "skyrl-tx" or not name:
+        return list(argv)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _with(argv, model_name=f"{LOCAL}{path.resolve().name}", tokenizer=str(path))
+    is_local = name.startswith(LOCAL) or "/" not in name or _is_gguf(path)
+    if not is_local or "tokenizer" in values or url is None:
+        return list(argv)
+    served = name if name.startswith(LOCAL) else f"{LOCAL}{path.stem if _is_gguf(path) else name}"
+    folder = tokenizer_folder(url, model_name=served, key=_key())
+    return list(argv) if folder is None else _with(argv, model_name=served, tokenizer=folder)
+
+
+def with_fitting_lengths(
+    argv: Sequence[str], options: BackendOptions, lengths: Mapping[str, int]
+) -> list[str]:
+    """Return `argv` with lengths that fit the context of a skyrl-tx server, and print them.
+
+    `lengths` has the values of `context_limit` and of the other lengths of the program. Lengths in `argv` are
+    kept. Nothing is changed if the context is large enough or `argv` has context_limit.
+    """
+    values = {
+        name: value for name, value in _values(argv).items() if value.lower() not in ("", "none", "null")
+    }
+    if options.backend != "skyrl-tx" or options.skyrl_tx_url is None or "context_limit" in values:
+        return list(argv)
+    models = find_server(options.skyrl_tx_url, key=_key())
+    context = models.contexts.get(options.model_name) if isinstance(models, ServedModels) else None
+    if context is None or context >= lengths["context_limit"]:
+        return list(argv)
+    fitted = fitted_lengths(
+        context,
+        max_tokens=lengths.get("max_tokens", context),
+        threshold=lengths.get("proactive_summarization_threshold", 0),
+        given=values,
+    )
+    added = [f"{name}={value}" for name, value in fitted.items() if name in lengths]
+    print(f"note: fitted to the server's context of {context} tokens: {' '.join(added)}", file=sys.stderr)
+    return [*argv, *added]
+
+
+def _with(argv: Sequence[str], *, model_name: str, tokenizer: str) -> list[str]:
+    kept = [argument for argument in argv if not argument.startswith("model_name=")]
+    has_tokenizer = any(argument.startswith("tokenizer=") for argument in argv)
+    return [*kept, f"model_name={model_name}", *([] if has_tokenizer else [f"tokenizer={tokenizer}"])]
+
+
+def _values(argv: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (argument.partition("=") for argument in argv)}
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _key() -> str:
+    return os.environ.get("TINKER_API_KEY", "")
