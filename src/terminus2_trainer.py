@@ -138,8 +138,8 @@ class Terminus2RLTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError none is
-        saved, because the state of the weights or of the files is unknown.
+        If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError, and
+        while an update is pending, none is saved, because the state of the weights or files is unknown.
         """
         progress = self._journal.progress
         self._wait_notice.start(
@@ -167,7 +167,10 @@ class Terminus2RLTrainer:
             self._wait_notice.stop()
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the initial weights of the process if this evaluation is due and has not been done."""
+        """Evaluate the weights that the process starts from if this evaluation is due.
+
+        A recorded evaluation is repeated only at step 0, because the metrics of step 0 are then logged again.
+        """
         step = self.steps_done
         if step > 0 and (first := self._journal.first_evaluation(until=step)) is not None:
             rewards = await asyncio.to_thread(graded_rewards, self._log_path, "eval", first)
@@ -180,7 +183,7 @@ class Terminus2RLTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # the earlier process has not sent the line to wandb if an evaluation was due there
+            else:  # if an evaluation was due in the earlier process, it has not sent the line to wandb
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:

@@ -19,7 +19,8 @@ def conversations(run: AnalyzedRun, task: str) -> list[str]:
     """
     if run.last_step is None:
         raise ConfigError(
-            f"{run.name} has no dumped evaluation, so there are no conversations of task={task}"
+            f"{run.name} has no dumped evaluation, so there are no conversations of task={task}; remove "
+            "task=, or give a run with dump_eval_results=true"
         )
     trials = run.evaluations[run.last_step]
     chosen = [trial for trial in trials if fnmatchcase(trial.task, task)]

@@ -1,13 +1,13 @@
 """`agent-trainer show RUN [STEP | TASK | TRIAL] [STEP]`: print the rollouts of a run, which may be running.
 
 show RUN            a row per step and evaluation
-show RUN 12         the trials of step 12; eval_000012 shows those of the evaluation only
-show RUN my-task    the trials of a task in all steps
+show RUN 12         the trials of step 12 and of the evaluation after it; eval_000012: of this evaluation only
+show RUN my-task    the trials of a task in all steps and evaluations
 show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantage and how it ended
 show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
 
-The trials of a task have the same names in all evaluations. Without a second STEP, the latest trial of a name
-is printed, with a line that lists the others.
+Except for Harbor tasks, the trials of a task have the same names in all evaluations. Without a second STEP,
+the latest trial of a name is printed, with a line that lists the others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`agent-trainer COMMAND ...`: one program for the commands of this project.
 
 Each command replaces this process by a module of the table `MODULES`, with the same arguments.
+`evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run; if the launcher started the server of
+the run, the launcher runs the module.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
-    """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
+    """Return the module of a command and its arguments. Raises ConfigError for an unknown command or run."""
     if name in RUN_COMMANDS and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
         return _for_run(arguments, RUN_COMMANDS[name], name, MODULES[name][0])
     if name in MODULES:

@@ -37,7 +37,7 @@ def with_config_files(argv: Sequence[str]) -> list[str]:
 
 
 def read_options(path: Path) -> list[str]:
-    """Return the options of a file as `key=value` arguments."""
+    """Return the options of a file as `key=value` arguments. Raises ConfigError for an invalid file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
 """Show the events of a run on a terminal or in a pipe.
 
-Each event is one line. A step and an evaluation also have a table.
+Each event is one line. A step and an evaluation also have a table, and a group has a further line for the
+first failure of each kind.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Display:
         self._console = console
         self._num_finished = 0  # groups since `batch_started`
         self._num_groups = 0
-        self._shown_failures: set[str] = set()  # the kinds of failures that have been shown
+        self._shown_failures: set[str] = set()  # failure kinds and graded-zero reasons that have been shown
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
@@ -78,7 +79,9 @@ class Display:
         self._show_first_failures(group)
 
     def _show_first_failures(self, group: TrajectoryGroup) -> None:
-        """Print one line for the first failure of each kind in the run."""
+        """Print one line for the first failure of each kind, and for the first trial of each graded-zero
+        reason in GRADING_ERROR_REASONS.
+        """
         failures = [(str(failure.kind), failure.message, "not graded") for failure in group.failures]
         failures += [
             (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")

@@ -1,4 +1,4 @@
-"""The frame of a program: its help, its exit status and its errors."""
+"""Run a program: print its help or its error, and return its exit status."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean some
 
 
 def program_of(run: str) -> str:
-    """Return the module that started the run in the folder `run`. Raises ConfigError if it has no run."""
+    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
@@ -53,7 +53,7 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """
     options = _saved(run)
     if SUPERVISED in options:
-        raise ConfigError(f"{run} is a run of sft, without tasks; write evaluate checkpoint={run} env=...")
+        raise ConfigError(f"{run} is a run of sft and has no tasks; write evaluate checkpoint={run} env=...")
     values = _shared_values(options, EvaluateConfig)
     values["n_samples"] = options.get("eval_group_size") or options.get("group_size")
     folder, pairs = str(Path(run).expanduser().resolve()), _pairs(changes, "evaluate")

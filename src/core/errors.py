@@ -5,12 +5,12 @@ TrainerError                    shown to the user as one line, exit status 1
 |-- BackendError (ConnectionError)  the Tinker endpoint cannot be reached or failed
 |   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
 |-- EnvServerError (ConnectionError)  the server of an environment failed; the trial is repeated
-|-- SandboxError                a sandbox could not start, or failed
+|-- SandboxError (RuntimeError)  a sandbox could not start, or failed
 |-- StorageError (OSError)      the files of the run cannot be written
-|-- TooManyFailuresError        too few trials could be graded to train on them
-|-- NothingTrainedError         a run reached its last step without having changed the weights
-|-- VerifierError               a trial could not be graded
-`-- AgentFault                  an agent made its own grading impossible; the reward is 0
+|-- TooManyFailuresError (RuntimeError)  too few trials of a run or of an evaluation could be graded
+|-- NothingTrainedError (RuntimeError)  a run reached its last step without having changed the weights
+|-- VerifierError (RuntimeError)  a trial could not be graded
+`-- AgentFault (RuntimeError)   an agent made its own grading impossible; the reward is 0
 """
 
 from collections.abc import Generator
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from src.core.trajectory import ZeroReason
 
-INTERRUPTED = 130  # exit status after Ctrl-C
+INTERRUPTED = 130  # exit status after SIGINT (Ctrl-C) or SIGTERM
 
 
 class TrainerError(Exception):

@@ -1,6 +1,6 @@
 """Signals, deadlines of blocking calls, and the end of the process.
 
-The first SIGINT or SIGTERM cancels the work, which then saves a checkpoint; the second ends the process
+The first SIGINT or SIGTERM cancels the work, which may then save a checkpoint; the second ends the process
 immediately. Before the work has started, the first signal ends the process. A thread ends the process if the
 work still runs STOP_GRACE_S after `stop_timeout_s`.
 """

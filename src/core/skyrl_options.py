@@ -75,7 +75,8 @@ _SERVER_SIDE = "the server chooses it, not the client; remove it"
 NO_DROPOUT = "the Tinker API has no LoRA dropout; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# SkyRL's option or group -> why it is refused. An option without an entry has that of its innermost group.
+# SkyRL's option or group -> why it is refused. An option without an entry has the reason of its innermost
+# group that has an entry.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -83,7 +84,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.policy_mini_batch_size": _SHARES,
     "trainer.eval_batch_size": "all held-out tasks are evaluated, n_parallel_envs trials at once; remove it",
     "trainer.update_epochs_per_batch": "every batch is trained once; remove it",
-    "trainer.max_prompt_length": "tasks of any length are used; max_input_length limits conversations",
+    "trainer.max_prompt_length": "tasks of any length are used; remove it, or write max_input_length=... to "
+    "limit conversations",
     "trainer.logger": "write wandb_project=NAME or trackio_project=NAME; metrics.jsonl is always written",
     "trainer.resume_mode": "write behavior_if_log_dir_exists=resume, with the log_path of the run",
     "trainer.resume_path": "write load_checkpoint_path=PATH",
@@ -95,7 +97,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.ref": "the base model is the reference; write kl_penalty_coef=... for a KL penalty",
     "trainer.policy.model.lora": _SERVER_SIDE,
     "trainer.policy.model.lora_dropout": NO_DROPOUT,
-    "trainer.target_modules": "the adapter covers all linear layers; remove it",
+    "trainer.target_modules": "the adapter covers all linear layers; remove it, or write train_attn=false, "
+    "train_mlp=false or train_unembed=false",
     "trainer.policy.optimizer_config": "write adam_beta1, adam_beta2 or adam_eps",
     "trainer.policy.optimizer_config.scheduler": "write lr_schedule=constant, linear or cosine",
     "trainer.algorithm": "it has no counterpart; docs/options.md lists the losses and estimators",
@@ -112,7 +115,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "generator.eval_sampling_params": "only eval_temperature and eval_top_p differ from training; remove it",
     "generator.chat_template": _TEMPLATE,
     "generator.custom_chat_template": _TEMPLATE,
-    "environment": "settings of an environment are environment_kwargs=key=value,...",
+    "environment": "write environment_kwargs=key=value,... for settings of an environment",
 }
 NAMES = (*TAKEN, *REFUSED_BY_REASON)
 
@@ -123,7 +126,7 @@ def taken_arguments(
     """Return the arguments with this trainer's names, and those among them that had a name of SkyRL.
 
     `option_names` are the options of the program. `refused` maps the last part of a name to the reason why it
-    is refused. Raises ConfigError for an option of SkyRL that has no counterpart.
+    is refused. Raises ConfigError for an option of SkyRL that has no counterpart in the program.
     """
     arguments: list[str] = []
     taken: list[str] = []

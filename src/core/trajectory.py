@@ -11,8 +11,8 @@ from pathlib import Path
 class StopReason(StrEnum):
     """Why a completion or a trajectory ended. For a completion it is `stop` or `length`."""
 
-    STOP = "stop"  # the agent ended the episode; completion: a stop token
-    LENGTH = "length"  # a completion was cut at max_tokens; trajectory: too many cut completions in a row
+    STOP = "stop"  # completion: a stop token; trajectory: the episode ended
+    LENGTH = "length"  # completion: it was cut at max_tokens; trajectory: its last completion was cut
     CONTEXT_LENGTH = "context_length"  # the next prompt exceeds the context
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"
@@ -29,8 +29,8 @@ class ZeroReason(StrEnum):
     FILES_TOO_LARGE = "files_too_large"
     VERIFIER_TIMEOUT = "verifier_timeout"
     NO_REWARD = "no_reward"  # the verifier wrote no reward
-    UNREADABLE_REWARD = "unreadable_reward"  # the verifier's output is not a number, or is far too long
-    VERIFIER_ERROR = "verifier_error"  # the tests or their output could not be copied
+    UNREADABLE_REWARD = "unreadable_reward"  # the reward is not a finite number, or too long to be read
+    VERIFIER_ERROR = "verifier_error"  # the verifier failed, or its tests or output could not be copied
     AGENT_ERROR = "agent_error"  # the agent's answers or its terminal made the harness fail
     TIMEOUT = "timeout"  # the whole trial reached its deadline, and the agent had used most of the time
     ENV_ERROR = "env_error"  # a message environment raised an exception for the agent's answer
@@ -55,9 +55,9 @@ class Task:
     """A problem to solve. All trials of a task in one step form a GRPO group; `id` is its key."""
 
     id: str
-    path: Path  # the task's folder, or the file with its row
+    path: Path  # the folder of the task, or the file that contains the row of the task
     instruction: str = ""
-    domain: str = ""  # its metrics are logged under this name, e.g. retail; empty: the family in its id
+    domain: str = ""  # metrics are logged under this name, e.g. retail; empty: the family in the id
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
     grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
     has_writes: bool | None = None  # whether the solution changes the database; None: unknown

@@ -97,4 +97,4 @@ class CompareConfig(Options):
     """Comparison of two finished evaluations"""
 
     results: str = chz.field(doc="Folder of a finished evaluation; no trials are played")
-    compare_with: str = chz.field(doc="Folder of the evaluation to compare it with, task by task")
+    compare_with: str = chz.field(doc="Folder of the evaluation with which results is compared, task by task")

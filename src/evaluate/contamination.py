@@ -1,4 +1,4 @@
-"""Check that held-out tasks were not trained on. Tasks are identified by content, not by name."""
+"""Check that held-out tasks are not training tasks. Tasks are identified by content, not by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document, unchanged
 
-HASHES_FILE = "train_tasks.json"  # in a run folder: task id -> content hash
+HASHES_FILE = "train_tasks.json"  # in a run folder: training task id -> content hash
 NUM_PROPOSED = 5  # tasks that an error message proposes
 CONTENT_FOLDERS = ("environment", "tests")  # the instruction and these folders define a task
 
@@ -55,7 +55,8 @@ def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, ch
             else ""
         )
         raise ConfigError(
-            f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{advice}"
+            f"held-out tasks are also training tasks: {first}{more}; leave them out of one of the "
+            f"two sets{advice}"
         )
 
 
@@ -70,7 +71,7 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 def read_hashes(log_path: Path) -> dict[str, str]:
     """Read the content hashes of the tasks that the run in `log_path` trains on.
 
-    Raises ConfigError if the file of hashes does not exist.
+    Raises ConfigError if the file of hashes does not exist or is damaged.
     """
     if not (log_path / HASHES_FILE).is_file():
         raise ConfigError(

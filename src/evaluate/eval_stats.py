@@ -117,8 +117,8 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
 
 
 def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
-    """Compare two policies on the same tasks, in the same order. Tasks without a graded trial of each policy
-    are left out.
+    """Compare two policies on the same tasks, in the same order. A task is left out unless both policies have
+    a graded trial of it.
 
     The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
     that of the exact sign-flip test of no difference.
@@ -152,7 +152,7 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     """Return the two-sided p-value of the sign-flip (permutation) test, over all 2^P sign patterns.
 
     The distribution of the sum is computed by convolution, which stays exact for any number of tasks, while
-    `scipy.stats.permutation_test` draws samples from about 17 tasks on. If the common denominator of the
+    `scipy.stats.permutation_test` by default draws samples from 14 tasks on. If the common denominator of the
     differences gives more than `MAX_SUMS` sums, the differences are rounded to a grid of that size, and sums
     within the rounding error count as equally far from 0. The result is then a tight upper bound.
 

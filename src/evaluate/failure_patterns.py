@@ -1,14 +1,15 @@
 """Failure patterns of trials, recognized in the conversation, and faults of the user simulator.
 
 A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
-matched against words:
+matched against words. An error is a tool result that starts with `Error`, or a line of a result that has the
+form of a program's error message. The tool results are
 
-    service agents    messages of role `tool` that start with `Error`
-    other agents      messages of role `user` after the first, which are the output of a terminal or of an
-                      environment; lines that have the form of a program's error message
+    service agents    messages of role `tool`
+    other agents      messages of role `user` or `tool` after the first message, which are the output of a
+                      terminal or of an environment
 
-A service trial is recognized by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial has
-a user simulator.
+A service trial is recognized by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial can
+have a user simulator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Pattern(StrEnum):
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
     FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
-    USER_SIMULATOR = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
+    USER_SIMULATOR = "customer_fault"  # a fault that `user_simulator_faults` returns
 
 
 # The first entry whose expression matches the text of an error gives its pattern.

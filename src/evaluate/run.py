@@ -84,7 +84,7 @@ async def open_policy_and_tasks(
             async with deadline(
                 limit_s,
                 BackendError,
-                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}",
+                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}; check it",
             ):
                 endpoint = await stack.enter_async_context(
                     connect_endpoint(config.base_url, config.model_name)

@@ -1,6 +1,6 @@
-"""The last lines that a run prints: held-out success before and after training, and reward variance.
+"""The last lines that a run prints, and the error of a run that has trained nothing.
 
-The numbers are read from metrics.jsonl.
+The numbers are read from metrics.jsonl, and an example of a failure from rollouts/.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def require_trained(log_path: Path) -> None:
 
 
 def first_failure(log_path: Path) -> str:
-    """Return the first recorded failure of a training trial, as a clause of a message, or ""."""
+    """Return the first recorded failure or graded-zero detail of a training trial, as a clause of a message.
+
+    Returns "" if there is none.
+    """
     for path in sorted((log_path / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)

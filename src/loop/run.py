@@ -186,7 +186,7 @@ def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Generator[Journal]:
-    """Open the journal of the run. At the end of the block, record the end state and the error in it."""
+    """Open the journal of the run. At the end of the block, record the end state and the error there."""
     journal = Journal(log_path)
     try:
         yield journal

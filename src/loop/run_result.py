@@ -20,9 +20,9 @@ class RunResult:
     """What a run has achieved so far, and how its last process ended."""
 
     folder: Path
-    end: RunState | None  # None: the process is still running, or it was killed
+    end: RunState | None  # None: the process is still running, or it was killed, or none has started
     error: str  # the message of the error that ended the process; empty if there was none
-    num_steps: int  # training steps with metrics
+    num_steps: int  # the last training step with metrics
     metrics: Mapping[str, float]  # the last line of metrics.jsonl, without values that are not finite
     held_out: Success
     checkpoints: Sequence[Checkpoint]  # the oldest first

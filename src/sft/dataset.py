@@ -107,4 +107,6 @@ def _require_held_out(dataset: Dataset) -> None:
     trained = {example.task: example.where for example in dataset.train}
     for example in dataset.held_out:
         if where := trained.get(example.task):
-            raise ConfigError(f"{example.where}: the held-out chat is also trained ({where}); remove one")
+            raise ConfigError(
+                f"{example.where}: the held-out chat or task is also trained ({where}); remove one"
+            )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-LORA_RATE = 5e-4  # ten times the rate of full fine-tuning, for the hidden size of REFERENCE_SIZE
+LORA_RATE = 5e-4  # ten times the rate of full fine-tuning, for a hidden size of REFERENCE_SIZE
 REFERENCE_SIZE = 2000
 EXPONENTS = {"llama": 0.781}  # by model_type
 OTHER_EXPONENT = 0.0775

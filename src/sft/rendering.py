@@ -1,7 +1,8 @@
 """Training sequences of chats, with the tokens that the model sees and samples in a rollout.
 
-`Chat.render` renders the prompt, an answer is a completion with its end-of-turn token, and `Chat.extend`
-appends further messages. Training and sampling therefore agree on every token.
+`Chat` of src/policy/chat.py makes the tokens: `render` renders the prompt, an answer is a completion with its
+end-of-turn token, and `extend` appends further messages. Training and sampling therefore agree on every
+token.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def example_of(
 def render(chat: Chat, template: chat_template.Chat, *, train_on: TrainOn, context_limit: int) -> Example:
     """Return the training sequence of a chat, up to its last trained token.
 
-    Raises ConfigError, with file and line, if the chat is longer than the context or has no trained token.
+    Raises ConfigError, with file and line, if the chat is longer than the context, has no trained message,
+    begins with the assistant or cannot be rendered.
     """
     trained = trained_messages(chat, train_on)
     if not trained:

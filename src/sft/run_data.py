@@ -65,8 +65,8 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
 def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Example]:
     """Return the sequences of the run's training trials whose reward meets the condition.
 
-    Every sampled token is trained. Raises ConfigError if no trial meets the condition, or if the run used
-    another tokenizer.
+    Every sampled token is trained. Raises ConfigError if no trial meets the condition, if a sequence exceeds
+    `context_limit`, if the run used another tokenizer, or if `train_on` is not its default.
     """
     if config.train_on != "all_assistant_messages":
         raise ConfigError(
@@ -94,7 +94,7 @@ def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[
 
 
 def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
-    """Raise ConfigError if the tokenizer of `run` has another name than that of the model to train."""
+    """Raise ConfigError if the tokenizer of `run` has another name than the tokenizer of this run."""
     path = run / CONFIG_FILE
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))

@@ -69,7 +69,8 @@ class SupervisedTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, a checkpoint is saved, except after a BackendError or a StorageError.
+        If the run is stopped or fails, a checkpoint is saved, except after a BackendError or a StorageError
+        and while an update is pending.
         """
         try:
             await self._evaluate_start(num_steps=len(batches))
@@ -88,7 +89,10 @@ class SupervisedTrainer:
             raise
 
     async def _evaluate_start(self, *, num_steps: int) -> None:
-        """Evaluate the weights that the process starts from, unless an earlier process has done it."""
+        """Evaluate the weights that the process starts from if this evaluation is due.
+
+        A recorded evaluation is repeated only at step 0, because the metrics of step 0 are then logged again.
+        """
         step = self.steps_done
         if step == 0:
             if self._held_out:

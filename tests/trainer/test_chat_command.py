@@ -74,8 +74,8 @@ def test_an_invalid_input_line_gives_a_one_line_error() -> None:
     assert written == [
         "error: unknown command /rest; commands are /reset and /exit",
         "error: the line is not UTF-8 text; type it again",
-        "error: the conversation has 88 tokens, which leaves no room for an answer in context_limit=60; type "
-        "/reset, or a shorter message",
+        "error: the conversation has 88 tokens, more than max_input_length=59; type /reset, or a shorter "
+        "message",
         "a",
     ]
     assert len(prompts) == 1

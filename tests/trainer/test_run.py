@@ -544,7 +544,7 @@ async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
     bench.source.train = [Task(id="a", path=tmp_path / "a", instruction="do it")]
     bench.source.eval = [Task(id="b", path=tmp_path / "b", instruction="do it")]
     with pytest.raises(
-        ConfigError, match="held-out tasks were trained on: b is training task a under another name"
+        ConfigError, match="held-out tasks are also training tasks: b is training task a under another name"
     ):
         await bench.go()
     assert not bench.path.exists()

@@ -200,7 +200,9 @@ def test_equal_chats_are_never_both_trained_and_held_out(tmp_path: Path) -> None
     both_config = parse_as(
         SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))]
     )
-    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is also trained \(.*, line 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the held-out chat or task is also trained \(.*, line 1\)"
+    ):
         load(both_config, toy_chat())
 
 

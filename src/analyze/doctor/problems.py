@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-MIN_STEPS = 9  # a trend compares thirds of the steps, and a standard error needs three values in each
+MIN_STEPS = 9  # a trend compares thirds of the steps, and each third has at least three values
 NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant at the usual level of 5 %
 SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
 RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small

@@ -53,8 +53,8 @@ class Conversation:
         max_tokens = config.length_limits.max_new_tokens(len(prompt_ids))
         if max_tokens == 0:
             raise ConfigError(
-                f"the conversation has {len(prompt_ids)} tokens, which leaves no room for an answer in "
-                f"context_limit={config.context_limit}; type /reset, or a shorter message"
+                f"the conversation has {len(prompt_ids)} tokens, more than "
+                f"max_input_length={config.length_limits.max_input_length}; type /reset, or a shorter message"
             )
         turn = await self._policy.sample(
             SampleRequest(

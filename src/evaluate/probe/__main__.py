@@ -8,8 +8,8 @@ capabilities.json.
 `request_timeout_s` limits the time to list the models, the time of each check and the time to close the
 session.
 
-The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
-checked.
+The exit status is 0 if every required check that was run holds, 1 if one does not hold, 2 if the endpoint
+could not be checked, and 130 if the program was interrupted.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         try:
             value = float(options.get(name, 1.0))
         except ValueError as error:
-            raise ConfigError(f"{name}={options[name]} is not a number") from error
+            raise ConfigError(f"{name}={options[name]} is not a number; give one above 0") from error
         if not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0, not {options[name]}")
+            raise ConfigError(f"{name} must be above 0 and finite, not {options[name]}")
     if options["output"] and not Path(options["output"]).parent.is_dir():
-        raise ConfigError(f"output={options['output']}: the folder does not exist")
+        raise ConfigError(f"output={options['output']}: the folder does not exist; create it")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*REQUIRED, *OPTIONAL}
     if unknown:
         raise ConfigError(
@@ -123,7 +123,9 @@ async def _probe(
 async def probe(
     url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None
 ) -> Capabilities:
-    """Run all checks, or those in `only`. Raises ConfigError if the endpoint does not serve the model.
+    """Run all checks, or those in `only`.
+
+    Raises ConfigError if the endpoint does not serve the model, and BackendError if an answer takes too long.
 
     The calls of the SDK block, so each check runs in a thread. A thread is abandoned at its deadline.
     """

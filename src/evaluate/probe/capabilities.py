@@ -75,7 +75,7 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "temperature": f"temperature={config.temperature}" if config.temperature != 1 else None,
     }
     needed_by |= {
-        finding.name: "this run"
+        finding.name: "a property that every run needs"
         for finding in capabilities.findings
         if finding.is_needed and finding.name not in needed_by
     }
@@ -83,5 +83,6 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         finding = capabilities.failed_check(name)
         if option is not None and finding is not None:
             raise ConfigError(
-                f"{capabilities.url} does not honour {option}: {name}: {finding.seen} ({config.capabilities})"
+                f"{capabilities.url} does not honour {option}: {name}: {finding.seen} "
+                f"({config.capabilities}); change the option, or use another endpoint"
             )
