@@ -31,6 +31,14 @@ class AnalyzeConfig(Options):
     )
 
     @chz.validate
+    def _steps_are_in_order(self) -> None:
+        first, last = self.first_step, self.last_step
+        require(
+            first is None or last is None or first <= last,
+            f"first_step={first} is after last_step={last}; exchange them",
+        )
+
+    @chz.validate
     def _there_are_runs(self) -> None:
         require(bool(self.runs), "runs names no folder; write runs=RUN,OTHER_RUN")
         require(len(set(self.runs)) == len(self.runs), "runs names a folder twice; remove one of them")

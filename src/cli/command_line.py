@@ -180,9 +180,10 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
     >>> nearest("val_dat", ["train_data", "tasks_dir"]), nearest("train_dat", ["train_data", "tasks_dir"])
     (None, 'train_data')
+    >>> nearest("valdata", ["data", "tasks_dir"])
     """
     if HELD_OUT.search(name):
-        known = [option for option in known if option != "tasks_dir" and "train" not in option]
+        known = [option for option in known if option not in ("tasks_dir", "data") and "train" not in option]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     return close[0] if close else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import chz
 
 from src.core.options import Options, at_least, require, share, share_or_0
@@ -75,6 +77,11 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         require(
             self.checkpoint is None,
             "base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url",
+        )
+        require(
+            self.compare_with is None or Path(self.compare_with).expanduser().exists(),
+            f"compare_with={self.compare_with} is not a finished evaluation, and base_url has one policy "
+            "only; give the folder of an evaluation",
         )
         require(
             self.base_url.startswith(("http://", "https://")),

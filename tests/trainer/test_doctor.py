@@ -144,6 +144,18 @@ def test_a_check_passes_if_one_of_its_conditions_is_not_met(tmp_path: Path, chan
     assert problems(run_of(tmp_path / "run", **changes)) == {}
 
 
+@pytest.mark.parametrize(
+    "options", [{"dynamic_sampling": "filter"}, {"max_staleness": 1}, {"remove_constant_reward_groups": True}]
+)
+def test_larger_groups_are_advised_if_dynamic_sampling_is_excluded(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    run = run_of(
+        tmp_path / "run", options={"group_size": 6, **options}, env__all__by_group__frac_mixed=[0.1] * 9
+    )
+    assert problems(run)[ProblemName.GROUPS_ALIKE].command.endswith(" group_size=12")
+
+
 def test_a_failed_allocation_is_found_in_the_logs(tmp_path: Path) -> None:
     path = run_of(tmp_path / "run")
     side_files = tmp_path / "run.server"

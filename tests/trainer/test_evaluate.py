@@ -323,6 +323,10 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         (
+            [*SERVER, "base_url=http://h/v1", "compare_with=base"],
+            "error: compare_with=base is not",
+        ),
+        (
             [*SERVER, "checkpoint=/no/such"],
             "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; "
             "give one of them",

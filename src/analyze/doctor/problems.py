@@ -44,6 +44,7 @@ PLACEHOLDERS = {
     "trial": "TRIAL",
     "higher_rate": "TWICE_THE_RATE",
     "lower_rate": "HALF_THE_RATE",
+    "more_mixed_groups": "dynamic_sampling=filter",
     "more_tokens": "max_tokens=TWICE_THE_TOKENS",
     "base_model": "MODEL",
 }
@@ -63,7 +64,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
         "steps",
         meaning="The rewards of most groups are equal, so they have zero advantages and train nothing: the "
         "tasks are too hard or too easy.",
-        command="agent-trainer resume {run} dynamic_sampling=filter",
+        command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.NO_UPDATE: Problem(
         sign=f"`optim/num_substeps` is 0 in more than {MAX_WITHOUT_UPDATE:.0%} of the last {RECENT_STEPS} "
@@ -71,7 +72,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
         meaning="In these steps the rewards of every group were equal, or no group passed the filters, so "
         "the weights did not change. Choose easier or harder tasks or a reward with more values, or sample "
         "further tasks in such a step.",
-        command="agent-trainer resume {run} dynamic_sampling=filter",
+        command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.KL_RISING: Problem(
         sign=f"`optim/kl_sample_train_v2` above {MAX_SAMPLER_KL:g} or `optim/kl_policy_base` above "

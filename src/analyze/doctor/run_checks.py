@@ -69,6 +69,16 @@ class CheckedRun:
         last_step = max((trial.step for trial in self.trials), default=0)
         return [trial for trial in self.trials if trial.step > last_step - RECENT_STEPS]
 
+    @property
+    def more_mixed_groups(self) -> str:
+        """The option that gives more groups with differing rewards: `dynamic_sampling`, or a larger group if
+        the run has set it or an option that excludes it."""
+        excluding = ("stream_groups", "max_staleness", "domain_mixture", "remove_constant_reward_groups")
+        is_set = self.options.get("dynamic_sampling", "off") != "off"
+        if is_set or any(self.options.get(name) for name in excluding):
+            return f"group_size={2 * int(self.options.get('group_size') or 8)}"
+        return "dynamic_sampling=filter"
+
     def scaled_rate(self, factor: float) -> str:
         return f"{float(self.options.get('learning_rate') or 1e-4) * factor:g}"
 
@@ -111,7 +121,12 @@ def groups(run: CheckedRun) -> Finding:
         for kind, name in (("low", "frac_all_bad"), ("high", "frac_all_good"))
     }
     parts = [f"{fmean(values):.0%} are all {kind}" for kind, values in shares.items() if values]
-    return problem_finding(ProblemName.GROUPS_ALIKE, "; ".join([measured, *parts]), run=str(run.path))
+    return problem_finding(
+        ProblemName.GROUPS_ALIKE,
+        "; ".join([measured, *parts]),
+        run=str(run.path),
+        more_mixed_groups=run.more_mixed_groups,
+    )
 
 
 def updates(run: CheckedRun) -> Finding:
@@ -123,7 +138,9 @@ def updates(run: CheckedRun) -> Finding:
     measured = f"{num_without} of the last {len(recent)} steps did not change the weights"
     if num_without <= MAX_WITHOUT_UPDATE * len(recent):
         return Finding(name="updates", measured=measured)
-    return problem_finding(ProblemName.NO_UPDATE, measured, run=str(run.path))
+    return problem_finding(
+        ProblemName.NO_UPDATE, measured, run=str(run.path), more_mixed_groups=run.more_mixed_groups
+    )
 
 
 def kl(run: CheckedRun) -> Finding:

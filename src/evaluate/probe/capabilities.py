@@ -72,7 +72,8 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "eps": f"adam_eps={config.adam_eps}",
         "weight decay": f"weight_decay={config.weight_decay}" if config.weight_decay else None,
         "gradient clipping": f"grad_clip_norm={config.grad_clip_norm}" if config.grad_clip_norm else None,
-        "temperature": f"temperature={config.temperature}" if config.temperature != 1 else None,
+        "temperature": _tempered(config),
+        "loads without optimizer": None if config.load_optimizer else "load_optimizer=false",
     }
     needed_by |= {
         finding.name: "a property that every run needs"
@@ -86,3 +87,12 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
                 f"{capabilities.url} does not honour {option}: {name}: {finding.seen} "
                 f"({config.capabilities}); change the option, or use another endpoint"
             )
+
+
+def _tempered(config: TrainerConfig) -> str | None:
+    """Return the option that samples at another temperature than 1, or None if there is none."""
+    if config.temperature != 1:
+        return f"temperature={config.temperature}"
+    if config.eval_temperature in (None, 1):
+        return None
+    return f"eval_temperature={config.eval_temperature}"
