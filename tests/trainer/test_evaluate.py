@@ -39,6 +39,10 @@ THINKING = (
     "error: enable_thinking needs the model's own chat template, which base_url does not give; remove one of "
     "them"
 )
+ONE_POLICY = (
+    "error: compare_with=base is not a finished evaluation, and base_url has one policy only; give the folder "
+    "of an evaluation"
+)
 EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url"
 
 
@@ -324,7 +328,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         (
             [*SERVER, "base_url=http://h/v1", "compare_with=base"],
-            "error: compare_with=base is not",
+            ONE_POLICY,
         ),
         (
             [*SERVER, "checkpoint=/no/such"],
