@@ -40,8 +40,8 @@ THINKING = (
     "them"
 )
 ONE_POLICY = (
-    "error: compare_with=base is not a finished evaluation, and base_url has one policy only; give the folder "
-    "of an evaluation"
+    "error: compare_with=base is not a finished evaluation, and base_url has one policy only; give the "
+    "folder of an evaluation"
 )
 EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url"
 
