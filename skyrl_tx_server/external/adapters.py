@@ -1,6 +1,7 @@
 """The adapters of an external server. The operation `SaveSampler` writes a snapshot in PEFT format. The
 external server loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
-evicted or lost before, the next sample loads it again."""
+evicted or lost in the meantime, the next sample loads it again. The adapter of a checkpoint that an earlier
+process saved is written and loaded at its first sample."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ class ExternalAdapters:
         return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """Return the task that loads an adapter. If an earlier load failed, start a new task."""
+        """Return the task that loads an adapter. Start a new task if there is none or it has failed."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
@@ -106,19 +107,28 @@ class ExternalAdapters:
             saved = asyncio.wrap_future(adapter.saved)
             await asyncio.wait({saved})
             if saved.cancelled() or saved.exception() is not None:
-                raise NotFoundError(f"no sampler weights {adapter.weights}: saving them failed")
-        elif not adapter.directory.exists():
+                if not is_on_disk(adapter.weights):
+                    raise NotFoundError(f"no sampler weights {adapter.weights}: saving them failed")
+                # An earlier request may have saved a checkpoint with this name.
+                adapter.saved, adapter.directory = None, self.new_directory()
+        if adapter.saved is None and not adapter.directory.exists():
             await asyncio.to_thread(self._write, adapter)
         self._make_room()
         return await self._server.load(adapter.directory)
 
     def _write(self, adapter: ExternalAdapter) -> None:
         info, arrays = self._checkpoints.read(adapter.weights)
-        write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
+        incomplete = self.new_directory()
+        try:
+            write_adapter(incomplete, arrays, info.lora, info.base_model, "float32")
+            incomplete.rename(adapter.directory)
+        except BaseException:
+            shutil.rmtree(incomplete, ignore_errors=True)
+            raise
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters above the limit. Delete the files of checkpoints, which can
-        be written again, but not those of snapshots in memory."""
+        """Unload the least recently used adapters above the limit, except those that samples use. Delete the
+        files of checkpoints, which can be written again, but not those of snapshots in memory."""
         unused = [
             adapter
             for adapter in self._adapters.values()

@@ -21,7 +21,8 @@ OTHER_MODEL_FACTOR = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobDiff:
-    """The comparison of one sample. `ours` and `theirs` are the logprobs of a token."""
+    """The comparison of one sample. `ours` is the engine's logprob of a token, `theirs` the external
+    sampler's."""
 
     num_tokens: int
     absolute: float  # the sum of |ours - theirs|

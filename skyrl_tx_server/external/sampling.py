@@ -61,8 +61,9 @@ class ExternalSampling:
         max_adapters: int,
         model_dir: Path,
     ) -> None:
-        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded
-        in the sampler. Raise ConfigError if the sampler's context is shorter than the engine's."""
+        """Write adapters below `adapters`, an absolute path. While more than `max_adapters` are loaded in the
+        sampler, unload unused ones. Raise ConfigError if the sampler's context is shorter than the
+        engine's."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: the sampler's context is {server.max_model_len} tokens, this "

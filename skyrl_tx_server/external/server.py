@@ -64,7 +64,8 @@ class ExternalServer:
 
 
 class _Client:
-    """Sends HTTP requests, and raises SamplerError for each failure."""
+    """Sends HTTP requests. `send` raises SamplerError if there is no reply, `checked` if the status is an
+    error."""
 
     def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
         self.url = str(http.base_url).rstrip("/")
@@ -72,7 +73,7 @@ class _Client:
         self._timeout_s = timeout_s
 
     async def served(self) -> dict[str, Mapping[str, object]]:
-        """Return the models that the server offers: the base model and adapters."""
+        """Return the models that the server offers, the base model and adapters, by name."""
         response = self.checked(await self.send("GET", "/v1/models"))
         try:
             return {str(card["id"]): card for card in response.json()["data"]}
@@ -85,7 +86,8 @@ class _Client:
                 return await self._http.request(method, path, json=body)
         except TimeoutError:
             raise SamplerError(
-                f"the sampler at {self.url} did not reply within sampler_timeout_s={self._timeout_s:g}"
+                f"the sampler at {self.url} did not reply within sampler_timeout_s={self._timeout_s:g}; "
+                "check the sampler, or start this server with a larger sampler_timeout_s"
             ) from None
         except httpx.HTTPError as error:
             raise SamplerError(

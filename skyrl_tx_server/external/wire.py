@@ -53,7 +53,7 @@ class Dialect(Protocol):
 
     load_path: str
     unload_path: str
-    needs: str  # options with which the external server must be started
+    needs: str  # environment variable and option with which the external server must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """Whether the server can serve a request with these settings exactly."""
@@ -66,7 +66,8 @@ class Dialect(Protocol):
         ...
 
     def read(self, body: object, request: SamplingRequest) -> SampleReply:
-        """Read a reply. Raise KeyError, TypeError, ValueError or IndexError if it is invalid."""
+        """Read a reply. Raise KeyError, TypeError, ValueError, IndexError or AttributeError if it is
+        invalid."""
         ...
 
 
@@ -92,7 +93,7 @@ class Vllm:
             # vLLM uses seed + i for sample i, which must be below 2**63.
             "seed": None if seed is None else seed % 2**62,
             "stop_token_ids": list(request.stop_tokens),
-            "ignore_eos": True,  # sampling stops only at stop_token_ids
+            "ignore_eos": True,  # sampling stops only at stop_token_ids and stop
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
             "logprobs": 0,
@@ -187,7 +188,8 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
-            f"invalid reply of the external sampler: {reason}; it needs token ids and their log-probabilities"
+            f"invalid reply of the external sampler: {reason}; a reply must contain token ids and their "
+            f"log-probabilities"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(
@@ -240,11 +242,11 @@ def _settings(settings: SamplingSettings) -> dict[str, object]:
 def _returned_sample(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> ReturnedSample:
     tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
-        raise ValueError("the token ids are not a list of integers")
+        raise ValueError("the token ids are not a non-empty list of integers")
     if values.shape != tokens.shape:
         raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
-        raise ValueError("a log-probability is not a number")
+        raise ValueError("a log-probability is not a finite number")
     return ReturnedSample(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
 
 

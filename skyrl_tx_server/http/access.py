@@ -1,4 +1,4 @@
-"""Check which host names and web pages may send requests.
+"""Check the host name of a request, and whether the web page that sent it is allowed.
 
 A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them
 with an `Origin` or a `Sec-Fetch-Site` header. If the page's own name resolves to this machine (DNS
@@ -80,20 +80,22 @@ def _check_page(policy: AccessPolicy, headers: Mapping[bytes, bytes]) -> None:
             )
     elif fetch_site not in (None, b"none", b"same-origin"):
         raise ForbiddenError(
-            f"requests from other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})"
+            f"requests from other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')}); open "
+            "the address directly, or send the request from a program"
         )
 
 
 def host_name(host: str) -> str:
     """Return the name or address in a Host header, in lower case, without port, brackets and trailing dot.
+    An IPv6 address may have no brackets if it has no port.
 
-    >>> host_name("LocalHost.:8000"), host_name("[::1]:8000"), host_name("127.0.0.1")
-    ('localhost', '::1', '127.0.0.1')
+    >>> host_name("LocalHost.:8000"), host_name("[::1]:8000"), host_name("127.0.0.1"), host_name("FE80::1")
+    ('localhost', '::1', '127.0.0.1', 'fe80::1')
     """
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    return host.partition(":")[0].removesuffix(".")
+    return host if host.count(":") > 1 else host.partition(":")[0].removesuffix(".")
 
 
 @lru_cache(maxsize=256)

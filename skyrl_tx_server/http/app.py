@@ -93,7 +93,7 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 
 async def housekeep(state: AppState) -> None:
-    """Reload changed API keys, and remove expired sessions, checkpoints, results and derived files."""
+    """Reload changed API keys. Remove expired sessions, checkpoints and results, and unused derived files."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):

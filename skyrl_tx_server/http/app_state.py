@@ -26,7 +26,8 @@ class HttpSettings:
     """The options of the HTTP side, with the values that are derived from them."""
 
     model_dir: Path | None
-    """The directory of the tokenizer, for clients on this machine. None: clients use the model's name."""
+    """The directory of the tokenizer, for OpenAI's routes and for clients on this machine. None: OpenAI's
+    routes refuse text, and clients use the model's name."""
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
@@ -41,8 +42,9 @@ class AppState:
     """The state of the operator, who can access everything, or of a tenant.
 
     The state of a tenant contains views of the registry, the checkpoints and the run index without the
-    objects of other tenants, its own futures, and an engine that counts its tokens in flight. A handler
-    receives the state of the tenant that sent the request, so handlers do not check ownership.
+    objects of other tenants (except public checkpoints), its own futures, and an engine that counts its
+    tokens in flight. A handler receives the state of the tenant that sent the request, so handlers do not
+    check ownership. The handler of a route without a key receives the operator's state.
     """
 
     engine: EngineClient
@@ -58,8 +60,8 @@ class AppState:
     tenants: dict[str, AppState] = field(default_factory=dict)  # the existing states, by tenant
 
     def for_tenant(self, tenant: str) -> AppState:
-        """Return the state of a tenant, which is created if necessary. Only the operator's state has other
-        tenants."""
+        """Return the state of a tenant, which is created if necessary. Only the operator's state may be asked
+        for the state of another tenant."""
         if tenant == self.tenant:
             return self
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"

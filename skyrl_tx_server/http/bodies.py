@@ -25,7 +25,7 @@ limit on connections also limits the number of such bodies."""
 DISCARD_AT_MOST = 1 << 30
 """A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
-"""A body that arrives more slowly than this on average is rejected."""
+"""A body that takes `stalled_s` longer than at this rate is rejected."""
 MAX_COMPRESSION_RATIO = 200
 ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
@@ -56,7 +56,7 @@ TRAINING_BODY = BodyLimits(
 CHAT_BODY = BodyLimits(
     max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
 )
-"""Enough for the text of a context of a million tokens."""
+"""The text of a context of a million tokens fits into these limits."""
 
 
 class BodyBudget:
@@ -201,8 +201,8 @@ def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: 
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """Return the decompressed body. Raise UserError if it is not zstd, exceeds `limit` bytes, or exceeds both
-    ALWAYS_DECOMPRESSED_BYTES and MAX_COMPRESSION_RATIO times the size of `body`."""
+    """Return the decompressed body. Raise UserError if `body` is not zstd, or if the result exceeds `limit`
+    bytes or both ALWAYS_DECOMPRESSED_BYTES and MAX_COMPRESSION_RATIO times the size of `body`."""
     largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
     parts: list[bytes] = []
     size = 0
@@ -227,6 +227,6 @@ def decompress(body: bytes, limit: int) -> bytes:
 def _too_large(limit: int) -> UserError:
     size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
     return UserError(
-        f"the request is larger than this route's limit of {size}; send smaller requests "
-        "(max_request_mb limits training requests)"
+        f"the request is larger than this route's limit of {size}; send smaller requests (for training "
+        "requests in protobuf, a larger max_request_mb of the server raises the limit)"
     )

@@ -41,7 +41,7 @@ ACCEPT_AGAIN_S = 0.1
 
 
 def raise_file_limit() -> int:
-    """Raise the limit on open files as far as this user may. Return the new limit."""
+    """Raise the limit on open files as far as this user may, up to MAX_OPEN_FILES. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -20,7 +20,9 @@ def open_socket(options: HttpOptions) -> socket.socket:
             options.host, options.port, type=socket.SOCK_STREAM
         )[0]
     except OSError as error:
-        raise ConfigError(f"{address_text}: {error.strerror}") from None
+        raise ConfigError(
+            f"{address_text}: {error.strerror}; pass an address or name of this machine as host="
+        ) from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -29,7 +31,8 @@ def open_socket(options: HttpOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"{address_text}: {error.strerror}; stop the program that listens there, or pass another port="
+            f"{address_text}: {error.strerror}; stop the program that listens there, or pass another host= "
+            "or port="
         ) from None
     return listener
 

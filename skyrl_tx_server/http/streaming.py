@@ -32,7 +32,8 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """Withdraw the request. If it has started, it ends after the current decode dispatch."""
+        """End the request after the current prefill or decode dispatch. To withdraw a request that has not
+        started, cancel its future too."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:
@@ -76,7 +77,8 @@ async def wait_for_results(
 ) -> list[SampleResult] | None:
     """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None.
 
-    If the engine refuses one of `ops`, withdraw the others and raise its ServerError.
+    If `submit` refuses one of `ops`, withdraw the others and raise the ServerError. Raise ServerError also if
+    one of `ops` fails.
     """
     watcher = StreamWatcher(streams_tokens=False)
     try:

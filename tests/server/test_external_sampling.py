@@ -28,8 +28,9 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
     StopReason,
 )
-from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
+from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, SamplerError, ServerError
 from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.external import adapters as external_adapters
 from skyrl_tx_server.external.sampling import ExternalSampling
 from skyrl_tx_server.external.server import connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
@@ -219,6 +220,31 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     foreign_dir.rmdir()
 
 
+async def test_a_failed_duplicate_save_keeps_the_checkpoint(external: ExternalSampling) -> None:
+    path = "tinker://m/sampler_weights/twice"
+    saves = [external.submit(SaveSampler(model_id="m", weights=path)) for _ in range(2)]
+    results = await asyncio.gather(*map(asyncio.wrap_future, saves), return_exceptions=True)
+    assert isinstance(results[1], ConflictError)
+    assert len((await run_op(external, sample(path))).sequences[0].tokens) == 20
+
+
+async def test_an_incomplete_adapter_is_written_again(
+    external: ExternalSampling, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "tinker://m/sampler_weights/incomplete"
+    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))
+
+    def fail(directory: Path, *arguments: object) -> None:
+        directory.mkdir(parents=True)
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(external_adapters, "write_adapter", fail)
+        with pytest.raises(OSError, match="No space left"):
+            await run_op(external, sample(path))
+    assert len((await run_op(external, sample(path))).sequences[0].tokens) == 20
+
+
 async def test_a_restarted_sampler_gets_its_adapters_again(
     sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
@@ -283,11 +309,11 @@ def remove(key: str) -> Callable[[dict], object]:
         (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids and 20 log-probabilities"),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),
-            "not a number",
+            "not a finite number",
         ),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, -9999.0),
-            "not a number",
+            "not a finite number",
         ),
         (lambda answer: answer["choices"].pop(), "0 samples|index out of range"),
         (lambda answer: answer["choices"][0].update(prompt_token_ids=[1]), "differ from the prompt"),

@@ -289,7 +289,7 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
             == "Grüße, 世界!"
         )
         assert engine.received[-1].weights == weights
-    with pytest.raises(openai.BadRequestError, match="is a training checkpoint"):
+    with pytest.raises(openai.BadRequestError, match="is not a sampler checkpoint"):
         client.chat.completions.create(model="tinker://run/weights/last", messages=HELLO)
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'") as error:
         client.chat.completions.create(model="gpt-4", messages=HELLO)

@@ -47,6 +47,7 @@ URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
 """Derived files that were not requested for this time are removed."""
 _SECRET = secrets.token_bytes(32)
+_NEW_URL = "request a new URL with get_external_weights_urls (SDK 0.35 and older: get_checkpoint_archive_url)"
 _ANY_TEXT = ("utf-8", "surrogatepass")  # arguments of `str.encode` for text of a URL, which may be invalid
 
 
@@ -96,9 +97,9 @@ async def download(state: AppState, request: Request) -> Reply:
     if not is_time or not hmac.compare_digest(
         signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()
     ):
-        raise NotFoundError("no such download; request new URLs with get_external_weights_urls")
+        raise NotFoundError(f"no such download; {_NEW_URL}")
     if int(ends) < datetime.now(UTC).timestamp():
-        raise UserError("this download URL has expired; request new ones with get_external_weights_urls")
+        raise UserError(f"this download URL has expired; {_NEW_URL}")
     return OpenFileResponse(await asyncio.to_thread(_open, state.checkpoints, path, file, generation))
 
 
@@ -120,9 +121,7 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:
-            raise NotFoundError(
-                f"checkpoint {path} was saved again after this URL was created; request new URLs"
-            )
+            raise NotFoundError(f"checkpoint {path} was saved again after this URL was created; {_NEW_URL}")
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:

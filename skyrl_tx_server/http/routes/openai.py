@@ -89,7 +89,7 @@ async def get_model(state: AppState, request: Request) -> Reply:
 
 
 async def _models(state: AppState) -> dict[str, int]:
-    """Return model name -> time of its creation, in seconds since 1970."""
+    """Return model name -> time of its creation, in seconds since 1970; 0 for the base model."""
     names = {state.base_model: 0}
     for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
@@ -112,14 +112,14 @@ def _no_such_model(state: AppState, name: str) -> str:
 
 async def _weights(state: AppState, name: str) -> str | None:
     """Return `Sample.weights` for a model name; None is the base model. Raise NotFoundError for an unknown
-    name, and UserError for a training checkpoint or a checkpoint of another base model."""
+    name, and UserError for a checkpoint that is not for sampling or belongs to another base model."""
     if name == state.base_model:
         return None
     if is_on_disk(name):
         info = await asyncio.to_thread(state.checkpoints.info, name)
         if info.kind is not CheckpointKind.SAMPLER:
             raise UserError(
-                f"{name} is a training checkpoint; use the path that save_weights_for_sampler returns"
+                f"{name} is not a sampler checkpoint; use the path that save_weights_for_sampler returns"
             )
         state.check_base_model(info.base_model)
         return name

@@ -28,7 +28,8 @@ async def client_config(state: AppState, request: Request) -> Reply:
         "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": False,
-        # With these two flags SDK 0.19 - 0.36 send the same requests as 0.38.
+        # With the first flag, SDK 0.19 - 0.24 send forward_backward as protobuf, as newer SDKs always do.
+        # With the second, SDK 0.24.1 - 0.36 restore a model with one load_weights, as 0.38 always does.
         "proto_write_fwdbwd": True,
         "create_model_via_load_weights": True,
         # pyqwest rejects the certificates of `openssl req -x509` (CaUsedAsEndEntity), and the SDK

@@ -26,7 +26,7 @@ _NOT_IMPLEMENTED = "this server does not implement this call"
 _USE_ANY_KEY = "use any API key that begins with tml- if the server has none"
 
 _MESSAGES = {
-    "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy its directory in checkpoints_dir",
+    "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory in checkpoints_dir",
     "GET audit": f"audit: {_ACCOUNTS}; its log has one line for each request",
     "GET billing/usage/events": f"billing usage: {_ACCOUNTS}; GET /metrics counts tokens by kind",
     "GET billing/usage/checkpoints/current": f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the "

@@ -142,14 +142,15 @@ def save_named(
     seq_id: int | None,
     ttl_seconds: int | None,
 ) -> Reply:
-    """Save the checkpoint `path`, which must not exist unless `op` overwrites it. It expires after
-    `ttl_seconds`."""
+    """Save the checkpoint `path`, which must not exist unless `op` overwrites it. The checkpoint expires
+    after `ttl_seconds`; None: never."""
     overwrite = isinstance(op, SaveWeights) and op.overwrite
 
     def start() -> Future[WeightsSaved]:
         if not overwrite and state.checkpoints.exists(path):
             raise UserError(
-                f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
+                f"checkpoint {path} exists already; choose another name (only save_state can overwrite a "
+                f"checkpoint, with overwrite=True)"
             )
         if not state.checkpoints.exists(path):
             state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
@@ -290,7 +291,7 @@ async def get_training_run(state: AppState, request: Request) -> Reply:
     infos = await asyncio.to_thread(state.checkpoints.list, run_id)
     run = state.run_index.run(run_id) or (_run_of(infos[0]) if infos else None)
     if run is None:
-        raise NotFoundError(f"no training run {run_id}")
+        raise NotFoundError(f"no training run {run_id}; list_training_runs returns the existing runs")
     return _run_to_json(state, run, infos)
 
 

@@ -20,7 +20,7 @@ _loading = threading.Lock()  # two threads must not import transformers at the s
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that this module needs."""
+    """The attributes and methods of a Hugging Face tokenizer that OpenAI's routes need."""
 
     chat_template: str | dict[str, str] | None
     eos_token_id: int | None

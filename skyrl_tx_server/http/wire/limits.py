@@ -35,7 +35,7 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
 
 
 def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
-    """Return token ids [N] as int32. Raise UserError if one is outside the vocabulary."""
+    """Return token ids of any shape as int32. Raise UserError if one is outside the vocabulary."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
         invalid_token = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
         raise UserError(
@@ -46,8 +46,8 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
 
 
 def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
-    """Return the tokens of all chunks of a ModelInput as an array [P] int32. Raise UserError for other kinds
-    of chunks."""
+    """Return the tokens of all chunks of a ModelInput as an array [P] int32. Raise UserError for a chunk that
+    is not text, and for a token outside the vocabulary."""
     fields = JsonReader(body, where)
     parts = [np.zeros(0, np.int64)]
     for chunk_body in fields.items("chunks"):

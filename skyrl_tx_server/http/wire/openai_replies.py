@@ -10,7 +10,7 @@ from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
-from skyrl_tx_server.http.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
+from skyrl_tx_server.http.wire.chat_format import REPLACEMENT, Rendered, TextPieces, Tokenizer, decoder
 from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
 from skyrl_tx_server.http.wire.output_parser import (
     Answer,
@@ -105,7 +105,7 @@ class Choices:
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
         """Yield a chunk with the new text and, at the end of a choice, a chunk with the finish reason.
 
-        Without new text, the first chunk is sent only if it has the logprobs or token ids of new tokens.
+        If there is no new text, the former chunk is sent only to return logprobs or token ids of new tokens.
         """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
@@ -204,11 +204,17 @@ def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, ob
 def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, object]:
-    """Return the logprobs of every sampled token, including the one that ended the sample."""
+    """Return the logprobs of every sampled token, including the one that ended the sample. `bytes` is null
+    for a token that is only a part of a character."""
     tokens = [decode([token]) for token in ids]
     return {
         "content": [
-            {"token": token, "logprob": float(logprob), "bytes": list(token.encode()), "top_logprobs": []}
+            {
+                "token": token,
+                "logprob": float(logprob),
+                "bytes": None if REPLACEMENT in token else list(token.encode()),
+                "top_logprobs": [],
+            }
             for token, logprob in zip(tokens, logprobs, strict=True)
         ],
         "refusal": None,

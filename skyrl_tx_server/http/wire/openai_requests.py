@@ -171,7 +171,7 @@ def _sampling(
     options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
-        # OpenAI's `stop` adds to the model's end tokens; Tinker's `stop` replaces them.
+        # OpenAI's `stop` adds to the model's end-of-sequence tokens; Tinker's `stop` replaces them.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),

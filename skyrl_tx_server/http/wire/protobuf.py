@@ -1,7 +1,7 @@
 """Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
 SDK 0.25 and later use JSON for all other bodies. Arrays are little-endian bytes. An undefined log-probability
-is NaN.
+of a prompt token is NaN; a position without top-k tokens has `NO_LOGPROB`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _STOP_REASONS = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STO
 
 
 def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
-    """Parse a ForwardBackwardRequest. `forward_only` marks the SDK's `forward`. Raise UserError if it is
-    invalid."""
+    """Parse a ForwardBackwardRequest. Its field `forward_only` marks a `forward` of the SDK. Raise UserError
+    if the request is invalid."""
     _check_fields(body)
     request = pb.ForwardBackwardRequest()
     try:
@@ -105,7 +105,8 @@ def _check_fields(body: bytes) -> None:
 
 def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count: int) -> int:
     """Return `count` plus the number of fields of the message at body[offset:end], including nested messages.
-    Raise UserError if there are too many, and IndexError if the body ends within a varint."""
+    Raise UserError if there are too many or a packed list is too large, and IndexError if the body ends
+    within a varint."""
     while offset < end:
         count += 1
         if count > MAX_FIELDS:
@@ -197,7 +198,8 @@ def _refuse_unknown(message: Message, where: str) -> None:
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
         raise UserError(
-            f"{where}: unknown protobuf field {listed(unknown)}; this server implements tinker 0.38"
+            f"{where}: unknown protobuf field {listed(unknown)}; this server implements tinker 0.38; "
+            "install that version"
         )
 
 

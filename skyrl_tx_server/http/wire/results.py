@@ -22,7 +22,8 @@ from skyrl_tx_server.engine.operations import (
 
 
 def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
-    """Return the JSON body of a result. `extra` contains the fields that the route adds."""
+    """Return the JSON body of a result. `kind` is the type of the request. `extra` contains the fields that
+    the route adds."""
     match result:
         case SampleResult():
             return {
@@ -93,7 +94,7 @@ def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
-    """Return the top-k of each position, with None at a position without a context."""
+    """Return the top-k of each position, with None at a position that has no top-k tokens."""
     return [
         None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
         for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)

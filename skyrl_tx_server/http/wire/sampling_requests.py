@@ -147,7 +147,8 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Check the tokens to score. They have one row per prompt position after the first; -1 means no token."""
+    """Return the checked tokens to score as int32. They have one row per prompt position after the first; -1
+    means no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(

@@ -16,15 +16,20 @@ _CHUNK_SIZE = 1 << 16
 
 
 def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
-    """Return a flat list of numbers as an array [N]. Raise ValueError for other contents.
+    """Return a flat list of numbers or booleans as an array [N]. Raise ValueError for other contents and for
+    fractions if `dtype` is an integer type, and OverflowError for an integer that is too large for `dtype`.
 
     The list is converted in chunks, between which other threads can run, because numpy holds the GIL.
     """
     parts = []
     for start in range(0, len(values), _CHUNK_SIZE):
         part = values[start : start + _CHUNK_SIZE]
-        if not set(map(type, part)) <= {int, float, bool}:
+        types = set(map(type, part))
+        if not types <= {int, float, bool}:
             raise ValueError("not a flat list of numbers")
+        has_floats = float in types and dtype is not None and dtype.kind == "i"
+        if has_floats and not all(float(value).is_integer() for value in part):
+            raise ValueError("not a list of integers")
         parts.append(np.asarray(part, dtype))
     return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.asarray([], dtype)
 

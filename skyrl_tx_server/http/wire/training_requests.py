@@ -125,8 +125,8 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
 
 
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
-    """Parse the JSON body of forward_backward or forward from SDK 0.24 and older. Raise UserError if it is
-    invalid."""
+    """Parse the JSON body of a forward (from SDK 0.24 and older) or of a forward_backward (from SDK 0.18 and
+    older). Raise UserError if it is invalid."""
     fields = JsonReader(body, "forward" if forward_only else "forward_backward")
     inner = JsonReader(
         fields.mapping("forward_input" if forward_only else "forward_backward_input"),
