@@ -58,7 +58,7 @@ class TaskSource(Protocol):
     async def noop_reward(self, task: Task) -> float | None:
         """Return the reward of an agent that does nothing, or None if the environment cannot measure it.
 
-        Raises the same errors as an attempt at the task.
+        Raises the errors of the environment.
         """
         ...
 

@@ -72,8 +72,8 @@ class MessageEnv(Protocol):
         """Return the first messages.
 
         An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError one of kind
-        `backend`; the trial is then repeated. An AgentFault gives the trial reward 0 with the reason of the
-        fault. Other exceptions become a failure of kind `env_init_failed`.
+        `backend`; the trial is then repeated, up to `trial_attempts` attempts. An AgentFault gives the trial
+        reward 0 with the reason of the fault. Other exceptions become a failure of kind `env_init_failed`.
         """
         ...
 
@@ -264,7 +264,7 @@ class _Episode:
         self._append(turn, reward)
 
     def _append(self, turn: Turn, reward: float) -> None:
-        """Append a turn with its reward. The reward of an empty answer is added to the preceding turn."""
+        """Append a turn with its reward. An empty answer adds its reward to the preceding turn, if any."""
         if turn.completion_ids:
             self._turns.append(turn)
             self._turn_rewards.append(reward)

@@ -23,7 +23,7 @@ HARBOR_ONLY = (
     *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
 )
 DATA = "data"  # the environment that data= selects
-# Environments that read no files of rows, and the options to use instead.
+# Environments that do not read train_data or test_data, and the options to use instead.
 INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
 INSTEAD_OF_TEST_DATA = {
     "harbor": "eval_tasks in training, or tasks in an evaluation",
@@ -51,7 +51,8 @@ class TaskOptions(SeedOptions):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor",
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor; or "
+        "of the files of toy_retail (env=tau_bench)",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -59,7 +60,8 @@ class TaskOptions(SeedOptions):
     test_data: list[str] | None = chz.field(
         default=None,
         doc="Held-out tasks, which replace those of the environment and of eval_split: .jsonl or .parquet "
-        "files of rows, or DOMAIN:SPLIT (env=tau_bench); a prefix NAME= is the name in metrics",
+        "files of rows (env=fleet: .jsonl), or DOMAIN:SPLIT (env=tau_bench); a prefix NAME= (env=tau_bench, "
+        "env=data) is the name in metrics",
     )
 
     @property
@@ -106,15 +108,17 @@ class SplitOptions(TaskOptions):
     train_data: list[str] | None = chz.field(
         default=None,
         doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., of "
-        "env=fleet, or of your own environment: .jsonl or .parquet files of rows, or DOMAIN:SPLIT "
-        "(env=tau_bench)",
+        "env=fleet, or of your own environment: .jsonl or .parquet files of rows (env=fleet: .jsonl), or "
+        "DOMAIN:SPLIT (env=tau_bench)",
     )
     eval_split: float = chz.field(
-        default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"
+        default=0.2,
+        doc="Share of the tasks held out if there is neither eval_tasks, test_data nor a test split of the "
+        "environment; 0: none",
     )
     eval_tasks: list[str] | None = chz.field(
         default=None,
-        doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored",
+        doc="Held-out tasks: ids or globs, or (env=harbor) folders of tasks; eval_split is then ignored",
     )
 
     @chz.validate
@@ -180,7 +184,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     )
     max_consecutive_truncations: int = chz.field(
         default=3,
-        doc="End a trial after this many answers in a row that were cut at max_tokens",
+        doc="End a trial after this many answers in a row that were empty or cut at max_tokens",
         validator=at_least(1),
     )
     enable_summarize: bool = chz.field(

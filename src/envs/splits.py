@@ -21,7 +21,11 @@ def hold_out(
     Raises ConfigError if a pattern matches no task or if no training task is left.
     """
     if patterns:
-        matching = _matching(tasks, patterns, "eval_tasks: {!r} is neither a folder nor the name of a task")
+        matching = _matching(
+            tasks,
+            patterns,
+            "eval_tasks: {!r} matches no task; give ids or globs of tasks or, with env=harbor, a folder",
+        )
         held_out_ids = {task.id for task in matching}
     else:
         count = round(fraction * len(tasks))
@@ -39,7 +43,7 @@ def hold_out(
 
 def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
-    return list(tasks) if patterns is None else _matching(tasks, patterns, "tasks: {!r} matches no task")
+    return list(tasks) if patterns is None else _matching(tasks, patterns, "tasks: {!r} matches no task; give ids or globs of tasks")
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:

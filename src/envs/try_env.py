@@ -73,9 +73,9 @@ class TryConfig(HarborOptions, TauBenchOptions):
         default="", doc="Model as the server or the endpoint names it, for policy=model"
     )
     tasks: list[str] | None = chz.field(
-        default=None, doc="Only these tasks: ids or globs; None: the first n_tasks"
+        default=None, doc="Ids or globs; the first n_tasks matching tasks are played; None: all tasks match"
     )
-    n_tasks: int = chz.field(default=3, doc="Number of tasks to play", validator=at_least(1))
+    n_tasks: int = chz.field(default=3, doc="Maximum number of tasks to play", validator=at_least(1))
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
@@ -123,7 +123,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
                 f"{name} is for policy=model, not policy={kind}; remove one of them",
             )
         require(
-            self.base_url is None or self.checkpoint is None, "base_url and checkpoint exclude each other"
+            self.base_url is None or self.checkpoint is None, "base_url and checkpoint exclude each other; remove one of them"
         )
         require(
             self.uses_backend or not self.use_native_tool_calling,

@@ -34,7 +34,8 @@ async def with_local_server(
 ) -> list[str]:
     """Add skyrl_tx_url=`url` if backend=skyrl-tx has no address.
 
-    Raises ConfigError if no server is ready there. `typed` are the arguments as the user typed them.
+    Raises ConfigError if no server is ready there. `typed` are the user's arguments, with the options of
+    config files, for the command that the message shows.
     """
     values = _values(argv)
     if not _has_model(values) or values.get("backend") != "skyrl-tx" or "skyrl_tx_url" in values:

@@ -20,7 +20,7 @@ def load_function(name: str, *, option: str, value: str | None = None) -> Callab
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{setting}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
+            f"{setting}: cannot import {module_name} ({error}); install it, or add its folder to PYTHONPATH"
         ) from error
     except Exception as error:  # The user's module can raise anything while it is imported.
         raise ConfigError(
@@ -28,7 +28,7 @@ def load_function(name: str, *, option: str, value: str | None = None) -> Callab
         ) from error
     function = vars(module).get(function_name)
     if function is None:
-        raise ConfigError(f"{setting}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{setting}: {module_name} has no function {function_name}; correct the name")
     if not callable(function):
-        raise ConfigError(f"{setting}: {function_name} of {module_name} is not a function")
+        raise ConfigError(f"{setting}: {function_name} of {module_name} is not a function; name one")
     return function

@@ -4,7 +4,7 @@ task.
 Each task is played without a model: its own solution must score 1, and an agent that does nothing must score
 0. A task that fails a check gives no training signal or a wrong one. A task without a solution counts
 as neither sound nor unsound if doing nothing scores 0. The command prints one line per task. Its exit status
-is 1 if a task is unsound, and 2 if no task could be played.
+is 1 if a task is unsound, and 2 for wrong options, or if the folder has no valid tasks.
 
 The solution is graded in a fresh environment and in place. If both scores agree, the trainer grades the task
 in a fresh environment, else in place; `grading.json` in tasks_dir records the choice.

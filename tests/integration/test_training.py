@@ -237,7 +237,7 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
         (
             ["eval_tasks=nothing-like-this"],
-            "error: eval_tasks: 'nothing-like-this' is neither a folder nor the name of a task",
+            "error: eval_tasks: 'nothing-like-this' matches no task; give ids or globs",
         ),
     ],
 )

@@ -237,7 +237,7 @@ def test_test_data_is_held_out_under_its_name(tmp_path: Path):
 
 
 NO_QUESTION = (
-    "there is none of the columns messages, prompt, question, problem; its columns are q, a; name one with"
+    "there is none of the columns messages, prompt, question, problem; the row has q, a; name one with"
 )
 
 
@@ -255,7 +255,7 @@ NO_QUESTION = (
         (
             '{"question": "a", "answer": "1"}',
             ["environment_kwargs=answer=b"],
-            "FILE:1: there is no column b; its",
+            "FILE:1: there is no column b; name one of question, answer",
         ),
         ('{"question": "", "answer": "1"}', [], "FILE:1: question has no user message with a text"),
         (

@@ -57,7 +57,7 @@ def test_a_share_is_held_out_by_the_seed(five_tasks: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("nope", "'nope' is neither a folder nor the name of a task"), ("*", "none is left to train on")],
+    [("nope", "'nope' matches no task; give ids or globs"), ("*", "none is left to train on")],
 )
 def test_an_invalid_selection_is_refused(five_tasks: Path, pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,5 +1,5 @@
-"""`python -m src.envs.data.grading_worker math|regex`: compares answers with references. Requests and replies
-are lines of JSON.
+"""`python -m src.envs.data.grading_worker math|regex`: compares answers with references. Requests (<-)
+and replies (->) are lines of JSON.
 
     -> {"id": 0}                     the worker is ready
     <- {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}

@@ -48,7 +48,7 @@ class Reward(Protocol):
     """Grades the answers to questions."""
 
     def check(self, question: Question) -> None:
-        """Raises ConfigError with file and line for a row that cannot be graded."""
+        """Raise ConfigError with file and line for a row that cannot be graded."""
         ...
 
     async def grade(self, answer: str, question: Question) -> Graded:

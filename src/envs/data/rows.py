@@ -50,7 +50,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The text of all messages except system messages, which identifies repeated rows."""
+        """The text of all messages except system messages. It identifies repeated rows."""
         texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
         return "\n".join([*texts, *self.follow_ups])
 
@@ -125,7 +125,8 @@ def _messages(value: object, *, where: str) -> list[Message]:
         )
         if role not in ROLES or not isinstance(content, str):
             raise ConfigError(
-                f"{where} is not a text and not a list of messages with role ({', '.join(ROLES)}) and content"
+                f"{where} is not a text and not a list of messages with role ({', '.join(ROLES)}) and "
+                "content; correct it"
             )
         messages.append({"role": role, "content": content})
     if not any(str(message["content"]).strip() for message in messages if message["role"] == "user"):
@@ -157,9 +158,9 @@ def _missing(
 ) -> ConfigError:
     columns = ", ".join(record.values) or "none"
     if column is not None:
-        return ConfigError(f"{record.where}: there is no column {column}; its columns are {columns}")
+        return ConfigError(f"{record.where}: there is no column {column}; name one of {columns}")
     return ConfigError(
-        f"{record.where}: there is none of the columns {', '.join(default_columns)}; its columns are "
+        f"{record.where}: there is none of the columns {', '.join(default_columns)}; the row has "
         f"{columns}; name one with environment_kwargs={option}=COLUMN"
     )
 
