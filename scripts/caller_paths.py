@@ -30,6 +30,8 @@ def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
 
 def _absolute(argument: str, caller: Path) -> str:
     name, _, value = argument.partition("=")
+    if value.lower() in ("", "none", "null") or value.startswith("~"):
+        return argument
     if name in OUTPUT_OPTIONS:
         return f"{name}={caller / value}"
     if name not in INPUT_OPTIONS:

@@ -89,6 +89,8 @@ def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)
     probabilities = softmax(top)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = (ranks < settings.top_k[:, None]) & ((before < settings.top_p[:, None]) | (ranks == 0))
+    # Without the last condition, rounding of the cumulative sum would mask tokens of a row with top_p=1.
+    in_top_p = (before < settings.top_p[:, None]) | (ranks == 0) | (settings.top_p[:, None] >= 1)
+    kept = (ranks < settings.top_k[:, None]) & in_top_p
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled >= threshold, scaled, MASKED)

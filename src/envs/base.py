@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from src.core.trajectory import Task, Trajectory, TrialFailure
+from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.policy.sampling_policy import Policy
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+
+
+DEFAULT_DEADLINE_S = 7200.0
+"""The deadline of a trial without the option `trial_timeout_s`."""
 
 
 class Trial(Protocol):
@@ -25,6 +29,19 @@ class Trial(Protocol):
         Raises nothing except CancelledError. Cancellation frees the trial's environment.
         """
         ...
+
+
+async def run_with_timeout(
+    trial: Trial, policy: Policy, task: Task, timeout_s: float | None
+) -> Trajectory | TrialFailure:
+    """Run a trial. A trial that does not finish within `timeout_s` (None: two hours) is a failure."""
+    timeout_s = timeout_s or DEFAULT_DEADLINE_S
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await trial.run(policy)
+    except TimeoutError:
+        message = f"not finished after {timeout_s:g} s"
+        return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
 
 
 @runtime_checkable

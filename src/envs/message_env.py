@@ -181,10 +181,10 @@ class _Episode:
             turn = await self._sample(prompt_ids, max_tokens=max_tokens)
             answer = self._chat.decode(turn.completion_ids)
             step_result = await self._step(turn, answer)
-            self._record(turn, step_result)
             start = len(self.conversation)
             self._tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
             self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
+            self._record(turn, step_result)
             if step_result.is_done:
                 self.stop_reason = step_result.stop_reason or self.stop_reason
                 return

@@ -20,6 +20,8 @@ def hold_out(
 
     Raises ConfigError if a pattern matches no task or if no training task is left.
     """
+    if not tasks:
+        raise ConfigError("the environment has no tasks; correct the options that select them")
     if patterns:
         matching = _matching(
             tasks,
@@ -43,7 +45,11 @@ def hold_out(
 
 def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
-    return list(tasks) if patterns is None else _matching(tasks, patterns, "tasks: {!r} matches no task; give ids or globs of tasks")
+    return (
+        list(tasks)
+        if patterns is None
+        else _matching(tasks, patterns, "tasks: {!r} matches no task; give ids or globs of tasks")
+    )
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:

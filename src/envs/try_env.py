@@ -41,7 +41,7 @@ from src.core.options import at_least, require
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
 from src.core.token_ids import TokenIds
 from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
-from src.envs.base import TaskSource, close_quietly
+from src.envs.base import TaskSource, close_quietly, run_with_timeout
 from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.envs.registry import check_environment, open_task_source
@@ -123,7 +123,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
                 f"{name} is for policy=model, not policy={kind}; remove one of them",
             )
         require(
-            self.base_url is None or self.checkpoint is None, "base_url and checkpoint exclude each other; remove one of them"
+            self.base_url is None or self.checkpoint is None,
+            "base_url and checkpoint exclude each other; remove one of them",
         )
         require(
             self.uses_backend or not self.use_native_tool_calling,
@@ -246,8 +247,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
         slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
         with tempfile.TemporaryDirectory() as folder:
             trials = [(task, member) for task in tasks for member in range(config.n_samples)]
-            unprinted = list(range(len(trials)))
-            panels: dict[int, Panel] = {}  # of finished trials that follow an unfinished one
+            unprinted, panels = list(range(len(trials))), dict[int, Panel]()  # panels of finished trials
 
             async def play(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
                 async with slots:
@@ -258,7 +258,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                         temperature=config.temperature,
                         member=member,
                     )
-                    result = await trial.run(policy_for(task))
+                    result = await run_with_timeout(trial, policy_for(task), task, config.trial_timeout_s)
                 panels[number] = trial_panel(task, member, result, with_messages=config.kind != "typed")
                 while unprinted and unprinted[0] in panels:
                     console.print(panels.pop(unprinted.pop(0)))

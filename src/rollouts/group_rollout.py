@@ -18,7 +18,7 @@ from pathlib import Path
 from src.core.errors import BackendError, TooManyFailuresError
 from src.core.exception_origin import described
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
-from src.envs.base import DeadlineAware, TaskSource
+from src.envs.base import DEFAULT_DEADLINE_S, DeadlineAware, TaskSource
 from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -27,7 +27,6 @@ from src.rollouts.options import RolloutOptions
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DEADLINE_S = 7200.0
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0  # limit of the wait between two attempts, to which `back_off` adds up to 50 %
 # A trial with a failure of these kinds is repeated.

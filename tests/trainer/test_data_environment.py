@@ -252,10 +252,11 @@ NO_QUESTION = (
         ('\n["a"]\n', [], "FILE:2: the line is a JSON list, not an object; correct it"),
         ('{"q": "a", "a": "1"}', [], f"FILE:1: {NO_QUESTION} environment_kwargs=question=COLUMN"),
         ('{"question": "a"}', [], "FILE:1: there is none of the columns answer, ground_truth"),
+        ('{"question": "a", "answer": null}', [], "FILE:1: answer is null; give the reference answer"),
         (
             '{"question": "a", "answer": "1"}',
             ["environment_kwargs=answer=b"],
-            "FILE:1: there is no column b; name one of question, answer",
+            "FILE:1: there is no column b; the row has question, answer; correct",
         ),
         ('{"question": "", "answer": "1"}', [], "FILE:1: question has no user message with a text"),
         (

@@ -116,19 +116,23 @@ async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) ->
 async def test_a_dockerfile_is_built(tmp_path: Path) -> None:
     context = tmp_path / "environment"
     (context / "data").mkdir(parents=True)
+    (context / "empty").mkdir()
     (context / "data" / "a.txt").write_text("a")
     (context / "run.sh").write_text("echo hi")
     dockerfile = r"""
 # syntax=docker/dockerfile:1
 FROM python:3.12-slim AS only
+ARG WHO=nobody
 ARG WHO=world
 ENV GREETING="hello $WHO" \
     EMPTY=
 WORKDIR /srv/app
 COPY --chmod=755 run.sh /usr/local/bin/greet
 COPY data/ ./data/
+COPY empty /srv/empty
 COPY ["data/a.txt", "copies/"]
-RUN apt-get update && apt-get install -y --no-install-recommends tmux bash \
+RUN	apt-get update && apt-get install -y -o Dpkg::Options::=--force-confold -t stable tmux bash \
+
     && rm -rf /var/lib/apt/lists/*
 RUN echo "$GREETING" > made.txt
 RUN <<EOF
@@ -140,7 +144,8 @@ CMD ["sleep", "infinity"]
 """
     async with environment(tmp_path, dockerfile) as env:
         shown = await env.exec(
-            "pwd; cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; echo $GREETING"
+            "pwd; test -d /srv/empty && cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; "
+            "echo $GREETING"
         )
     assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naa\nhi\nhello world\n"
 

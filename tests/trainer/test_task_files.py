@@ -232,6 +232,10 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
             "rows.jsonl:1: the actions are not a list of objects",
         ),
         (
+            [row("retail", "1", instruction="x", actions=[], outputs="327")],
+            "rows.jsonl:1: outputs is not a list; correct it",
+        ),
+        (
             [row("healthcare", "1")],
             "train_data or test_data: domain=healthcare is not one of toy_retail, retail",
         ),

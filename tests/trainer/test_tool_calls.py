@@ -120,11 +120,12 @@ def test_a_parameter_is_json_or_text(written, value):
 
 def test_a_parameter_whose_schema_is_text_stays_text():
     types = {"id": {"type": "string"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
-    properties = {**types, "n": {"type": "integer"}, "any": {}, "both": {"type": ["string", "integer"]}}
+    both = {"type": ["string", "integer"]}
+    properties = {**types, "n": {"type": "integer"}, "any": {}, "true": True, "both": both}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     values = "".join(f"<parameter={name}>7</parameter>" for name in properties)
     parsed = parse(f"<function=f>{values}</function>", {"f"}, text_parameters=text_parameters([tool]))
-    assert parsed.calls[0].arguments == {"id": "7", "note": "7", "n": 7, "any": 7, "both": 7}
+    assert parsed.calls[0].arguments == {"id": "7", "note": "7", "n": 7, "any": 7, "true": 7, "both": 7}
 
 
 @pytest.mark.parametrize("cut", range(1, len(FUNCTION) - 1))

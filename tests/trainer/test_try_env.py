@@ -137,6 +137,16 @@ async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPa
     assert "no trial could be graded" in text and status == 1
 
 
+async def test_a_trial_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "slow_env.py").write_text(LATE_ENV.replace('ended >= {"b", "c"}', "False"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "answers.txt").write_text("hello\n")
+    text, status = await run_try_env(
+        "env=slow_env:open_env", f"answers={tmp_path / 'answers.txt'}", "trial_timeout_s=0.2"
+    )
+    assert "timeout: not finished after 0.2 s" in text and "(2/2 trials)" in text and status == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

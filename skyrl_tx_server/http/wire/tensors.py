@@ -28,7 +28,7 @@ def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
         if not types <= {int, float, bool}:
             raise ValueError("not a flat list of numbers")
         has_floats = float in types and dtype is not None and dtype.kind == "i"
-        if has_floats and not all(float(value).is_integer() for value in part):
+        if has_floats and any(isinstance(value, float) and not value.is_integer() for value in part):
             raise ValueError("not a list of integers")
         parts.append(np.asarray(part, dtype))
     return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.asarray([], dtype)

@@ -98,8 +98,8 @@ def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> li
     tasks: dict[tuple[str, str | None], Task] = {}
     for question in questions:
         values = question.record.values
-        row_id = next((values[column] for column in ID_COLUMNS if column in values), None)
-        domain = next((values[column] for column in DOMAIN_COLUMNS if column in values), "")
+        row_id = next((values[column] for column in ID_COLUMNS if values.get(column) is not None), None)
+        domain = next((values[column] for column in DOMAIN_COLUMNS if values.get(column) is not None), "")
         task = Task(
             id=f"{path.stem}-{question.record.number:05d}" if row_id is None else str(row_id),
             path=path,
@@ -147,9 +147,9 @@ def _reference(record: Record, columns: Columns) -> str | None:
             *(part["ground_truth"] for part in nested if "ground_truth" in part),
         ]
     )
-    if not candidates:
+    value = next((candidate for candidate in candidates if candidate is not None), None)
+    if value is None:
         return None
-    value = candidates[0]
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -158,7 +158,10 @@ def _missing(
 ) -> ConfigError:
     columns = ", ".join(record.values) or "none"
     if column is not None:
-        return ConfigError(f"{record.where}: there is no column {column}; name one of {columns}")
+        return ConfigError(
+            f"{record.where}: there is no column {column}; the row has {columns}; correct "
+            f"environment_kwargs={option}={column}"
+        )
     return ConfigError(
         f"{record.where}: there is none of the columns {', '.join(default_columns)}; the row has "
         f"{columns}; name one with environment_kwargs={option}=COLUMN"
@@ -168,5 +171,9 @@ def _missing(
 def require_reference(question: Question) -> str:
     """Return the reference answer. Raises ConfigError if the row has none."""
     if question.reference is None:
+        record = question.record
+        null_column = next((column for column in ANSWER_COLUMNS if column in record.values), None)
+        if null_column is not None:
+            raise ConfigError(f"{record.where}: {null_column} is null; give the reference answer")
         raise _missing(question.record, None, ANSWER_COLUMNS, option="answer")
     return question.reference

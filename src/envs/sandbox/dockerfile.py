@@ -87,8 +87,9 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     image = _expand(words[0], variables) if words else ""
                 case "ARG":
                     for item in shlex.split(value):
-                        name, _, default = item.partition("=")
-                        arguments.setdefault(name, _expand(default, variables))
+                        name, has_default, default = item.partition("=")
+                        if has_default or name not in arguments:
+                            arguments[name] = _expand(default, variables)
                 case "ENV":
                     environment.update(_environment(value, variables))
                 case "WORKDIR":
@@ -153,9 +154,10 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
         while text.endswith("\\") and index < len(lines):
             following = lines[index].strip()
             index += 1
-            if not following.startswith("#"):
+            if following and not following.startswith("#"):
                 text = text[:-1] + " " + following
-        name, _, value = text.partition(" ")
+        name, *values = text.split(maxsplit=1)
+        value = values[0] if values else ""
         if name.upper() in ("RUN", "COPY", "ADD") and (marker := re.search(r"<<-?\s*(['\"]?)(\w+)\1", value)):
             body = []
             while index < len(lines) and lines[index].strip() != marker.group(2):
@@ -248,9 +250,9 @@ def _copied(
         if not match.is_relative_to(context) or not match.exists():
             raise ConfigError(f"{path}:{line}: {source} is not in {context}")
         if match.is_dir():
+            items = sorted(match.rglob("*")) or [match]
             files += [
-                (item, str(PurePosixPath(target, item.relative_to(match).as_posix())))
-                for item in sorted(match.rglob("*"))
+                (item, str(PurePosixPath(target, item.relative_to(match).as_posix()))) for item in items
             ]
         else:
             files.append((match, str(target / match.name if into_directory or len(matches) > 1 else target)))

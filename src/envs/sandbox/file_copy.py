@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import errno
 import io
 import logging
 import os
@@ -38,6 +39,11 @@ MAX_REWARD_BYTES = 2**20
 NOTE_FILE = "left_out.txt"
 CUT_SUFFIX = ".cut"
 CHUNK = 2**16
+HOST_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+"""Errors of this host when a file is created. The archive can cause the others."""
 LARGE_OUTPUT = 2**20
 
 
@@ -113,8 +119,8 @@ class TrialDownloads:
         if not is_whole:
             note(
                 self._note,
-                f"{source}: only {budget.files} files, {budget.size / 2**20:g} MiB and {MAX_DEPTH} levels "
-                "are kept; the rest was omitted",
+                f"{source}: at most {budget.files} files, {budget.size / 2**20:g} MiB, {MAX_DEPTH} levels "
+                f"and {COLLECT_TIMEOUT_S:g} s of download are allowed; the rest was omitted",
             )
 
 
@@ -298,8 +304,10 @@ def _unpack_member(
             return True
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("xb")
-    except OSError:  # the file exists, or a parent is not a directory
-        return True
+    except OSError as error:
+        if error.errno in HOST_ERRORS:
+            raise
+        return True  # the file exists, a parent is not a directory, or the name is too long
     source = tar.extractfile(member)
     assert source is not None
     size, written = member.size, 0

@@ -43,7 +43,13 @@ APT = """#!/bin/bash
 # The sandbox uses the host's programs and cannot install others. Packages of the host count as installed.
 verb=
 packages=()
+previous=
 for argument; do
+    option=$previous
+    previous=$argument
+    case $option in
+    -o | --option | -t | --target-release | --default-release | -c | --config-file) continue ;;
+    esac
     case $argument in
     -*) ;;
     *=*) packages+=("${argument%%=*}") ;;

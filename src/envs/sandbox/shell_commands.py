@@ -54,7 +54,9 @@ def commands(script: str) -> list[list[str]]:
 
 
 def needs_network(words: Sequence[str]) -> str | None:
-    """Return the program and subcommand of a command that clearly needs the network, else None."""
+    """Return the program of a command that clearly needs the network, with its subcommand if that matters,
+    else None.
+    """
     program, *arguments = words
     program = program.rpartition("/")[2]
     if re.fullmatch(r"python[\d.]*", program) and arguments[:1] == ["-m"]:
@@ -82,10 +84,27 @@ def needs_network(words: Sequence[str]) -> str | None:
     return f"{program} {plain[0]}" if verbs else program
 
 
+APT_OPTIONS_WITH_VALUE = {
+    "-o",
+    "--option",
+    "-t",
+    "--target-release",
+    "--default-release",
+    "-c",
+    "--config-file",
+}
+"""Options of apt-get whose value may be the next argument."""
+
+
 def apt_packages(words: Sequence[str]) -> list[str]:
     """Return the packages that a command installs with apt or apt-get."""
     program, *arguments = words
-    plain = [argument for argument in arguments if not argument.startswith("-")]
+    previous = ["", *arguments]
+    plain = [
+        argument
+        for argument, option in zip(arguments, previous, strict=False)
+        if not argument.startswith("-") and option not in APT_OPTIONS_WITH_VALUE
+    ]
     return plain[1:] if program.rpartition("/")[2] in ("apt", "apt-get") and plain[:1] == ["install"] else []
 
 

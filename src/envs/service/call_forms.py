@@ -78,7 +78,7 @@ def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]])
 
 
 def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]]:
-    """Return, for each of the OpenAI schemas, the parameters that accept text and no other JSON value."""
+    """Return, for each of the OpenAI schemas, the parameters that accept text and no other value but null."""
     texts: dict[str, set[str]] = {}
     for tool in tools:
         function: Any = tool["function"]
@@ -88,7 +88,9 @@ def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]
 
 
 def _is_text(schema: Any) -> bool:
-    alternatives = schema.get("anyOf") or [schema]
+    if not isinstance(schema, Mapping):  # true or false
+        return False
+    alternatives = [item for item in schema.get("anyOf") or [schema] if isinstance(item, Mapping)]
     types = [alternative.get("type") for alternative in alternatives]
     flat = [name for value in types for name in (value if isinstance(value, list) else [value])]
     return set(flat) - {"null"} == {"string"}

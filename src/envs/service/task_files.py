@@ -75,7 +75,8 @@ def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path
     for row in rows:
         if (row.domain, row.task) not in tasks:
             raise ConfigError(
-                f"{path}: {row.domain} has no task {row.task}; give its id, or an instruction and actions"
+                f"{path}: {row.domain} has no task {row.task}; give the id of a task, or an "
+                "instruction and actions"
             )
     return [tasks[row.domain, row.task] for row in rows]
 
@@ -128,10 +129,15 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: the actions are not a list of objects with name and arguments"
+            f"{where}: the actions are not a list of objects with name and arguments; correct them"
         ) from error
-    facts = [str(fact) for fact in _as_list(info.get("outputs")) or []]
-    return TaskDefinition(instruction=str(info["instruction"]), actions=gold, facts=facts)
+    outputs = info.get("outputs")
+    facts = [] if outputs is None else _as_list(outputs)
+    if facts is None:
+        raise ConfigError(f"{where}: outputs is not a list; correct it")
+    return TaskDefinition(
+        instruction=str(info["instruction"]), actions=gold, facts=[str(fact) for fact in facts]
+    )
 
 
 def _as_list(value: object) -> list[Any] | None:
