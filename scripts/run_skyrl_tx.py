@@ -1,7 +1,7 @@
 """`./run_skyrl_tx.sh`: train with this project's server. The program starts the server if no server answers.
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
-`model_name`, the recipe trains the model of a server at the default address, if a run can use that server.
+`model_name`, the recipe trains the model of the server at `skyrl_tx_url`, if a run can use that server.
 Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
 server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
 (`arithmetic`). With `quickstart=terminal`, another model (`model_name`) is first fine-tuned on demonstrations
@@ -246,13 +246,13 @@ def full_recipe(user_options: dict[str, str]) -> int:
         return fail(f"skyrl_tx_url={url}: {reason}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(
-            f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh "
+            f"skyrl_tx_url={url}: {reason}; start a server there with scripts/start_skyrl_tx.sh "
             f"{model.base_model}"
         )
     elif httpx.URL(url).scheme != "http":
         return fail(
-            f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set "
-            "SSL_CERT_FILE=CERT.pem"
+            f"skyrl_tx_url={url}: {reason}; start a server there for {model.served_name}, or, if its "
+            "certificate is not trusted here, set SSL_CERT_FILE=CERT.pem"
         )
     else:
         port = httpx.URL(url).port or 8000
@@ -300,7 +300,9 @@ def with_server_of(
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
-        return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
+        return fail(
+            f"the run in {run} has backend=tinker; use .venv/bin/agent-trainer instead of ./run_skyrl_tx.sh"
+        )
     folder, url = Path(run).expanduser().resolve(), options.get("skyrl_tx_url", "")
     server_folder = folder.with_name(f"{folder.name}.server")
     if not (server_folder / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
@@ -323,7 +325,7 @@ def with_server_of(
 
 
 def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
-    """Return the options for the model that the server at the default address serves, if a run without
+    """Return the options for the model that the server at `skyrl_tx_url` serves, if a run without
     `model_name` can use it. Otherwise return no options, and print the reason if there is a server.
 
     Raises ConfigError with the reason if the user chose the server, or tasks that no quick start has.

@@ -143,7 +143,7 @@ def serve(**options: object) -> Iterator[str]:
         assert process.stdout is not None
         ready = process.stdout.readline()
         if not ready.startswith("skyrl-tx server ready: "):
-            raise SystemExit(f"the server did not start: {ready}")
+            raise SystemExit("the server did not start; see its error message above")
         try:
             yield ready.split()[3]
         finally:

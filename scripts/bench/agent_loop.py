@@ -163,7 +163,7 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
             assert process.stdout is not None
             ready = process.stdout.readline()
             if not ready.startswith("skyrl-tx server ready: "):
-                raise SystemExit(f"agent_loop: the server did not start: {ready}")
+                raise SystemExit("agent_loop: the server did not start; see its error message above")
             url = ready.split()[3]
             with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
                 training = service.create_lora_training_client(

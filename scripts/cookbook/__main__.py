@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         *(set(names) - {recipe.name for recipe in RECIPES}),
     ]:
         print(
-            f"cookbook: unknown {', '.join(sorted(unknown))}; "
+            f"cookbook: unknown {', '.join(sorted(unknown))}; options: work, venv, torch; "
             f"recipes: {', '.join(recipe.name for recipe in RECIPES)}",
             file=sys.stderr,
         )

@@ -145,5 +145,5 @@ DEVICES: dict[str, Costs] = {
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
 """Qwen3-4B on one H200, calculated and not measured. `h200` has 67 % of the bandwidth (4.3 TB/s) and 51 % of
-the arithmetic (790 TFLOP/s) that were measured on an H200. The times of `h200-fixed` do not depend on the
-context."""
+the arithmetic (790 TFLOP/s) that are reachable on an H200 (not measured by this project). The times of
+`h200-fixed` do not depend on the context."""

@@ -71,13 +71,13 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
         )
     run_id, kind, name = segments
     check_run_id(run_id)
-    _check(_NAME, name, "checkpoint name")
+    _check(_NAME, name, "checkpoint name", "'.', '_' and '-'")
     return run_id, CheckpointKind(kind), name
 
 
 def check_run_id(run_id: str) -> None:
     """Raise UserError if `run_id` is not a valid id of a training run."""
-    _check(_RUN_ID, run_id, "run id")
+    _check(_RUN_ID, run_id, "run id", "'.', '_', ':' and '-'")
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def record_errors(path: str) -> Generator[None]:
         raise
     except ValueError as error:
         raise UserError(
-            f"checkpoint {path} is damaged: {RECORD_NAME} is not JSON ({str(error)[:200]})"
+            f"checkpoint {path} is damaged: {RECORD_NAME} cannot be parsed ({str(error)[:200]})"
         ) from None
 
 
@@ -164,6 +164,6 @@ def _lora(fields: Mapping[str, object]) -> LoraSpec:
     return lora
 
 
-def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
+def _check(pattern: re.Pattern[str], text: str, kind: str, punctuation: str) -> None:
     if not pattern.fullmatch(text) or text in (".", ".."):
-        raise UserError(f"{kind} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")
+        raise UserError(f"{kind} {text!r} is not allowed; use 1 to 200 letters, digits, {punctuation}")

@@ -308,6 +308,7 @@ class CheckpointStore:
         if info.base_model != self._base_model:
             raise UserError(
                 f"{info.path} was made from base model {info.base_model}, this server runs {self._base_model}"
+                f"; start a server with {info.base_model}"
             )
         base_model_hash = record.get("base_model_hash")
         if None not in (base_model_hash, self._base_model_hash) and base_model_hash != self._base_model_hash:

@@ -11,7 +11,7 @@ SLACK_BYTES = 1 << 20  # for records, tensor tables and directories
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Raise ServerError if the file system of `directory` has less free space than `num_bytes` and
+    """Raise ServerError if the file system of `directory` has less free space than `num_bytes` plus
     SLACK_BYTES. The directory must exist."""
     free = shutil.disk_usage(directory).free
     if num_bytes + SLACK_BYTES > free:

@@ -18,7 +18,8 @@ ARCHITECTURES = {
 """`general.architecture` -> `model_type` and the class in `architectures` of config.json."""
 DEFAULT_ROPE_THETA = 10_000.0
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The scaling of all Llama 3.1 to 3.3 models. A GGUF file contains only the resulting divisors."""
+"""The scaling of all Llama 3.1 to 3.3 models, except `factor`. A GGUF file contains only the resulting
+divisors."""
 MAX_LAYERS = 1024
 _UNSUPPORTED = ("attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale")
 
@@ -137,7 +138,10 @@ def _rope(fields: _Fields, head_dim: int) -> dict[str, Any]:
             theta = fields.number("rope.freq_base", DEFAULT_ROPE_THETA)
             if np.allclose(stored, llama3_divisors(theta, head_dim, **scaling), rtol=1e-4):
                 return {"rope_type": "llama3", **scaling}
-        raise ConfigError(f"{file.path}: rope_freqs.weight is not the scaling of Llama 3.1 to 3.3")
+        raise ConfigError(
+            f"{file.path}: rope_freqs.weight is not the scaling of Llama 3.1 to 3.3, and other "
+            "scalings are not supported"
+        )
     match fields.text("rope.scaling.type", "none"):
         case "none":
             return {"rope_type": "default"}
@@ -148,7 +152,9 @@ def _rope(fields: _Fields, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
             }
         case kind:
-            raise ConfigError(f"{file.path}: rope.scaling.type {kind[:80]!r} is not supported; only yarn is")
+            raise ConfigError(
+                f"{file.path}: rope.scaling.type {kind[:80]!r} is not supported, only none and yarn"
+            )
 
 
 def llama3_divisors(

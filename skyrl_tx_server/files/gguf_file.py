@@ -177,7 +177,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     table = [_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise _DamagedError(f"general.alignment is {alignment}")
+        raise _DamagedError(f"general.alignment is {alignment}, not a positive integer")
     header_size = cursor.position
     data_start = -(-header_size // alignment) * alignment
     tensors = {}
@@ -212,5 +212,5 @@ def _num_bytes(name: str, shape: tuple[int, ...], number: int) -> int:
         ) from None
     block, size = GGML_QUANT_SIZES[kind]
     if prod(shape) == 0 or shape[-1] % block:
-        raise _DamagedError(f"tensor {name[:80]} of type {kind.name} has shape {shape}")
+        raise _DamagedError(f"tensor {name[:80]} of type {kind.name} has the invalid shape {shape}")
     return prod(shape) // block * size

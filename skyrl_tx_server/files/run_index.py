@@ -58,7 +58,7 @@ class _Sizes:
 
 class RunIndex:
     """The training runs of all tenants. A view, which `for_tenant` returns, contains the runs of one tenant.
-    Only the event loop uses the index."""
+    Only the event loop changes the index."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

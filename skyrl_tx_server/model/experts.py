@@ -2,10 +2,10 @@
 that each expert computes matrix products.
 
 An assignment is a token with one of its experts. Assignments are sorted into tiles of one expert each. A loop
-over the tiles in use multiplies each tile by the weight of its expert. The size of the program and its memory
-do not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same
-result, but on a CPU XLA multiplies every token by every expert, which takes 17 times as long (64 experts,
-4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
+(on a GPU, a kernel) multiplies each tile in use by the weight of its expert. The size of the program does not
+depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same result, but
+on a CPU XLA multiplies every token by every expert, which takes 17 times as long (64 experts, 4,096 tokens,
+256 x 256). Example with tiles of 2 and experts a, b, c:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """

@@ -10,8 +10,8 @@ Before the products of a layer, training gathers the matrices that `fsdp` divide
 than the activations of the layer's tokens. Sampling leaves matrices in place (`weight_stationary`) and sends
 the activations of its few tokens.
 
-Adapters are replicated on every device, except the factors of experts, which are on the devices of their
-experts. If `config.mesh` is None, there is one device and no array is sharded.
+Routers and adapters are replicated on every device, except the factors of experts, which are on the devices
+of their experts. If `config.mesh` is None, there is one device and no array is sharded.
 
 Several processes may share a mesh, each with the same number of devices. The first axes then divide the
 processes, and the last axes the devices of each process.
@@ -138,7 +138,7 @@ def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
 
 def put(tree: Any, shardings: Any) -> Any:
     """Copy a tree of arrays, which must be equal in every process, to the devices. `shardings` is a tree of
-    shardings, one sharding for all arrays, or None for the default device."""
+    shardings. With one process, it may be one sharding for all arrays, or None for the default device."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 

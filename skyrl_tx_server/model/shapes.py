@@ -10,10 +10,10 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 256  # the first of `segment_ends`
+MIN_SEGMENT = 256  # the first of `segment_ends`, if the context is not shorter
 MIN_DECODE_WIDTH = 4
-"""The smallest width of a decode program. A width of 1 would change results, because a matrix product of one
-row differs in the last bits from products of several rows."""
+"""The smallest width of a decode program, if a rank has so many slots. A width of 1 would change results,
+because a matrix product of one row differs in the last bits from products of several rows."""
 ATTENTION_TILE = 128
 """The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
 are multiples of it."""

@@ -54,7 +54,8 @@ class Remat(StrEnum):
     previous option."""
 
     NOTHING = "nothing"
-    ACTIVATIONS = "activations"  # norms, rotary embedding, silu; outputs of products and attention are kept
+    # norms, rotary embedding, silu and routed experts; the outputs of other products and attention are kept
+    ACTIVATIONS = "activations"
     LAYERS = "layers"  # everything except the input of each layer
 
 

@@ -52,8 +52,8 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 def resolve_model(base_model: str) -> Path:
     """Return the local directory of `base_model`.
 
-    `base_model` is a local directory, a GGUF file, which is converted, or a name on the Hugging Face hub,
-    which is downloaded. Raises ConfigError if there is no such model.
+    `base_model` is a local directory, a GGUF file or packaged model, which is converted, or a name on the
+    Hugging Face hub, which is downloaded. Raises ConfigError if there is no such model.
     """
     if is_gguf(base_model):
         return converted_directory(base_model)

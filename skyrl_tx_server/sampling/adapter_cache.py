@@ -1,7 +1,7 @@
 """The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
 Slot 0 is the base model. A sampler snapshot is an immutable copy of a training adapter. A snapshot that a
-sequence in a decode slot uses is pinned to its LoRA slot. When a slot is needed, the least recently used
+running or preempted sequence uses is pinned to its LoRA slot. When a slot is needed, the least recently used
 snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (in-memory snapshots)
 or from disk (tinker:// paths). A trainer saves an in-memory snapshot every step and cannot drop it before its
 session ends, so the cache drops the least recently used in-memory snapshots when host memory runs out.
@@ -60,7 +60,7 @@ class AdapterCache:
         # the LoRA slot of each snapshot on the device, least recently used first
         self.on_device: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
-        self._pins: Counter[str] = Counter()  # number of sequences that need the LoRA slot of a snapshot
+        self._pins: Counter[str] = Counter()  # number of sequences and chunks that need a snapshot's slot
         self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
         self._saves: Counter[str] = Counter()  # number of saves of each name
         self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them
@@ -105,7 +105,7 @@ class AdapterCache:
         None: the base model.
 
         Raises CapacityError if all slots are pinned, NotFoundError if the snapshot does not exist, and
-        UserError if `weights` is a training checkpoint.
+        UserError if `weights` is a checkpoint of another kind or its rank exceeds `max_lora_rank`.
         """
         if weights is None:
             return BASE_SLOT
@@ -198,7 +198,8 @@ class AdapterCache:
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
             raise UserError(
-                f"{weights} is a training checkpoint; sample from one made by save_weights_for_sampler"
+                f"{weights} is not a sampler checkpoint; sample from the path that save_weights_for_sampler "
+                "returns"
             )
         info, arrays = self._read(weights)
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)

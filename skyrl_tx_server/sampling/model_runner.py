@@ -288,8 +288,8 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. Either the
-        call has failed or the computation that it started, for example because GPU memory ran out."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The error is
+        that of the call or of the computation that it started, for example because GPU memory ran out."""
         try:
             self.wait()
         except Exception:

@@ -2,7 +2,7 @@
 
 Preempt: a sequence loses its KV pages, and its prefix is computed again when pages are free. A slot stays
 reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
-samples the same tokens.
+keeps its tokens and uses the same random numbers for the next ones.
 
 Pause: a sequence loses its slot to another request and keeps its pages, so its results are bit-identical in
 any slot of its data-parallel rank. Paused sequences lose their pages before another sequence is preempted.

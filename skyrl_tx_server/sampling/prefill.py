@@ -43,7 +43,8 @@ class Prefiller:
 
         The result has one entry per planned request, None if more chunks of its prompt remain. Raises
         CapacityError if the first request must wait for pages, a LoRA slot or preempted sequences. After any
-        error except SequencesLostError the state of all sequences is unchanged.
+        error except SequencesLostError the state of all sequences is unchanged, except that paused sequences
+        may have lost their pages.
         """
         self._check_preempted(requests[0].tenant)
         planned = self.planner.plan(requests)

@@ -193,8 +193,8 @@ class PrefillPlanner:
 
         `keep_spare` keeps one free page for each running sequence of a rank and one more. Return None if the
         prefill batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse
-        a longer prefix. Paused sequences lose their pages if there are too few. If the pages still do not
-        suffice, raises CapacityError without allocating any page.
+        a longer prefix. If there are too few pages, paused sequences lose theirs. If the pages still do
+        not suffice, raises CapacityError without allocating any page.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

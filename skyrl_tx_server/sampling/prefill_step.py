@@ -145,16 +145,17 @@ def _first_tokens(
     """Return the first token [B] of each sequence that begins and its logprob [B], from hidden states
     [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
 
-    Usually one sequence begins per prompt, so at most N sequences begin. On a CPU without a mesh, the head is
-    then computed for N sequences instead of B. On a GPU the head takes little time, and the additional branch
-    would make the device wait for the host. With a mesh, the slots are divided over the devices.
+    If one sequence begins per prompt, at most N sequences begin. On a CPU without a mesh, the head is then
+    computed for N sequences (at least MIN_DECODE_WIDTH) instead of B. On a GPU the head takes little time,
+    and the additional branch would make the device wait for the host. With a mesh, the slots are divided over
+    the devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))
 
     def sample(slots: jax.Array | slice) -> tuple[jax.Array, jax.Array]:
-        of_slots = replace(indices, slots=jnp.asarray(indices.slots)[slots])
-        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=of_slots))
+        slot_indices = replace(indices, slots=jnp.asarray(indices.slots)[slots])
+        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=slot_indices))
         states = hidden.reshape(-1, 1, hidden.shape[-1])[lasts[slots]]
         logits = head_logits(config, params, adapter, states)[:, 0]
         chosen = jax.tree.map(lambda setting: jnp.asarray(setting)[slots], settings)

@@ -386,7 +386,7 @@ def test_unsuitable_checkpoints_are_refused(model_dir: Path, checkpoints_dir: Pa
         sampler = saved_path(engine, SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s"))
         with pytest.raises(UserError, match="has no optimizer state"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
-        with pytest.raises(UserError, match="is a training checkpoint"):
+        with pytest.raises(UserError, match="is not a sampler checkpoint"):
             run(engine, sample_op(path))
     with (
         running(model_dir, checkpoints_dir, max_lora_rank=4) as engine,

@@ -285,7 +285,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         (
             "deepseek_v3",
             {"first_k_dense_replace": 2},
-            "first_k_dense_replace=2 must be less than num_hidden_layers=2",
+            "first_k_dense_replace=2 must be at least 0 and less than num_hidden_layers=2",
         ),
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],

@@ -308,7 +308,7 @@ def test_without_a_test_split_eval_tasks_holds_out_by_name():
 
 
 def test_eval_tasks_that_match_no_task_are_refused():
-    with pytest.raises(ConfigError, match="'nobody' is neither"):
+    with pytest.raises(ConfigError, match="'nobody' matches no task"):
         episodes(config("eval_tasks=nobody"), toy_chat(), TEN_TASKS)
 
 

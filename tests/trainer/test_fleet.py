@@ -271,7 +271,7 @@ def test_a_missing_option_gives_a_one_line_error(argv: list[str], message: str):
 
 
 def test_the_key_is_sent_to_the_server(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"rejects the API key \(HTTP status 401.*\); set FLEET_API_KEY"):
+    with pytest.raises(ConfigError, match=r"denies access \(HTTP status 401.*\); set FLEET_API_KEY"):
         opened(server, task_row(env_key="locked"), folder=tmp_path)
     monkeypatch.setenv("FLEET_API_KEY", API_KEY)
     assert opened(server, task_row(env_key="locked"), folder=tmp_path).train

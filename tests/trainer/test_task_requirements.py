@@ -90,10 +90,11 @@ def test_tasks_that_request_a_missing_network_are_refused(
     assert "a, b" in line
     task(tmp_path / "asking", "c", network="public")
     with pytest.raises(
-        ConfigError, match=r"c: it requires a public network.*slirp4netns.*environment_type=docker"
+        ConfigError,
+        match=r"c: the task or network=true requires a public network.*slirp4netns.*environment_type=docker",
     ):
         source(tmp_path / "asking")
-    with pytest.raises(ConfigError, match="it requires a public network"):
+    with pytest.raises(ConfigError, match="the task or network=true requires a public network"):
         source(tmp_path / "default", environment_kwargs=["network=true"])
 
 

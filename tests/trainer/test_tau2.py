@@ -327,4 +327,4 @@ def test_former_option_names_are_accepted_with_a_notice(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         options = tau_bench.with_new_names({"customer": "tinker", "customer_model": "m", "workers": "2"})
     assert options == {"user_simulator": "tinker", "user_model": "m", "workers": "2"}
-    assert "customer_model is now called user_model" in caplog.text
+    assert "customer_model is a former name; use user_model" in caplog.text

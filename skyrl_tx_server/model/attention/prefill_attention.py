@@ -141,7 +141,7 @@ def _attend(
     end: jax.Array,
 ) -> jax.Array:
     """Return attention of q [M, T, H, hd] over the pages of M prompts. Each query attends to positions up to
-    `last_seen` [M, T]. All positions are less than `end`."""
+    its `last_seen` [M, T]. All values of `last_seen` are less than `end`."""
     (prompts, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(prompts, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
     at_once = PAGES_AT_ONCE * PAGE_SIZE

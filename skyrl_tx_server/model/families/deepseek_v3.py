@@ -3,8 +3,8 @@
 Heads attend in the latent space. The key of a head is `W_k c`, where `c` is the latent vector of the token,
 concatenated with the rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
 multiplied by `W_k^T`, and all heads attend to one key-value head: `c` and the rotated key. The values are
-also `c`, and the attention output is multiplied by `W_v`. The cache stores one vector per token instead of
-keys and values of every head.
+also `c`, and the attention output is multiplied by `W_v`. The cache stores this key-value head, once as key
+and once as value, instead of the keys and values of every head.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ def _read_experts(raw: Mapping[str, Any], config: ModelConfig) -> Experts:
         )
     if not 0 <= experts.dense_layers < config.num_layers:
         raise ConfigError(
-            f"first_k_dense_replace={experts.dense_layers} must be less than num_hidden_layers="
-            f"{config.num_layers}"
+            f"first_k_dense_replace={experts.dense_layers} must be at least 0 and less than "
+            f"num_hidden_layers={config.num_layers}"
         )
     return experts
 

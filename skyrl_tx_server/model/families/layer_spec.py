@@ -204,7 +204,8 @@ def add_self_attention[Aux](
 
 
 def _rotates_by_kernel(config: ModelConfig, x: jax.Array) -> bool:
-    """Return whether x [B, T, D] are the tokens of a decode step on one GPU."""
+    """Return whether x [B, T, D] are the tokens of a decode step on one GPU and the kernel supports the head
+    width."""
     return on_gpu() and config.mesh is None and x.shape[1] == 1 and supports_head_dim(config.head_dim)
 
 
@@ -289,7 +290,7 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     attention_block: AttentionBlock = add_self_attention
     mlp_block: MlpBlock = add_mlp
-    expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
+    expected: Mapping[str, Any]  # entries of config.json that must be absent, null or this value
     attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
     default_head_dim: int | None = None  # None: hidden size / heads
     first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None

@@ -179,8 +179,8 @@ def _decode_kernel(
     programs: int,
     scale: float,
 ) -> None:
-    """Write the state of `_over_pages` of each part. A part with several sequences ends before the end of
-    each of them."""
+    """Write the state of `_over_pages` of each part. A part with several sequences does not extend
+    beyond the end of any of them."""
     head, program = pl.program_id(0), pl.program_id(1)
     (batch, _, width), num_queries = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * num_queries)

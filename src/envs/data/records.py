@@ -68,7 +68,9 @@ def _from_parquet(path: Path) -> list[Record]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path} cannot be read as a parquet table: {reason}; correct the path or the file") from error
+        raise ConfigError(
+            f"{path} cannot be read as a parquet table: {reason}; correct the path or the file"
+        ) from error
     return [
         Record(
             values=cast("dict[str, Any]", without_nulls(row)), number=number, where=f"{path}, row {number}"

@@ -78,7 +78,7 @@ class FleetEpisode:
         self._final_answer = ""
 
     async def start(self) -> ResetResult:
-        """Open the session and reset it. Raises EnvServerError."""
+        """Open the session and call the reset tool. Raises EnvServerError if that fails."""
         settings = self._settings
         self._session = await settings.connect(settings.url_of(self._task))
         tools = await self._session.tools()
@@ -134,7 +134,10 @@ class FleetEpisode:
             return _error(str(error))
 
     async def _call_reliably(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
-        """Call a tool for the trainer or the verifier. Raises EnvServerError if there is no valid result."""
+        """Call a tool for the trainer or the verifier. The result of a rejected call is an error.
+
+        Raises EnvServerError if there is no valid result.
+        """
         assert self._session is not None
         try:
             return await self._session.call(name, arguments)
@@ -209,9 +212,14 @@ async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
         except EnvServerError as error:
             raise ConfigError(f"env=fleet: {error}; start the server, or correct url=") from error
         if missing := sorted(settings.hidden_tools - tools.keys()):
-            raise ConfigError(f"env=fleet: {url} has no tool {missing[0]}; its tools are {', '.join(tools)}")
+            raise ConfigError(
+                f"env=fleet: {url} has no tool {missing[0]}; its tools are {', '.join(tools)}; correct "
+                "reset_tool or verifier_tools"
+            )
         if tools.keys() <= settings.hidden_tools:
-            raise ConfigError(f"env=fleet: {url} has no tool for the agent; shorten verifier_tools")
+            raise ConfigError(
+                f"env=fleet: {url} has no tool for the agent; add one, or shorten verifier_tools"
+            )
         if not session.is_stateful and not settings.reset_tool:
             logger.warning("%s gives sessions no id, so trials may share its state; set reset_tool", url)
 

@@ -90,7 +90,7 @@ class McpSession:
                     return schemas
                 cursor = {"cursor": page["nextCursor"]}
         except (CallFailed, KeyError, ValueError) as error:
-            raise EnvServerError(f"{self._url} sent an invalid list of tools: {error}") from error
+            raise EnvServerError(f"{self._url} gave no valid list of tools: {error}") from error
         raise EnvServerError(f"{self._url} sent more than {MAX_PAGES} pages of tools")
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
@@ -170,7 +170,7 @@ class McpSession:
     def _check_status(self, response: httpx.Response) -> None:
         status = f"HTTP status {response.status_code} {response.reason_phrase}".strip()
         if response.status_code in (401, 403):
-            raise EnvServerError(f"{self._url} rejects the API key ({status}); set FLEET_API_KEY")
+            raise EnvServerError(f"{self._url} denies access ({status}); set FLEET_API_KEY to a valid key")
         if response.status_code in UNAVAILABLE:
             raise EnvServerError(f"the MCP server at {self._url} is unavailable ({status})")
         if not response.is_success:

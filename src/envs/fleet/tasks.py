@@ -21,7 +21,7 @@ from src.core.trajectory import Task
 
 REQUIRED = ("task_key", "env_key", "prompt", "verifier_code")
 MODALITIES = ("tool_use", "computer_use")
-URL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # env_key and env_version are parts of URLs and metrics
+URL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of env_key and env_version, which are parts of URLs
 VERIFY = "verify"
 
 
@@ -30,7 +30,7 @@ def read_tasks(path: Path) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}; name a .jsonl file") from error
     tasks = [
         parse_task(line, path=path, where=f"{path}, line {number}")
         for number, line in enumerate(lines, 1)
@@ -43,14 +43,14 @@ def read_tasks(path: Path) -> list[Task]:
 
 def parse_task(line: str, *, path: Path, where: str) -> Task:
     """Parse one line. `Task.row` contains its fields and `verifier_function`, the name of the function that
-    grades. Raises ConfigError.
+    grades. Raises ConfigError for an invalid task.
     """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON ({error}); write one object per line") from error
+        raise ConfigError(f"{where}: the line is not JSON ({error}); write one object per line") from error
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: not a JSON object; write one object per line")
+        raise ConfigError(f"{where}: the line is not a JSON object; write one object per line")
     for name in REQUIRED:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise ConfigError(f"{where}: {name} is missing or not a text; add it")
@@ -58,7 +58,10 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
     for name in ("env_key", "env_version"):
         value = row[name]
         if value != "" and not (isinstance(value, str) and URL_NAME.fullmatch(value)):
-            raise ConfigError(f"{where}: {name}={value!r} is not made of letters, digits, '.', '_' and '-'")
+            raise ConfigError(
+                f"{where}: {name}={value!r} is not made of letters, digits, '.', '_' and '-', with a letter "
+                "or digit first; correct it"
+            )
     if row["task_modality"] not in MODALITIES:
         raise ConfigError(
             f"{where}: task_modality={row['task_modality']!r} is not one of {', '.join(MODALITIES)}"
@@ -81,7 +84,7 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
 def verifier_function(code: str, *, where: str) -> str:
     """Return the name of the function that grades: `verify`, or the only function of the code.
 
-    Raises ConfigError.
+    Raises ConfigError if the code cannot be parsed or does not determine the function.
 
     >>> verifier_function("async def check(env): return 1.0", where="here")
     'check'
@@ -90,7 +93,7 @@ def verifier_function(code: str, *, where: str) -> str:
         with warnings.catch_warnings(action="ignore"):
             body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{where}: verifier_code cannot be parsed: {error}") from error
+        raise ConfigError(f"{where}: verifier_code cannot be parsed: {error}; correct it") from error
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if VERIFY in names:
         return VERIFY

@@ -73,7 +73,7 @@ async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_
                     request = {"value": result.value, "text": result.text, "is_error": result.is_error}
                 case _:
                     raise AgentFault(ZeroReason.VERIFIER_ERROR, "a tool call of the verifier is invalid")
-        raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier called more than {MAX_CALLS} tools")
+        raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier made more than {MAX_CALLS} tool calls")
 
 
 def sandbox_command(seccomp: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Terminus-2 with a `TinkerLLM` as its language model.
 
 Harbor constructs agents from JSON, which cannot contain a language model. `register_session` therefore stores
-the model of each trial under a key, and the agent receives the key.
+the session of each trial, with its model, under a key, and the agent receives the key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """env=harbor: the task source of Harbor task folders, and the configuration of the environments of their
 trials.
 
-Importing Harbor takes seconds, so this module imports it when the first `HarborTasks` is made
-(`import_harbor`).
+Importing Harbor takes seconds, so this module does not import it at the top. Functions that need Harbor call
+`import_harbor`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
                    agent changed are unpacked in the fresh environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless the same error occurs
-without the agent. To determine this, a second fresh environment is started.
+without the agent. To determine this, a fresh environment without the agent's files is started.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class AgentFiles(Protocol):
         ...
 
     async def unpack(self, fresh: Any, archive: IO[bytes], changes: FileChanges) -> None:
-        """Apply the changes to another environment of the same task. Raises AgentFault if it cannot."""
+        """Apply the changes to another environment of the same task. Raises AgentFault if this
+        is impossible.
+        """
         ...
 
 
@@ -99,7 +101,8 @@ class Grading:
         return self._files is not None
 
     async def attribute(self, reason: ZeroReason) -> ZeroReason | None:
-        """Return the graded-zero reason of an error, or None if the error also occurs without the agent.
+        """Return the graded-zero reason of an error, or None if the error also occurs without the agent or if
+        this cannot be determined.
 
         If the grading itself has failed, the reason of its fault replaces `reason`.
         """
@@ -124,7 +127,7 @@ class Grading:
         self._started.clear()
 
     def _agent_files(self) -> AgentFiles | None:
-        """Return None if the trial is graded in place."""
+        """Return None if the trial is graded in place or in a separate verifier environment."""
         environment = self._trial.agent_environment
         if self._is_separate or self._method.mode is GradingMode.IN_PLACE:
             return None
@@ -199,7 +202,7 @@ class Grading:
                 raise AgentFault(
                     ZeroReason.SANDBOX_BROKEN, f"the agent's files cannot be exported: {error}"
                 ) from error
-            # The agent's container had this directory mounted and could write to it.
+            # Every file in this directory must come from the verifier of the fresh environment.
             _clear(self._trial.paths.verifier_dir)
             fresh = await self._await_fresh(self._fresh)
             await files.unpack(fresh, archive, changes)
@@ -310,7 +313,7 @@ async def graded(trial: Trial, method: GradingMethod) -> AsyncGenerator[Grading]
 
 
 def _clear(directory: Path) -> None:
-    """Remove the contents of a directory that a container shared with the host, without following links."""
+    """Remove the contents of a directory without following links."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -323,4 +326,9 @@ async def _stop(environment: BaseEnvironment) -> None:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await environment.stop(delete=True)
     except Exception as error:
-        logger.warning("an environment for grading did not stop: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "%s: an environment for grading did not stop: %s: %s",
+            environment.session_id,
+            type(error).__name__,
+            error,
+        )

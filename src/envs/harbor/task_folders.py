@@ -177,8 +177,8 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     ]
     if NetworkAccess.REFUSED in networks:
         raise ConfigError(
-            f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "
-            f"{why_no_network()}; {USE_DOCKER}"
+            f"{folder}: the task or network=true requires a public network, which a sandbox on this "
+            f"machine cannot have: {why_no_network()}; {USE_DOCKER}"
         )
     warnings = sorted({warning for plan in plans if (warning := image_warning(plan))})
     if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):

@@ -54,9 +54,9 @@ class TinkerLLM(BaseLLM):
 
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
-        self.turns: list[Turn] = []  # turns of the main conversation
+        self.turns: list[Turn] = []  # turns of the main conversation that have a completion
         self.subagent_turns: list[Turn] = []  # turns of the sub-agents that summarize
-        self.all_turns: list[Turn] = []  # both kinds of turns, in the order of sampling
+        self.all_turns: list[Turn] = []  # the turns of both kinds that have a completion, in order
         self.prefix_breaks = 0
         self.empty_completions = 0
         self._policy = policy

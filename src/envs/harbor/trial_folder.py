@@ -32,7 +32,7 @@ class FolderSummary:
     """The state of a trial's folder after the limits were applied."""
 
     size: int  # bytes
-    is_complete: bool  # no file was left out, here or in a download
+    is_complete: bool  # no file was left out of the folder, by this module or by a download
     is_essential_only: bool = False
 
 
@@ -66,7 +66,7 @@ class JobsQuota:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s: jobs_quota_gb=%g is used up; further trials keep only their results and rewards",
+                "%s: jobs_quota_gb=%g is used up; further trials keep only their results, rewards and logs",
                 jobs,
                 self.limit / 2**30,
             )
@@ -97,8 +97,8 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
     if excess:
         note(
             folder / NOTE_FILE,
-            f"the folder: {len(excess)} of {len(entries)} files exceeded {max_files} files or "
-            f"{max_bytes / 2**20:g} MiB, or were links",
+            f"the folder: {len(excess)} of {len(entries)} files exceeded {max_files} files, "
+            f"{max_bytes / 2**20:g} MiB or {MAX_DEPTH} levels, or were links or special files",
         )
     return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE_FILE).exists())
 

@@ -27,7 +27,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
 
 
 async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
-    """Await `work` and cancel it at the deadline or with its caller. Raises TimeoutError.
+    """Await `work` and cancel it at the deadline (None: no deadline) or with its caller. Raises TimeoutError.
 
     Cancelled work has `CANCEL_GRACE_S` seconds to free its resources, because Harbor limits neither the time
     to stop an environment nor the time to collect logs.

@@ -40,7 +40,7 @@ class TaskValidation:
 
     @property
     def is_unsound(self) -> bool:
-        """Whether a check failed. A task without a solution can be neither sound nor unsound."""
+        """Whether a check failed. A task without a solution is neither sound nor unsound if nop is 0."""
         return self.nop != 0.0 or self.oracle not in (1.0, None)
 
     @property

@@ -45,7 +45,7 @@ class TrainingVerifier(Verifier):
         except ValidationError as error:  # The reward file is not a mapping of names to numbers.
             raise AgentFault(
                 ZeroReason.UNREADABLE_REWARD,
-                f"the verifier's rewards cannot be read: {error.error_count()} errors",
+                f"the verifier's reward file does not map names to numbers: {error.errors()[0]['msg']}",
             ) from error
 
     @override

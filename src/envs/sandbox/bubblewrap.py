@@ -130,8 +130,8 @@ class Bubblewrap:
         """Run a script in the sandbox with a shell of /usr/bin and return its result. With `stdout`, the
         standard output goes to that file.
 
-        Output is dropped after 16 MiB, or after 1 GiB when it goes to a file. Raises CommandTimeout after
-        `timeout_s` seconds, and SandboxError if the sandbox has ended.
+        Output is dropped after 16 MiB per stream, or after 1 GiB when it goes to a file. Raises
+        CommandTimeout after `timeout_s` seconds (None: no limit), and SandboxError if the sandbox has ended.
         """
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")
@@ -214,7 +214,8 @@ class Bubblewrap:
         if line != b"ready\n":
             assert self._process.stderr is not None
             raise SandboxError(
-                f"{_start_failure(await self._process.stderr.read())}; or use environment_type=docker"
+                f"{_start_failure(await self._process.stderr.read())}; allow them, or use "
+                "environment_type=docker"
             )
         self._watcher = asyncio.create_task(self._watch())
 
@@ -271,7 +272,7 @@ class Bubblewrap:
 def why_no_sandbox() -> str | None:
     """Start a sandbox to test the machine. Return why it did not start, or None if it did."""
     if missing := missing_packages():
-        return f"the packages {' '.join(missing)} are missing"
+        return f"these packages are not installed: {' '.join(missing)}"
     try:
         with temporary_run_directory() as run:
             skeleton = run / "skeleton"

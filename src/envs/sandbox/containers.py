@@ -275,7 +275,7 @@ def find_container(client: docker.DockerClient, session_id: str, service: str) -
     labels = [f"{PROJECT_LABEL}={project}", f"{SERVICE_LABEL}={service}"]
     containers = client.containers.list(all=True, filters={"label": labels})
     if not containers:
-        raise SandboxError(f"the service {service} has no container")
+        raise SandboxError(f"the service {service} of {session_id} has no container")
     return containers[0]
 
 

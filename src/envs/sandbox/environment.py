@@ -4,9 +4,9 @@
 Differences from Docker:
 - The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install` of an
   installed package succeeds.
-- A public network, which is Harbor's default, reaches the internet but not the host. If this machine cannot
-  provide a public network, tasks that do not request one explicitly run without a network, and tasks that
-  request one are refused.
+- A public network, which is Harbor's default, reaches the internet but not the loopback addresses of the
+  host. If this machine cannot provide a public network, tasks that do not request one explicitly run without
+  a network, and tasks that request one are refused.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
 This file is long because Harbor's abstract class is implemented by one class.
@@ -177,7 +177,7 @@ class SandboxEnvironment(BaseEnvironment):
         return {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
 
     async def kill_processes(self) -> None:
-        """Kill all processes in the sandbox."""
+        """Kill all processes in the sandbox except its pid 1."""
         await self._bubblewrap.kill_processes()
 
     async def run_script(
@@ -244,7 +244,8 @@ class SandboxEnvironment(BaseEnvironment):
             if not is_whole or budget.files <= 0:
                 self._downloads.record(str(source_path), budget, budget, is_whole=False)
                 raise SandboxError(
-                    f"cannot download {source_path}: it exceeds the download limit of the trial"
+                    f"cannot download {source_path}: it exceeds the download limit of the trial or takes "
+                    f"more than {COLLECT_TIMEOUT_S:g} s"
                 )
             remaining.files -= 1
             remaining.size -= received.tell()
@@ -280,7 +281,7 @@ class SandboxEnvironment(BaseEnvironment):
         with BoundedFile(budget.archive_bytes) as received:
             is_whole = await self._download(script, str(source_dir), received)
             if received.tell() == 0:
-                raise SandboxError(f"cannot download {source_dir}: no such directory")
+                raise SandboxError(f"cannot download {source_dir}: tar returned no data")
             received.seek(0)
             is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), remaining)
         self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)

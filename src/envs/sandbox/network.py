@@ -7,7 +7,7 @@ name servers directly. Link-local addresses are unreachable, because clouds serv
 there.
 
     trainer -> unshare (user and network namespace) -> waits -> bubblewrap   (one process)
-            -> slirp4netns, as the same unprivileged user   (ends when the descriptor `exit` is closed)
+            -> slirp4netns, as the same unprivileged user   (ends when `exit_descriptor` is closed)
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def why_no_network() -> str | None:
         return f"a sandbox with the public network needs access to {TUN}: as root, chmod 666 {TUN}"
     if not name_servers():
         return (
-            "a sandbox with the public network needs a name server outside of this machine, "
-            f"but {RESOLVER_FILES[0]} names loopback addresses only"
+            "a sandbox with the public network needs an IPv4 name server that is not on a loopback "
+            f"address, but {RESOLVER_FILES[0]} names none; add one"
         )
     if shutil.which("ip", path=PROGRAMS) is None:
         return "a sandbox with the public network needs the package iproute2 on this machine"
@@ -75,8 +75,8 @@ def name_servers() -> list[str]:
 
 
 def namespace_prefix() -> list[str]:
-    """Return a command line that creates a user and network namespace, waits for a line on stdin and runs the
-    command after it.
+    """Return a command line that creates a user and network namespace, waits for a line on stdin, makes
+    link-local addresses unreachable and runs the command after it.
     """
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),

@@ -39,9 +39,9 @@ def root_directory() -> Path:
     """Return the parent of all run directories of this user.
 
     This is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. The home directory
-    is read from the user database, not from the variable HOME. If the directory cannot be created, this is a
-    directory in /tmp that belongs to this user. The unprivileged users of root's sandboxes can traverse the
-    directory but not list it.
+    is read from the user database, not from the variable HOME. If that directory cannot be created or used,
+    this is a directory in /tmp that belongs to this user. The unprivileged users of root's sandboxes can
+    traverse the directory but not list it.
     """
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700

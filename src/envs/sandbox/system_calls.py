@@ -1,7 +1,7 @@
 """The seccomp filter of a sandbox, which denies system calls that no task needs, and the numbers of the
 system calls that the filter and the exec server use.
 
-The filter denies the calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
+The filter denies most calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
 and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
 network namespace. ptrace is allowed for debuggers. A denied call returns an error and does not kill the
@@ -140,8 +140,8 @@ def call_numbers(names: Sequence[str]) -> list[int]:
 def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
     """Return the filter as an array of struct sock_filter.
 
-    `max_shared_mapping` limits anonymous shared mappings, in bytes, because RLIMIT_DATA counts private
-    mappings only.
+    `max_shared_mapping` limits the size of each anonymous shared mapping, in bytes (None: no limit), because
+    RLIMIT_DATA counts private mappings only.
     """
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),

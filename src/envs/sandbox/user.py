@@ -93,7 +93,9 @@ def claim_user(directory: Path) -> SandboxUser:
             continue
         return SandboxUser(uid=uid, lock=descriptor)
     os.close(descriptor)
-    raise SandboxError(f"all {len(uids)} uids for sandboxes are in use on this machine")
+    raise SandboxError(
+        f"all {len(uids)} uids for sandboxes are in use on this machine; run fewer trials at a time"
+    )
 
 
 def available_uids(uid_map: str) -> range | None:

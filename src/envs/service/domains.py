@@ -109,7 +109,7 @@ def tool_domain(
         try:
             after_gold(database, row, by_name)
         except ToolError as error:
-            raise ConfigError(f"{name}: {row['id']}: a gold action fails: {error}") from error
+            raise ConfigError(f"{name}: {row['id']}: a gold action fails: {error}; correct it") from error
         has_writes = any(by_name[action["name"]].writes for action in row["actions"])
         return Task(
             id=f"{prefix}{row['id']}",

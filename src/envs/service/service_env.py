@@ -1,9 +1,10 @@
 """`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and
 is graded.
 
-`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors,
-and ends episodes with too many errors. A `ServiceEpisode` supplies the tools, the user simulator and the
-grading. `ToyRetailEpisode` runs in this process, `Tau2Episode` in a worker process.
+`ServiceEnv` is the message environment of all service domains and of env=fleet. It parses the agent's
+answers, counts errors, and ends episodes with too many errors. A `ServiceEpisode` supplies the tools, the
+user simulator and the grading. `ToyRetailEpisode` runs the tools in this process, `Tau2Episode` in a worker
+process, and `FleetEpisode` on an MCP server.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ActionResult:
     """The effect of one answer of the agent."""
 
     messages: Sequence[Message] = ()  # the results of the calls, or the reply of the user simulator
-    is_done: bool = False  # the agent or the user simulator ended the conversation
+    is_done: bool = False  # the conversation has ended, e.g. the agent or the user simulator ended it
     num_errors: int = 0  # number of calls that failed
 
 
@@ -43,18 +44,18 @@ class Grade:
 
 
 class ServiceEpisode(Protocol):
-    """One attempt at one task of a domain, with its user simulator and its database."""
+    """One attempt at one task, with the state of the tools and, in service domains, the user simulator."""
 
     async def start(self) -> ResetResult:
-        """Return the domain's policy as system message, the messages before the agent's first turn, and
-        the tools.
+        """Return the messages before the agent's first turn, in service domains with the policy as system
+        message, and the tools.
         """
         ...
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
         """Execute `calls`.
 
-        If there are none, pass `content` to the user simulator; otherwise `content` is not delivered.
+        Without calls, pass `content` to the user simulator; otherwise `content` is not delivered.
         """
         ...
 

@@ -153,7 +153,8 @@ class WorkerSession:
         """Return the reply to a request.
 
         Raises WorkerLost if the requests of this episode have ended too many workers, RequestFailed if the
-        worker replies with an error, and SandboxError if no worker can start or continue this episode.
+        worker replies with an error, SandboxError if no worker can continue this episode, and the errors of
+        `start_worker`.
         """
         while True:
             worker = await self._restored()

@@ -35,7 +35,7 @@ class SplitSource:
 
     domain: str
     split: str
-    name: str
+    name: str  # as in RowSource
 
     @property
     def domains(self) -> set[str]:

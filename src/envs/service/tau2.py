@@ -221,7 +221,7 @@ def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
 def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> WorkerSettings:
     """Return the settings of workers for the benchmark in `home`.
 
-    Raises ConfigError if it is not installed there.
+    Raises ConfigError if the benchmark is not installed there.
     """
     python, data = home / "venv" / "bin" / "python", home / "source" / "data"
     if not python.exists() or not data.is_dir():
@@ -250,7 +250,7 @@ def defined_tasks(
 ) -> list[Task]:
     """Return a task of the domain for each definition.
 
-    Blocks. Raises ConfigError for gold actions that the domain does not have.
+    Blocks. Raises ConfigError for gold actions that no tool of the domain accepts.
     """
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
     tasks = _tasks(

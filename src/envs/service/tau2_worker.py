@@ -1,6 +1,6 @@
 """The worker program that runs tau2 episodes for `tau2.py`.
 
-It reads one JSON request per line from stdin and writes one reply per line.
+It reads one JSON request per line from stdin (<-) and writes one reply per line to stdout (->).
 
 It runs in the Python environment of tau2 and imports only the standard library and tau2. It steps tau2's
 orchestrator. The messages of the agent and of the user come from the trainer; the tools, the rules and the
@@ -300,7 +300,7 @@ def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | No
 
 
 def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
-    """Raises JudgeError unless every assertion has a verdict: the evaluator would count an empty list as
+    """Raise JudgeError unless every assertion has a verdict: the evaluator would count an empty list as
     success.
     """
     try:
@@ -321,7 +321,7 @@ def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
-    """Raises ValueError for a gold action that no tool accepts: the evaluator would skip it and compare
+    """Raise ValueError for a gold action that no tool accepts: the evaluator would skip it and compare
     with a wrong end state.
     """
     if action["name"] not in tools:

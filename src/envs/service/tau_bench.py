@@ -177,7 +177,7 @@ def provider_of(domain: ServiceDomain) -> DomainProvider:
 def with_new_names(options: Options) -> Options:
     """Return the options under their current names, and log a warning for each former name."""
     for old in options.keys() & RENAMED_OPTIONS.keys():
-        logger.warning("environment_kwargs: %s is now called %s", old, RENAMED_OPTIONS[old])
+        logger.warning("environment_kwargs: %s is a former name; use %s", old, RENAMED_OPTIONS[old])
     return {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
 
 

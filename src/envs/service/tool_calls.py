@@ -1,4 +1,4 @@
-"""The parser of tool calls in an agent's answer, for all environments. It tries these strategies in order:
+"""The parser of tool calls in answers, for service domains and env=fleet. It tries these strategies in order:
 
     whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
     tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes

@@ -268,7 +268,7 @@ class Shop:
 
 
 def read_shop(folder: Path) -> Shop:
-    """Read a domain folder. Raises ConfigError if a file is missing or a gold action fails."""
+    """Read a domain folder. Raises ConfigError if a file cannot be read or a gold action fails."""
     try:
         database: Database = json.loads((folder / "db.json").read_text())
         policy = (folder / "policy.md").read_text().strip()
@@ -282,5 +282,7 @@ def read_shop(folder: Path) -> Shop:
         try:
             after_gold(database, row)
         except ToolError as error:
-            raise ConfigError(f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}") from error
+            raise ConfigError(
+                f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}; correct it"
+            ) from error
     return Shop(database=database, policy=policy, rows=rows)

@@ -1,9 +1,9 @@
 """User simulators, with which service agents talk.
 
 A user simulator follows a script or uses a language model behind an OpenAI-compatible or a Tinker endpoint.
-The model is not trained, and its seeds depend only on the task, the group member and the length of the
-conversation, so that a simulator behaves the same throughout a run. Its messages are observations of the
-agent and contribute no training tokens.
+The model is not trained. Its seeds depend only on the seed of the run, the task, the group member and the
+length of the conversation, so that a simulator behaves the same throughout a run. The messages of a simulator
+are observations of the agent and contribute no training tokens.
 """
 
 from __future__ import annotations
