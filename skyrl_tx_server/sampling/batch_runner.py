@@ -41,8 +41,8 @@ from skyrl_tx_server.sampling.sequences import SequenceKey
 logger = logging.getLogger(__name__)
 
 GPU_PREFILLS_PER_STEP = 0.55
-"""The estimated time of a decode step, relative to a prefill batch. With 64 sequences of Qwen3-4B on an H200, a
-decode step takes 12.2 ms and a prefill batch of 1,024 tokens takes 22 ms (calculated, not measured)."""
+"""The estimated time of a decode step, relative to a prefill batch. With 64 sequences of Qwen3-4B on an H200,
+a decode step takes 12.2 ms and a prefill batch of 1,024 tokens takes 22 ms (calculated, not measured)."""
 CPU_DECODE_COST = 1.5
 """The estimated time of a token in a decode step, relative to a token in a prefill batch."""
 
