@@ -63,7 +63,10 @@ def test_a_student_is_given_its_teachers_last_checkpoint(tmp_path: Path) -> None
 
 def test_unknown_names_are_refused_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["math_rll", "wrok=/x"]) == 2
-    assert "unknown math_rll, wrok; recipes: math_rl, math_rl_async" in capsys.readouterr().err
+    assert (
+        "unknown math_rll, wrok; options: work, venv, torch; recipes: math_rl, math_rl_async"
+        in capsys.readouterr().err
+    )
 
 
 def test_data_sets_are_found_under_their_hub_names(tmp_path: Path) -> None:
