@@ -1,5 +1,5 @@
-"""Print one sha256 per compiled program of a tiny model on one CPU device: prefill, decode, score, train and
-Adam.
+"""Print one sha256 per lowered program of a tiny model on the default device: prefill, decode, score, train
+and Adam.
 
     python -m scripts.check_programs
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def programs(directory: Path) -> Iterator[tuple[str, Lowered]]:
-    """Return every program with its name, in a fixed order."""
+    """Yield the names and lowered forms of `DeviceExecutor.programs`, of scoring and of Adam, in order."""
     settings = make_settings(make_model(directory), directory / "checkpoints")
     yield from DeviceExecutor(settings).programs()
     model = resolve_model(settings)

@@ -40,7 +40,7 @@ class MeshShape:
 
 @chz.chz
 class EngineOptions(TenantOptions):
-    """The options that the executor reads. Sizes are in tokens unless the name has another unit.
+    """The options of the engine and its executor. Sizes are in tokens unless the name has another unit.
 
     The executor requires that `base_model` is a local directory and that `model_alias` is set. `__main__`
     sets both.

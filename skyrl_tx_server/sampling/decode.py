@@ -1,8 +1,9 @@
 """The decode pipeline, with at most one dispatch of decode steps in flight.
 
-A dispatch can start before the host has read the outputs of the previous dispatch, because the last tokens
-stay on the device (`Carry`) and the position of every sequence that has not ended is known. A sequence that
-has ended is idle in the next dispatch.
+A dispatch can start before the host has processed the outputs of the previous dispatch, because the last
+tokens stay on the device (`Carry`) and the position of every sequence that has not ended is known. A sequence
+that the device has ended is idle in the next dispatch. If the host ends a sequence at a stop string, its
+tokens of the next dispatch are discarded.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...

@@ -144,7 +144,7 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
 
 
 def test_concurrent_saves_of_a_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
-    """A save removes replaced files, but no file to which the record of a concurrent save will refer."""
+    """A save removes the files of earlier saves, but not the files of a concurrent save."""
     store, errors = CheckpointStore(tmp_path, "m"), []
 
     def save(first: int) -> None:
@@ -167,7 +167,7 @@ def test_concurrent_saves_of_a_name_leave_a_complete_checkpoint(tmp_path: Path) 
 async def test_the_expiry_of_a_save_does_not_delete_a_later_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """`housekeep` runs after the engine has written the later save and before its expiry is recorded."""
+    """`housekeep` runs after the later save is written and before the expiry of that save is recorded."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -213,7 +213,7 @@ async def test_derived_files_are_removed_with_their_checkpoint(
     assert list(derived.iterdir()) == []
 
 
-async def test_an_unknown_folder_in_a_checkpoint_is_replaced_by_a_save(
+async def test_a_save_removes_an_unknown_folder_of_a_checkpoint(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     save_version(context.checkpoints, PATH, 1)

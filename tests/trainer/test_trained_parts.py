@@ -1,4 +1,5 @@
-"""Tests that train_attn, train_mlp and train_unembed reach the server and must equal a checkpoint's."""
+"""Tests that train_attn, train_mlp and train_unembed reach the server, and that a checkpoint with other
+values is refused."""
 
 from __future__ import annotations
 

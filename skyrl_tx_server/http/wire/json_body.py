@@ -1,7 +1,7 @@
 """Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before
 parsing.
 
-The first check also counts the characters inside strings, so its counts are upper bounds. A body that
+The first check also counts commas and brackets inside strings, so its counts are upper bounds. A body that
 exceeds a limit in the first check is checked again without its strings.
 """
 
@@ -27,7 +27,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 class JsonBounds:
     """Limits of a body."""
 
-    values: int = 10_000  # elements of lists and members of objects, except the first of each container
+    values: int = 10_000  # the number of commas plus 1; exact for one container
     strings: int = 20_000  # names of members are strings as well
     containers: int = 10_000  # lists and objects
     depth: int = 32

@@ -5,7 +5,7 @@ stdin (<-):
 
     -> {"ready": true}
     <- {"code": ..., "function": ..., "task": {...}, "final_answer": ...}
-    -> {"call": name, "arguments": {...}}           any number of times
+    -> {"call": name, "arguments": {...}}           up to 1,000 times (MAX_CALLS)
     <- {"value": ..., "text": ..., "is_error": ...}
     -> {"reward": 1.0}, {"unreadable": "float nan"} or {"raised": "KeyError: 'W1'"}
 """
