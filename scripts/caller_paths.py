@@ -30,10 +30,9 @@ def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
 
 def _absolute(argument: str, caller: Path) -> str:
     name, _, value = argument.partition("=")
-    if value.lower() in ("", "none", "null") or value.startswith("~"):
-        return argument
     if name in OUTPUT_OPTIONS:
-        return f"{name}={caller / value}"
+        is_path_of_caller = value.lower() not in ("", "none", "null") and not value.startswith("~")
+        return f"{name}={caller / value}" if is_path_of_caller else argument
     if name not in INPUT_OPTIONS:
         return argument
     paths = [str(caller / part) if (caller / part).exists() else part for part in value.split(",")]

@@ -1,5 +1,6 @@
-"""Compare an exported adapter and a merged model with `peft`. The comparison has two steps with two Python
-environments, because the environment of this repository has no torch.
+"""Compare the logits of this server with those of an exported adapter in `peft` and of a merged model in
+`transformers`. The comparison has two steps with two Python environments, because the environment of this
+repository has no torch.
 
     .venv/bin/python scripts/check_export.py write BASE_MODEL DIR [train_mlp=false]
     .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... \\
@@ -8,7 +9,8 @@ environments, because the environment of this repository has no torch.
 
 `write` writes the adapter, the merged model and the logits of this server, for a random adapter and random
 tokens, or for the adapter of a checkpoint and the first 512 tokens of a text. BASE_MODEL is a directory, a
-GGUF file or the name of a packaged model. `read` prints the differences from peft. Its exit status is 1 if a
+GGUF file or the name of a packaged model. `read` prints the
+differences of both from the server and from the base model. Its exit status is 1 if a
 logit of a random adapter, or the logprob of a token of the text, differs by more than 1e-4. PEFT_PYTHON is a
 Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
 
@@ -100,7 +102,8 @@ def write_random_checkpoint(base: Path, directory: Path, path: str, *, train_mlp
 
 
 def read(directory: Path) -> int:
-    """Print the largest differences. Return 1 if one of them is above the tolerance, and 0 otherwise."""
+    """Print the largest differences. Return 1 if a difference from the server (logprobs for a text, logits
+    for random tokens) is above the tolerance, and 0 otherwise."""
     import torch  # pyright: ignore[reportMissingImports]  (only PEFT_PYTHON has torch)
     from peft import PeftModel  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM

@@ -22,7 +22,7 @@ from src.cli.program import run_program
 from src.config import TrainerConfig
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
-from src.policy.served_model import with_fitting_lengths, with_served_model
+from src.policy.served_model import fitted_to_server, with_served_model
 
 if TYPE_CHECKING:
     from src.evaluate.training_events import TrainingEvents
@@ -68,7 +68,7 @@ def _run(argv: Sequence[str]) -> int:
         load_environment(argv)
         argv = with_served_model(with_locations_from_environment(argv))
         config = parse(argv := with_judge_from_environment(argv))
-        config = parse(with_fitting_lengths(argv, config, config.lengths_to_fit))
+        config = fitted_to_server(config, argv, config.lengths_to_fit)
         from src.cli.console import Display, terminal
 
         display = Display(terminal())

@@ -37,10 +37,8 @@ class SampleQueue:
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # these ids by snapshot
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
         """The requests that wait until their snapshot is saved, by snapshot."""
-        self._partial_prefills: dict[int, int] = {}
-        """request_id -> length of the prompt, for prompts of which only some chunks are computed."""
-        self._charged_tokens: Counter[int] = Counter()
-        """request_id -> tokens that were charged for these chunks."""
+        self._partial_prefills: Counter[int] = Counter()
+        """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
         self._min_charged = 0.0  # the smallest charge of a busy tenant, in units; never decreases
         self.num_dispatches = 0
 
@@ -129,7 +127,6 @@ class SampleQueue:
     def drop(self, request_id: int) -> None:
         """Remove a request that failed or was cancelled."""
         self._partial_prefills.pop(request_id, None)
-        self._charged_tokens.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -143,15 +140,13 @@ class SampleQueue:
     def prefill_continues(self, request_id: int) -> None:
         """Charge CHUNK_TOKENS tokens, an estimate, for a prefill chunk of a prompt that needs more chunks."""
         if request_id in self.requests:
-            self._partial_prefills[request_id] = len(self.requests[request_id].op.prompt)
-            self._charged_tokens[request_id] += CHUNK_TOKENS
+            self._partial_prefills[request_id] += CHUNK_TOKENS
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
         """Charge the `prompt_tokens` tokens that all chunks of the prompt computed, without those that
         `prefill_continues` has charged."""
-        self._partial_prefills.pop(request_id, None)
-        charged = self._charged_tokens.pop(request_id, 0)
+        charged = self._partial_prefills.pop(request_id, 0)
         self._charge_prompt(request_id, max(0, prompt_tokens - charged))
 
     def charge_dispatch(self) -> None:
@@ -279,7 +274,8 @@ class SampleQueue:
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
         """Whether the prefix cache has room for the prompt in addition to the partially computed prompts."""
-        tokens = sum(self._partial_prefills.values()) + plan.partial_prefill_tokens
+        partial = sum(len(self.requests[request_id].op.prompt) for request_id in self._partial_prefills)
+        tokens = partial + plan.partial_prefill_tokens
         return (
             not self._adds_partial_prefill(request)
             or not tokens

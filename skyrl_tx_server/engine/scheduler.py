@@ -15,7 +15,8 @@ Each rule has a test:
   sequences are idle. The dispatch starts as soon as the cost of its idle slots is at most MAX_IDLE_SHARE of
   the time of the batches with an unfinished prompt since the last dispatch (`_prefill_budget`).
 - In a prefill batch, the first request is followed by whole prompts, and these by chunks of other prompts.
-- A decode dispatch starts before the host reads the result of the previous one, unless other work is next.
+- A decode dispatch starts before the host processes the result of the previous one, unless other work is
+  next.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
   were submitted before it.
 

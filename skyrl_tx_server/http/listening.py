@@ -25,8 +25,8 @@ from skyrl_tx_server.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 20.0
-"""Maximum time from the connection, or from the first byte of its next request, to the end of the request's
-headers."""
+"""Maximum time from the opening of a connection to the end of the headers of its first request, and from the
+first byte of each later request to the end of its headers."""
 WRITE_TIMEOUT_S = 120.0
 """A connection is closed if its write buffer is full and the client does not drain it in this time."""
 HANDSHAKE_TIMEOUT_S = 20.0

@@ -6,7 +6,7 @@ that the device has ended is idle in the next dispatch. If the host ends a seque
 tokens of the next dispatch are discarded.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
-    host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...
+    host      | plan n+1       wait  | process n, plan n+2  | process n+1, ...
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class DecodePipeline:
         return {"decode_dispatches_ahead": self._num_ahead}
 
     def decode(self) -> bool:
-        """Start a dispatch if none is in flight, and wait for it. Return whether a sequence has ended. Raise
-        the error of a dispatch that `poll` could not start."""
+        """Start a dispatch if none is in flight, and wait for the dispatch in flight. Return whether the
+        device has ended a sequence. If `poll` could not start the next dispatch, raise its error."""
         if isinstance(self.in_flight, Exception):
             raise self.in_flight
         if self.in_flight is None:
@@ -68,8 +68,9 @@ class DecodePipeline:
         return self.in_flight.ended
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
-        """Return the sequences that `decode` has completed. With `dispatch_next` the next dispatch is started
-        first, if `decode` has planned it."""
+        """Return the sequences that `decode` has completed. With `dispatch_next`, the dispatch that `decode`
+        planned is started first. It is not started if none of its sequences is active, or if ended sequences
+        free pages for preempted ones."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []

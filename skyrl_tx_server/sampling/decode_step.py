@@ -48,7 +48,7 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
     """The state that a dispatch leaves on the device for the next one. The next dispatch can therefore begin
-    before the host has read the outputs."""
+    before the host has processed the outputs."""
 
     tokens: ArrayLike  # [B] int32, the last token of each sequence
     active: ArrayLike  # [B] bool, whether the sequence has not ended

@@ -91,6 +91,7 @@ class ModelRunner:
         self._dtype = np.dtype(dtype)
         self._processed_logprobs = processed_logprobs
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
+        assert steps <= PAGE_SIZE, "a block table has one page more than the context"
         self.steps = steps
         num_slots = size.slots * dp_ranks
         # All processes must run the same program, but their compilations end at different times. On a CPU the

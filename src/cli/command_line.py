@@ -1,7 +1,8 @@
 """Parse the command line of a program, `key=value ...`, into its configuration, and print its help.
 
-Every mistake raises a ConfigError with a one-line message. Former names of options and those of SkyRL are
-accepted with a notice (src/core/option_aliases.py, src/core/skyrl_options.py).
+Every mistake raises a ConfigError with a one-line message. Former names of options
+(src/core/option_aliases.py) and SkyRL's names of options (src/core/skyrl_options.py) are accepted with a
+notice.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] = ()) -> str:
-    """Return the help of a program: all options, or those whose name, section or meaning has all `words`."""
+    """Return the help of a program: all options, or those for which each of `words` begins a word of the
+    section, the name or the meaning."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     fields, lines = chz.chz_fields(kind), [] if words else list(title)
     meanings = {
@@ -131,7 +133,7 @@ def _has_word(text: str, beginning: str) -> bool:
 def sections_of(kind: type[object]) -> dict[str, list[str]]:
     """Return the names of the options by section.
 
-    An option that the trainer has with the same type is in the trainer's section of this option.
+    An option that the trainer also has, with the same type, is in the section of the trainer's help.
     """
     fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
     trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}

@@ -198,7 +198,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
 
     @property
     def lengths_to_fit(self) -> dict[str, int]:
-        """The lengths that must fit the context of the model, by option (see `with_fitting_lengths`)."""
+        """The lengths that must fit the context of the model, by option (see `fitted_to_server`)."""
         lengths = {"context_limit": self.context_limit, "max_tokens": self.max_tokens}
         if self.env == "harbor":
             lengths["proactive_summarization_threshold"] = self.proactive_summarization_threshold

@@ -52,7 +52,7 @@ from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import END, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy, SampleRequest
-from src.policy.served_model import with_fitting_lengths, with_served_model
+from src.policy.served_model import fitted_to_server, with_served_model
 from src.records.checkpoints import sampler_path
 
 TITLE = [
@@ -341,7 +341,7 @@ def _run(argv: Sequence[str]) -> int:
         argv = asyncio.run(with_local_server(with_locations_from_environment(argv), typed))
         config = parse_as(TryConfig, argv := with_served_model(argv))
         if config.uses_backend:
-            config = parse_as(TryConfig, with_fitting_lengths(argv, config, config.lengths_to_fit))
+            config = fitted_to_server(config, argv, config.lengths_to_fit)
         status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
         return status or statuses[0]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from src.core.errors import BackendError, ConfigError
 from src.policy.backend import check_alive, require_key
 from src.policy.options import BackendOptions
+from src.policy.served_model import values_of
 
 LOCAL_SERVER = "http://localhost:8000"
 
@@ -19,7 +20,7 @@ LOCAL_SERVER = "http://localhost:8000"
 def with_backend(argv: Sequence[str]) -> list[str]:
     """Add backend=skyrl-tx if a model gives the answers, no option names an endpoint, and no valid key for
     the Tinker cloud is set."""
-    values = _values(argv)
+    values = values_of(argv)
     if not _has_model(values) or values.keys() & {"backend", "skyrl_tx_url", "tinker_base_url"}:
         return list(argv)
     try:
@@ -37,7 +38,7 @@ async def with_local_server(
     Raises ConfigError if no server is ready there. `typed` are the user's arguments, with the options of
     config files, for the command that the message shows.
     """
-    values = _values(argv)
+    values = values_of(argv)
     if not _has_model(values) or values.get("backend") != "skyrl-tx" or "skyrl_tx_url" in values:
         return list(argv)
     added = f"skyrl_tx_url={url}"
@@ -46,7 +47,7 @@ async def with_local_server(
     except BackendError as error:
         again = [*typed, *(word for word in ("backend=skyrl-tx", added) if word not in typed)]
         start = f"scripts/start_skyrl_tx.sh {shlex.quote(values['model_name'])}"
-        cloud = "" if "backend" in _values(typed) else "; for the Tinker cloud, set TINKER_API_KEY"
+        cloud = "" if "backend" in values_of(typed) else "; for the Tinker cloud, set TINKER_API_KEY"
         raise ConfigError(
             f"no server is ready at {url}; start one with `{start}`, then type "
             f"`agent-trainer try {shlex.join(again)}`{cloud}"
@@ -59,7 +60,3 @@ def _has_model(values: dict[str, str]) -> bool:
     """Return whether the answers come from a model of a Tinker endpoint."""
     is_model = values.get("policy", "auto") in ("auto", "model") and "base_url" not in values
     return is_model and bool(values.get("model_name"))
-
-
-def _values(argv: Sequence[str]) -> dict[str, str]:
-    return {name: value for name, _, value in (argument.partition("=") for argument in argv)}

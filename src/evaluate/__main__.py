@@ -13,7 +13,7 @@ from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import CompareConfig, EvaluateConfig
-from src.policy.served_model import with_fitting_lengths, with_served_model
+from src.policy.served_model import fitted_to_server, with_served_model
 
 TITLE = [
     "python -m src.evaluate key=value ...",
@@ -42,9 +42,7 @@ def _run(argv: Sequence[str]) -> int:
         else:
             argv = with_served_model(with_locations_from_environment(argv))
             config = parse_as(EvaluateConfig, argv)
-            if config.base_url is None:
-                argv = with_fitting_lengths(argv, config, config.lengths_to_fit)
-                config = parse_as(EvaluateConfig, argv)
+            config = fitted_to_server(config, argv, config.lengths_to_fit)
         # These imports take seconds. They are deferred so that --help and option errors appear at once.
         from src.cli.console import Display, terminal
         from src.evaluate.run import compare_finished, run

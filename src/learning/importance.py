@@ -16,7 +16,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence, has_gradient
 from src.learning.examples import Example
-from src.learning.learner import TrainedTokens, sampler_trainer_kl, trained_sequences
+from src.learning.learner import TrainedTokens, sampler_trainer_kl, trained_tokens
 from src.learning.options import ImportanceOptions
 
 MAX_LOG_RATIO = 20.0
@@ -105,7 +105,10 @@ def apply_tis(
         )
         result = token_factors(trainer_N, sampler_N, options)
         corrections.append(result)
-        compared.append(trained_sequences(sequences, old))
+        rows = zip(sequences, old, strict=True)
+        compared.append(
+            trained_tokens((sequence.advantages, sequence.logprobs, values) for sequence, values in rows)
+        )
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(
             example, sequences=[_corrected(*values) for values in zip(sequences, parts, old, strict=True)]

@@ -6,7 +6,7 @@ All requests of an update are sent before the first result is awaited.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -120,7 +120,7 @@ class Learner:
         metrics = {"optim/lr": adam.learning_rate, "optim/num_substeps": float(len(steps))}
         if not steps:
             return metrics
-        parts = [trained_tokens(datums, output) for datums, output in outputs]
+        parts = [trained_tokens(_rows(datums, output)) for datums, output in outputs]
         require_finite([part.trained_logprobs for part in parts], step=step)
         metrics |= reported_metrics([output for _, output in outputs], answers)
         kl = sampler_trainer_kl(parts, num_before_step=max(1, len(added)))
@@ -178,30 +178,23 @@ def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_s
     return highest * factor
 
 
-def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:
-    """Return the logprobs at positions with a nonzero advantage. `output` has the order of the datums."""
-    sampled, trained = [], []
+def trained_tokens(rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> TrainedTokens:
+    """Return the logprobs of the trained tokens, those with a nonzero advantage.
+
+    Each row has the advantages, the sampler's logprobs and the trainer's logprobs of a sequence, [T] each.
+    """
+    kept = [(sampled[advantages != 0], trained[advantages != 0]) for advantages, sampled, trained in rows]
+    sampled, trained = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    return TrainedTokens(sampled_logprobs=sampled, trained_logprobs=trained)
+
+
+def _rows(
+    datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield the rows of `trained_tokens`. `output` has the order of the datums."""
     for datum, answer in zip(datums, output.loss_fn_outputs, strict=True):
-        mask = datum.loss_fn_inputs["advantages"].to_numpy() != 0
-        sampled.append(datum.loss_fn_inputs["logprobs"].to_numpy()[mask])
-        trained.append(answer["logprobs"].to_numpy()[mask])
-    return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
-
-
-def trained_sequences(
-    sequences: Sequence[TokenSequence], trained_logprobs_D: Sequence[np.ndarray]
-) -> TrainedTokens:
-    """Return the logprobs at positions with a nonzero advantage. `trained_logprobs_D` has the trainer's
-    logprobs [T] of each sequence."""
-    masks = [sequence.advantages != 0 for sequence in sequences]
-    return TrainedTokens(
-        sampled_logprobs=np.concatenate(
-            [sequence.logprobs[mask] for sequence, mask in zip(sequences, masks, strict=True)]
-        ),
-        trained_logprobs=np.concatenate(
-            [values[mask] for values, mask in zip(trained_logprobs_D, masks, strict=True)]
-        ),
-    )
+        inputs = datum.loss_fn_inputs
+        yield inputs["advantages"].to_numpy(), inputs["logprobs"].to_numpy(), answer["logprobs"].to_numpy()
 
 
 def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:

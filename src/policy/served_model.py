@@ -1,7 +1,7 @@
 """Options that follow from the model of a skyrl-tx server: its name, its tokenizer and its context.
 
-The functions take a command line and return it with options that the user has not set. They change nothing if
-the server does not answer; the program reports this when it connects.
+Options that the user has set are kept. Nothing is changed if the server does not answer; the program reports
+this when it connects.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import chz
+
 from src.core.length_limits import fitted_lengths
 from src.policy.options import BackendOptions
 from src.policy.running_server import ServedModels, find_server, tokenizer_folder
 
+UNSET = ("", "none", "null")
+"""The values that are the same as no value."""
 LOCAL = "local/"
 """The prefix of the names of served models that are not on a hub."""
 
@@ -26,7 +30,7 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     The tokenizer is in the directory, or in a folder of the server's machine. Other model names are hub ids,
     whose tokenizer is that of the hub.
     """
-    values = _values(argv)
+    values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
     if values.get("backend") != "skyrl-tx" or not name:
         return list(argv)
@@ -41,42 +45,42 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     return list(argv) if folder is None else _with(argv, model_name=served, tokenizer=folder)
 
 
-def with_fitting_lengths(
-    argv: Sequence[str], options: BackendOptions, lengths: Mapping[str, int]
-) -> list[str]:
-    """Return `argv` with lengths that fit the context of a skyrl-tx server, and print them.
+def fitted_to_server[Config: BackendOptions](
+    config: Config, argv: Sequence[str], lengths: Mapping[str, int]
+) -> Config:
+    """Return `config` with lengths that fit the context of a skyrl-tx server, and print them.
 
     `lengths` has the values of `context_limit` and of the other lengths of the program. Lengths in `argv` are
     kept. Nothing is changed if the context is large enough or `argv` has context_limit.
     """
-    values = {
-        name: value for name, value in _values(argv).items() if value.lower() not in ("", "none", "null")
-    }
-    if options.backend != "skyrl-tx" or options.skyrl_tx_url is None or "context_limit" in values:
-        return list(argv)
-    models = find_server(options.skyrl_tx_url, key=_key())
-    context = models.contexts.get(options.model_name) if isinstance(models, ServedModels) else None
+    typed = {name: value for name, value in values_of(argv).items() if value.lower() not in UNSET}
+    if config.backend != "skyrl-tx" or config.skyrl_tx_url is None or "context_limit" in typed:
+        return config
+    models = find_server(config.skyrl_tx_url, key=_key())
+    context = models.contexts.get(config.model_name) if isinstance(models, ServedModels) else None
     if context is None or context >= lengths["context_limit"]:
-        return list(argv)
+        return config
     fitted = fitted_lengths(
         context,
         max_tokens=lengths.get("max_tokens", context),
         threshold=lengths.get("proactive_summarization_threshold", 0),
-        given=values,
+        given=typed,
     )
-    added = [f"{name}={value}" for name, value in fitted.items() if name in lengths]
-    print(f"note: fitted to the server's context of {context} tokens: {' '.join(added)}", file=sys.stderr)
-    return [*argv, *added]
+    changes = {name: value for name, value in fitted.items() if name in lengths}
+    shown = " ".join(f"{name}={value}" for name, value in changes.items())
+    print(f"note: fitted to the server's context of {context} tokens: {shown}", file=sys.stderr)
+    return chz.replace(config, **changes)
+
+
+def values_of(argv: Sequence[str]) -> dict[str, str]:
+    """Return the values of `key=value` arguments. The last of several values counts."""
+    return {name: value for name, _, value in (argument.partition("=") for argument in argv)}
 
 
 def _with(argv: Sequence[str], *, model_name: str, tokenizer: str) -> list[str]:
     kept = [argument for argument in argv if not argument.startswith("model_name=")]
     has_tokenizer = any(argument.startswith("tokenizer=") for argument in argv)
     return [*kept, f"model_name={model_name}", *([] if has_tokenizer else [f"tokenizer={tokenizer}"])]
-
-
-def _values(argv: Sequence[str]) -> dict[str, str]:
-    return {name: value for name, _, value in (argument.partition("=") for argument in argv)}
 
 
 def _is_gguf(path: Path) -> bool:

@@ -12,13 +12,13 @@ from src.cli.environment_variables import load_environment, with_locations_from_
 from src.cli.program import run_program
 from src.core.log_setup import set_log_levels
 from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
-from src.policy.served_model import with_fitting_lengths, with_served_model
+from src.policy.served_model import fitted_to_server, with_served_model
 from src.sft.config import SftConfig
 
 TITLE = [
     "python -m src.sft data=chats.jsonl key=value ...",
     "",
-    "Fine-tune a LoRA adapter on chats with tools through the Tinker API. RL can start from its checkpoint.",
+    "Fine-tune a LoRA adapter on chats through the Tinker API. RL can start from the checkpoint.",
 ]
 
 
@@ -33,8 +33,7 @@ def _run(argv: Sequence[str]) -> int:
         load_environment(argv)
         argv = with_locations_from_environment(argv, names=("skyrl_tx_url",))
         config = parse_as(SftConfig, argv := with_served_model(argv))
-        lengths = {"context_limit": config.context_limit}
-        config = parse_as(SftConfig, with_fitting_lengths(argv, config, lengths))
+        config = fitted_to_server(config, argv, {"context_limit": config.context_limit})
         # These imports take seconds. They are deferred so that --help and option errors appear at once.
         from src.cli.console import Display, terminal
         from src.sft.run import run

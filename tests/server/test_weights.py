@@ -112,7 +112,7 @@ def test_a_missing_or_misshapen_tensor_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
-def test_eight_bit_weights_without_quantization_are_refused(tmp_path, dtype, name: str) -> None:
+def test_eight_bit_weights_of_an_unquantized_config_are_refused(tmp_path, dtype, name: str) -> None:
     config = load_model_config(FIXTURES / "tied")
     tensors = {
         key: value.astype(dtype) for key, value in load_file(FIXTURES / "tied" / "model.safetensors").items()
@@ -162,7 +162,7 @@ def test_a_server_with_a_larger_maximum_rank_loads_an_adapter() -> None:
         np.testing.assert_array_equal(array, arrays[name])
 
 
-def test_an_adapter_of_another_model_is_refused() -> None:
+def test_an_adapter_that_does_not_fit_the_model_is_refused() -> None:
     arrays = adapter_to_arrays(tiny_qwen3.adapter(), CONFIG, SPEC)
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
     with pytest.raises(UserError, match=f"no tensor {name}"):

@@ -89,7 +89,7 @@ def test_one_answer_over_the_threshold_zeroes_the_reward(caplog):
 
 
 @pytest.mark.seed_behaviour(48)
-def test_the_length_rule_is_off_by_default_at_2048_tokens():
+def test_the_length_rule_is_off_by_default_with_a_2048_limit():
     long = TrajectoryGroup(
         task=task("a"), trajectories=[trajectory(reward=1, turns=[turn([1], [2] * 9_999)])]
     )

@@ -10,7 +10,7 @@ from src.cli.command_line import parse_as
 from src.core.errors import ConfigError
 from src.envs.try_env import TryConfig
 from src.envs.try_server import with_backend, with_local_server
-from src.policy.served_model import with_fitting_lengths
+from src.policy.served_model import fitted_to_server
 from tests.trainer.test_full_recipe import server
 
 MODEL = ["env=tau_bench", "model_name=org/model"]
@@ -24,11 +24,12 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def fitted(*argv: str, context: int) -> list[str]:
-    """Return the arguments that are added for a server with this context."""
+    """Return the lengths that change for a server with this context."""
     with server({"org/model": context}) as url:
         command = [*MODEL, OUR_BACKEND, f"skyrl_tx_url={url}", *argv]
         config = parse_as(TryConfig, command)
-        return with_fitting_lengths(command, config, config.lengths_to_fit)[len(command) :]
+        lengths = fitted_to_server(config, command, config.lengths_to_fit).lengths_to_fit
+    return [f"{name}={value}" for name, value in lengths.items() if value != config.lengths_to_fit[name]]
 
 
 def test_a_model_without_a_key_for_the_cloud_is_served_locally():
@@ -95,6 +96,6 @@ async def test_the_lengths_of_terminus_2_fit_together():
     with server({"org/model": 2048}) as url:
         command = ["tasks_dir=.", "model_name=org/model", OUR_BACKEND, f"skyrl_tx_url={url}"]
         config = parse_as(TryConfig, command)
-        config = parse_as(TryConfig, with_fitting_lengths(command, config, config.lengths_to_fit))
+        config = fitted_to_server(config, command, config.lengths_to_fit)
     assert (config.context_limit, config.max_tokens) == (2048, 512)
     assert config.proactive_summarization_threshold == 512

@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that may be the beginning of a tag or a stop string is held back until further text decides this, so that
-a stream and a complete reply have the same text.
+Text that may be the beginning of a tag or of a stop string is held back until later text shows whether it is
+one. A stream and a complete reply therefore have the same text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Content:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
     name: str
-    arguments: str  # JSON, as OpenAI's clients expect it
+    arguments: str  # JSON, as OpenAI's clients expect it; a string that the model wrote is not checked
 
 
 type ParsedDelta = ReasoningText | Content | ToolCall
@@ -171,8 +171,8 @@ class StopCutter:
 
 
 class Answer:
-    """Converts the token ids of one sample to pieces. A stop token has no text. The token that completes a
-    stop string has only its text before the stop string."""
+    """Converts the token ids of one sample to pieces. The text of a stop token is omitted. Of the token
+    that completes a stop string, only the text before the stop string is kept."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None

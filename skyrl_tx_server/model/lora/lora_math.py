@@ -44,10 +44,10 @@ class JoinedFactors:
     is the delta of the fused projection."""
 
     a: jax.Array  # [in, R] with R = slots * parts * max_rank
-    b: (
-        jax.Array
-    )  # [R, sum(out)], multiplied by the scales; zero where row and column belong to different parts
-    uses: jax.Array | None  # [B, 1, R], one for the slot of a sequence, otherwise zero; None: one slot
+    b: jax.Array
+    """[R, sum(out)], multiplied by the scales. Zero where row and column belong to different parts."""
+    uses: jax.Array | None
+    """[B, 1, R], one for the slot that a sequence uses and zero for the others. None: there is one slot."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,7 +116,8 @@ class ComparedReward:
 
 
 class NumberReward(ComparedReward):
-    """The reward is 1 if the last number of the answer equals that of the reference, else 0."""
+    """The reward is 1 if the last number in the final result of the answer equals that of the reference, else
+    0."""
 
     def __init__(self) -> None:
         super().__init__(lambda answer, reference: last_number(answer) == last_number(reference))
@@ -195,10 +196,10 @@ class FunctionReward:
         self._function = function
 
     def check(self, question: Question) -> None:
-        """Accept every row: the function may not need an answer."""
+        """Accept every row, because a function can grade without a reference answer."""
 
     async def grade(self, answer: str, question: Question) -> Graded:
-        """Call the function, in a thread if it is not async, because it may take long."""
+        """Call the function in a thread, because it may block, and await the result of an async function."""
         result = await asyncio.to_thread(self._function, answer, question.record.values)
         if isawaitable(result):
             result = await result

@@ -19,7 +19,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    # Only TrainingVerifier raises an AgentFault that `Grading.fault` does not store.
+    # After the agent's first turn, only TrainingVerifier raises an AgentFault that `Grading.fault` lacks.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
@@ -27,7 +27,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
 
 
 async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
-    """Await `work` and cancel it at the deadline (None: no deadline) or with its caller. Raises TimeoutError.
+    """Await `work`. Cancel it at the deadline (None: no deadline) or if the caller is cancelled.
 
     Cancelled work has `CANCEL_GRACE_S` seconds to free its resources, because Harbor limits neither the time
     to stop an environment nor the time to collect logs.
@@ -55,8 +55,8 @@ def timed_out(result: TrialResult) -> bool:
 
 
 def failure_kind(result: TrialResult, agent_error: TrainerError | None) -> FailureKind:
-    """Return the phase in which a trial without a grade failed. `agent_error` is the error that ended its
-    agent.
+    """Return the failure kind of a trial without a grade: SANDBOX for a SandboxError, else the kind of the
+    last phase that began. `agent_error` is the error that ended the agent; None: there was none.
     """
     info = result.exception_info
     if isinstance(agent_error, SandboxError) or (

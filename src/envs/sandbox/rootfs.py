@@ -1,4 +1,4 @@
-"""The initial files of every sandbox besides the host's /usr: its /etc and a replacement for apt."""
+"""The files of a new sandbox, besides the host's /usr: the sandbox's /etc and a replacement for apt."""
 
 from __future__ import annotations
 

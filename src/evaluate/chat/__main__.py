@@ -21,7 +21,7 @@ from src.evaluate.chat.config import ChatConfig
 from src.evaluate.chat.conversation import COMMANDS, Answer, Conversation, talk
 from src.policy.backend import connect
 from src.policy.chat import load_chat
-from src.policy.served_model import with_fitting_lengths, with_served_model
+from src.policy.served_model import fitted_to_server, with_served_model
 from src.records.checkpoints import sampler_path
 
 TITLE = [
@@ -90,7 +90,7 @@ def _run(argv: Sequence[str]) -> int:
     argv = with_locations_from_environment(argv, names=["skyrl_tx_url"])
     config = parse_as(ChatConfig, argv := with_served_model(argv))
     lengths = {"context_limit": config.context_limit, "max_tokens": config.max_tokens}
-    config = parse_as(ChatConfig, with_fitting_lengths(argv, config, lengths))
+    config = fitted_to_server(config, argv, lengths)
     with suppress(ImportError):
         import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
     set_log_levels()
