@@ -217,6 +217,7 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
         (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their folders"),
         (["runs={}/run,{}/run"], "runs names a folder twice; remove one of them"),
         (["runs={}/damaged"], "web.jsonl, line 1: score"),
+        (["runs={}/run", "first_step=4", "last_step=2"], "first_step=4 is after last_step=2; exchange them"),
         ([], "missing: runs"),
     ],
 )

@@ -298,6 +298,11 @@ def test_with_a_test_split_no_training_task_can_be_held_out():
 TEN_TASKS = EnvSpec(tasks=tasks_of("d", "x", 10), make=Say)
 
 
+def test_an_environment_without_tasks_is_refused():
+    with pytest.raises(ConfigError, match="the environment has no tasks"):
+        episodes(config("eval_split=0.2"), toy_chat(), replace(TEN_TASKS, tasks=[]))
+
+
 def test_without_a_test_split_eval_split_holds_out_a_share():
     source = episodes(config("eval_split=0.2"), toy_chat(), TEN_TASKS)
     assert (len(source.train), len(source.eval)) == (8, 2)

@@ -201,6 +201,7 @@ async def test_a_reward_that_is_not_finite_becomes_0(reward):
         [0.0],
         ZeroReason.UNREADABLE_REWARD,
     )
+    assert {"role": "assistant", "content": "A"} in trajectory.conversation
 
 
 async def test_a_hanging_close_is_abandoned(monkeypatch):
