@@ -40,8 +40,9 @@ class MeshShape:
 
 @chz.chz
 class EngineOptions(TenantOptions):
-    """The options of the engine and its executor. Sizes are in tokens unless the name has another unit.
+    """The options of the engine and its executor.
 
+    Sizes are in tokens unless the name of the option has another unit.
     The executor requires that `base_model` is a local directory and that `model_alias` is set. `__main__`
     sets both.
     """
