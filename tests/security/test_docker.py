@@ -186,7 +186,7 @@ async def test_container_downloads_are_limited_and_follow_no_links(
     assert len(local_files) <= MAX_FILES and sum(path.lstat().st_size for path in local_files) < 40 * 2**20
     assert not any(path.is_symlink() or path.is_fifo() for path in local_files)
     note = (tmp_path / "trial" / NOTE_FILE).read_text()
-    assert "/logs/agent: only" in note and "/logs/verifier: only" in note
+    assert "/logs/agent: at most" in note and "/logs/verifier: at most" in note
 
 
 async def test_every_service_has_a_stop_timeout_of_0_seconds(tmp_path: Path) -> None:
