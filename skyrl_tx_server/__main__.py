@@ -30,7 +30,14 @@ import chz
 import uvicorn
 import uvloop
 
-from skyrl_tx_server.config.command_line import help_text, move_secrets, parse, print_help, with_secrets
+from skyrl_tx_server.config.command_line import (
+    help_text,
+    help_words,
+    move_secrets,
+    parse,
+    print_help,
+    with_secrets,
+)
 from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
@@ -68,8 +75,8 @@ connection pools, so that clients do not send a request on a connection that the
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a
     failure of the server."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_text())
+    if (words := help_words(argv)) is not None:
+        print_help(help_text(words=words))
         return 0
     try:
         config = parse(with_secrets(argv, os.environ))

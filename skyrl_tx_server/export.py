@@ -22,7 +22,7 @@ from typing import Literal
 import chz
 import numpy as np
 
-from skyrl_tx_server.config.command_line import help_text, parse, print_help
+from skyrl_tx_server.config.command_line import HELP, help_text, help_words, parse, print_help
 from skyrl_tx_server.config.engine_options import model_alias
 from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
@@ -91,15 +91,16 @@ class ImportOptions:
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0, or 2 after printing an error in one line to stderr."""
     command = argv[0] if argv else "--help"
-    if command in ("--help", "-h", "help"):
+    if command in HELP:
         print_help(str(__doc__).strip())
         return 0
     try:
         if command not in _COMMANDS:
             raise ConfigError(f"unknown command {command!r}; use one of {', '.join(_COMMANDS)}")
-        if any(argument in ("--help", "-h", "help") for argument in argv[1:]):
+        if (words := help_words(argv[1:])) is not None:
             options, _ = _COMMANDS[command]
-            print_help(help_text(options, f"python -m skyrl_tx_server.export {command} key=value ..."))
+            usage = f"python -m skyrl_tx_server.export {command} key=value ..."
+            print_help(help_text(options, usage, words))
             return 0
         print(_run(command, argv[1:]))
         return 0

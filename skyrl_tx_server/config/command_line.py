@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ _COMPONENTS = {
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
 """Options that other users of the machine must not see, and the environment variables that hold them."""
 MAX_KEY_BYTES = 4096
+HELP = ("--help", "-h", "help")
 _NONE = ("", "none", "null")
 
 
@@ -169,19 +171,46 @@ def _key_in(file: Path) -> str:
     return key
 
 
-def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
+def help_words(argv: Sequence[str]) -> list[str] | None:
+    """Return the words for which the help is searched; None if `argv` does not request help.
+
+    >>> help_words(["--help", "memory"]), help_words(["--help"]), help_words(["port=0"])
+    (['memory'], [], None)
+    """
+    if not any(argument in HELP for argument in argv):
+        return None
+    return [argument for argument in argv if argument not in HELP and "=" not in argument]
+
+
+def help_text(
+    options: type = ServerConfig,
+    usage: str = "python -m skyrl_tx_server key=value ...",
+    words: Sequence[str] = (),
+) -> str:
     """Return the help: a line for each option with its default and meaning. The server's options are grouped
-    by component."""
+    by component.
+
+    With `words`, return only the options for which each of `words` begins a word of the heading, the name or
+    the meaning.
+    """
     fields, defaults = chz.chz_fields(options), inspect.signature(options).parameters
-    lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)])]
+    purpose = _PURPOSE if options is ServerConfig else [str(options.__doc__)]
+    lines = [] if words else [usage, "", *purpose]
     for heading, names in _sections(options):
-        lines += ["", *heading]
+        shown: list[str] = []
         for name in names:
             default = defaults[name].default
-            shown = "required" if default is inspect.Parameter.empty else f"default {default}"
+            value = "required" if default is inspect.Parameter.empty else f"default {default}"
             meaning = fields[name]._doc  # pyright: ignore[reportPrivateUsage]  chz has no public accessor
-            lines.append(f"  {name:24} {meaning} ({shown})")
-    return "\n".join(lines)
+            if all(_has_word(f"{' '.join(heading)} {name} {meaning}", word) for word in words):
+                shown.append(f"  {name:24} {meaning} ({value})")
+        lines += ["", *heading, *shown] if shown else []
+    return "\n".join(lines or [f"no option contains {' '.join(words)}; --help lists all options"])
+
+
+def _has_word(text: str, beginning: str) -> bool:
+    """Return whether a word of the text begins with `beginning`; case is ignored."""
+    return re.search(rf"(?<![a-z]){re.escape(beginning)}", text, re.IGNORECASE) is not None
 
 
 def _sections(options: type) -> list[tuple[list[str], list[str]]]:

@@ -26,7 +26,7 @@ TITLE = [
 
 def main(argv: Sequence[str]) -> int:
     """Write the analysis and return the exit status."""
-    return run_program(argv, _run, lambda words: help_for(AnalyzeConfig, title=TITLE))
+    return run_program(argv, _run, lambda words: help_for(AnalyzeConfig, title=TITLE, words=words))
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -21,10 +21,16 @@ DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
 HARBOR_ONLY = (
     *("environment_type", "max_consecutive_truncations", "jobs_quota_gb"),
     *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
+    *("enable_summarize", "proactive_summarization_threshold"),
 )
 DATA = "data"  # the environment that data= selects
-# Environments that do not read train_data or test_data, and the options to use instead.
+# Environments that do not read train_data, tasks_dir or test_data, and the options to use instead.
 INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
+INSTEAD_OF_TASKS_DIR = {
+    "fleet": "train_data or test_data",
+    "openenv": INSTEAD_OF_TRAIN_DATA["openenv"],
+    DATA: "data",
+}
 INSTEAD_OF_TEST_DATA = {
     "harbor": "eval_tasks in training, or tasks in an evaluation",
     "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",
@@ -91,7 +97,13 @@ class TaskOptions(SeedOptions):
             self.reward is not None,
             "missing: reward; write reward=exact, number, regex, math or module:function",
         )
-        require(self.tasks_dir is None, "tasks_dir is not for env=data; remove tasks_dir or data")
+
+    @chz.validate
+    def _environment_reads_tasks_dir(self) -> None:
+        require(
+            self.tasks_dir is None or self.env not in INSTEAD_OF_TASKS_DIR,
+            f"tasks_dir is not for env={self.env}; use {INSTEAD_OF_TASKS_DIR.get(self.env)}",
+        )
 
     @chz.validate
     def _environment_reads_test_data(self) -> None:

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     return run_program(
         argv,
         lambda arguments: run(parse_as(ValidateConfig, arguments)),
-        lambda words: help_for(ValidateConfig, title=title),
+        lambda words: help_for(ValidateConfig, title=title, words=words),
         label="validate",
     )
 

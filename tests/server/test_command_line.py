@@ -171,6 +171,18 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
     assert sorted(options) == sorted(chz.chz_fields(ServerConfig))
 
 
+def test_the_help_of_a_word_lists_the_matching_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "slots"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert "max_num_seqs" in names and "port" not in names and lines[0] == ""
+    assert export.main(["merge", "--help", "dtype"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert names == ["dtype"]
+    assert main(["--help", "zebra"]) == 0
+    assert capsys.readouterr().out == "no option contains zebra; --help lists all options\n"
+
+
 @pytest.mark.parametrize(
     ("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])]
 )

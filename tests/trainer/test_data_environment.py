@@ -330,7 +330,15 @@ def test_a_missing_file_gives_a_one_line_error(tmp_path: Path, name):
         (["env=data", "reward=exact"], "env=data needs data=FILE.jsonl or data=FILE.parquet"),
         (
             ["data=a.jsonl", "reward=exact", "tasks_dir=."],
-            "tasks_dir is not for env=data; remove tasks_dir or data",
+            "tasks_dir is not for env=data; use data",
+        ),
+        (
+            ["env=openenv", "tasks_dir=."],
+            "tasks_dir is not for env=openenv; use environment_kwargs=tasks=NUMBER",
+        ),
+        (
+            ["env=openenv", "enable_summarize=false"],
+            "enable_summarize is for env=harbor, not env=openenv; remove enable_summarize",
         ),
         (["tasks_dir=.", "reward=exact"], "reward is for env=data, not env=harbor; remove reward"),
         (["env=tau_bench", "data=a.jsonl"], "data is for env=data, not env=tau_bench; remove data"),

@@ -258,7 +258,10 @@ def test_an_unusable_server_gives_a_one_line_error(server: str, tmp_path: Path, 
     [
         (["environment_kwargs=url=http://h"], "env=fleet needs train_data=FILE.jsonl"),
         (["train_data=t.jsonl"], "env=fleet needs environment_kwargs=url=http://host:port/mcp"),
-        (["tasks_dir=.", "environment_kwargs=url=http://h"], "env=fleet reads its tasks from train_data"),
+        (
+            ["tasks_dir=.", "environment_kwargs=url=http://h"],
+            "tasks_dir is not for env=fleet; use train_data or test_data",
+        ),
         (
             [f"train_data={EXAMPLE}", f"test_data={EXAMPLE}", "environment_kwargs=url=http://h"],
             r"held-out tasks are also training tasks: shop-restock \(and 3 more\)",

@@ -171,8 +171,6 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
     Raises ConfigError for an invalid option.
     """
     options = config.environment_options
-    if config.tasks_dir is not None:
-        raise ConfigError("env=fleet reads its tasks from train_data and test_data; remove tasks_dir")
     key = os.environ.get("FLEET_API_KEY")
     settings = FleetSettings(
         url=options.pop("url", ""),

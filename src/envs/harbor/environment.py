@@ -175,13 +175,16 @@ class HarborTasks:
     def _check_first_prompts(self) -> None:
         from src.envs.harbor.agent import first_prompt
 
-        limit = self.settings.length_limits.context_limit
+        limits = self.settings.length_limits
         for task in (*self.train, *self.eval):
             tokens = len(self._chat.render([{"role": "user", "content": first_prompt(task.instruction)}]))
-            if tokens >= limit:
+            if limits.max_new_tokens(tokens) == 0:
+                name, limit = "context_limit", limits.context_limit
+                if tokens < limit:
+                    name, limit = "max_input_length", limits.max_input_length
                 raise ConfigError(
                     f"{task.path}: the first prompt has at least {tokens} tokens, "
-                    f"so context_limit={limit} leaves no tokens for an answer; raise context_limit"
+                    f"so {name}={limit} leaves no tokens for an answer; raise {name}"
                 )
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:

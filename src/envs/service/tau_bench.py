@@ -189,6 +189,11 @@ def open_domains(
     judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
     """Return the provider of each built-in domain among `domains`."""
+    if config.tasks_dir is not None and toy_retail.NAME not in domains:
+        names = "+".join(sorted(domains))
+        raise ConfigError(
+            f"tasks_dir cannot be used with domain={names}: only toy_retail reads it; remove tasks_dir"
+        )
     providers: dict[str, DomainProvider] = {}
     if toy_retail.NAME in domains:
         providers[toy_retail.NAME] = open_toy_retail(config, model)
@@ -224,11 +229,6 @@ def open_tau2(
     names: str,
 ) -> DomainProvider:
     """Open domains of tau2-bench."""
-    if config.tasks_dir is not None:
-        raise ConfigError(
-            f"tasks_dir cannot be used with domain={names}, whose tasks come from the benchmark or "
-            "train_data; remove it"
-        )
     if config.tau2_home is None:
         raise ConfigError(
             f"domain={names} needs tau2-bench: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
