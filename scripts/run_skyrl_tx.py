@@ -50,10 +50,17 @@ from scripts.recipe_options import (
 )
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
-from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import help_words, parse, parse_as, print_help, with_present_names
 from src.cli.config_file import with_config_files
-from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
+from src.cli.saved_options import (
+    SERVER_FILE,
+    SFT_SUFFIX,
+    chat_arguments,
+    evaluated_arguments,
+    program_of,
+    resumed_arguments,
+    server_folder_of,
+)
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.envs.options import DOWNLOADS, require_task_folder
@@ -63,6 +70,7 @@ from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
 from src.records import checkpoints
 from src.records.private_folder import make_private, write_private
+from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
@@ -74,6 +82,14 @@ SHARED_WITH_SFT = (
 """Options of the RL that the preceding fine-tuning also uses."""
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
+ACTION_MODULES = {"evaluate": "src.evaluate", "chat": "src.evaluate.chat"}
+CONFIG_CLASSES = {
+    "src.train": TrainerConfig,
+    "src.sft": SftConfig,
+    "src.evaluate": EvaluateConfig,
+    "src.evaluate.chat": ChatConfig,
+}
+"""Module of a program -> class that declares its options."""
 
 
 def main(argv: list[str]) -> int:
@@ -101,7 +117,7 @@ def main(argv: list[str]) -> int:
         if "quickstart" in user_options:
             return quick_start(user_options)
         if "chat" in user_options:
-            return with_server_of(user_options.pop("chat"), user_options, chat_arguments, "src.evaluate.chat")
+            return chat(user_options.pop("chat"), user_options)
         if "model_name" not in user_options:
             user_options = {**model_of_a_running_server(user_options), **user_options}
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
@@ -112,10 +128,14 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _config_class(argv: Sequence[str]) -> type[TrainerConfig] | type[EvaluateConfig] | type[ChatConfig]:
-    """Return the class that declares the options of the program that runs."""
-    actions = {argument.partition("=")[0] for argument in argv}
-    return EvaluateConfig if "evaluate" in actions else ChatConfig if "chat" in actions else TrainerConfig
+def _config_class(argv: Sequence[str]) -> type[object]:
+    """Return the class that declares the options of the program that runs. Raises ConfigError if the run to
+    resume does not exist."""
+    actions = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    if "resume" in actions:
+        return CONFIG_CLASSES[program_of(actions["resume"])]
+    module = next((module for name, module in ACTION_MODULES.items() if name in actions), "src.train")
+    return CONFIG_CLASSES[module]
 
 
 def quick_start(user_options: dict[str, str]) -> int:
@@ -192,7 +212,7 @@ def fine_tune(
     `src.sft` and the path of the trained weights, which is empty after a failure."""
     chats = server_folder / "demonstrations.jsonl"
     warm_start.write_demonstrations(chats, warm_start.num_demonstrations)
-    run = Path(f"{options['log_path']}.sft")
+    run = Path(f"{options['log_path']}{SFT_SUFFIX}")
     print_message(f"supervised fine-tuning on {warm_start.num_demonstrations} demonstrations: {chats}")
     shared = {name: options[name] for name in SHARED_WITH_SFT if name in options}
     arguments = {**shared, **warm_start.options, "data": str(chats), "log_path": str(run)}
@@ -284,12 +304,17 @@ def full_recipe(user_options: dict[str, str]) -> int:
 
 def resume(run: str, changes: dict[str, str]) -> int:
     """Continue a run. If this program had started its server and the server has ended, start it again."""
-    return with_server_of(run, changes, resumed_arguments, "src.train")
+    return with_server_of(run, changes, resumed_arguments, program_of(run))
 
 
 def evaluate(run: str, changes: dict[str, str]) -> int:
     """Evaluate the last checkpoint of a run on its held-out tasks."""
-    return with_server_of(run, changes, evaluated_arguments, "src.evaluate")
+    return with_server_of(run, changes, evaluated_arguments, ACTION_MODULES["evaluate"])
+
+
+def chat(run: str, changes: dict[str, str]) -> int:
+    """Chat with the last checkpoint of a run."""
+    return with_server_of(run, changes, chat_arguments, ACTION_MODULES["chat"])
 
 
 def with_server_of(
@@ -303,15 +328,13 @@ def with_server_of(
         return fail(
             f"the run in {run} has backend=tinker; use .venv/bin/agent-trainer instead of ./run_skyrl_tx.sh"
         )
-    folder, url = Path(run).expanduser().resolve(), options.get("skyrl_tx_url", "")
-    server_folder = folder.with_name(f"{folder.name}.server")
-    if not (server_folder / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
+    url, server_folder = options.get("skyrl_tx_url", ""), server_folder_of(run)
+    if server_folder is None or "skyrl_tx_url" in changes:
         return train(options, None, key=None, module=module)
     if module == "src.train":
         check_options(options)
     else:
-        options_class = ChatConfig if module == "src.evaluate.chat" else EvaluateConfig
-        parse_as(options_class, trainer_arguments(options))
+        parse_as(CONFIG_CLASSES[module], trainer_arguments(options))
     key_file = server_folder / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         print_message(f"using the server at {url}")

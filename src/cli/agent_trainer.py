@@ -8,13 +8,17 @@ the run, the launcher runs the module.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from src.cli.saved_options import chat_arguments, evaluated_arguments, program_of, resumed_arguments
+from src.cli.saved_options import (
+    chat_arguments,
+    evaluated_arguments,
+    program_of,
+    resumed_arguments,
+    server_folder_of,
+)
 from src.core.errors import ConfigError
 
 MODULES = {
@@ -36,7 +40,6 @@ RUN_COMMANDS = {"evaluate": evaluated_arguments, "chat": chat_arguments}
 """Command that takes the folder of a run -> function that returns the arguments of its module."""
 RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
 LAUNCHER = "scripts.run_skyrl_tx"  # exists only in a checkout; starts the server of a run again
-SERVER_FILE = "server.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,19 +85,9 @@ def _for_run(
     """Return the command for a run: the launcher if it started the run's server, or else `module`."""
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
-    if _has_launched_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
+    if server_folder_of(run) is not None and importlib.util.find_spec("scripts") is not None:
         return [LAUNCHER, f"{command}={run}", *changes]
     return [module, *options]
-
-
-def _has_launched_server(run: Path) -> bool:
-    """Return whether the launcher started the server of this run."""
-    run = run.resolve()
-    try:
-        recorded = json.loads((run.with_name(f"{run.name}.server") / SERVER_FILE).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(recorded, list)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,27 @@ from src.records.run_folder import CONFIG_FILE, SUPERVISED
 from src.sft.config import SftConfig
 
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
+SERVER_FILE = "server.json"
+"""The file with the options of the server that the launcher started for a run, in the folder RUN.server."""
+SFT_SUFFIX = ".sft"  # of the folder of the fine-tuning that precedes the RL of a quick start
 
 
 def program_of(run: str) -> str:
     """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
+
+
+def server_folder_of(run: str) -> Path | None:
+    """Return the folder of the server that the launcher started for a run; None if it started none.
+
+    The fine-tuning of a quick start, RUN.sft, uses the server of RUN.
+    """
+    folder = Path(run).expanduser().resolve()
+    for name in (folder.name, folder.name.removesuffix(SFT_SUFFIX)):
+        server_folder = folder.with_name(f"{name}.server")
+        if (server_folder / SERVER_FILE).is_file():
+            return server_folder
+    return None
 
 
 def resumed_arguments(run: str, changes: list[str]) -> list[str]:

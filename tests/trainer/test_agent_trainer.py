@@ -11,9 +11,9 @@ import chz
 import pytest
 
 from scripts import run_skyrl_tx
-from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
+from src.cli.agent_trainer import MODULES, command_line, help_text, main
 from src.cli.command_line import parse, parse_as
-from src.cli.saved_options import evaluated_arguments, resumed_arguments
+from src.cli.saved_options import SERVER_FILE, evaluated_arguments, resumed_arguments
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
@@ -21,6 +21,7 @@ from src.evaluate.run import environment_of
 from src.policy.running_server import ServedModels
 from src.policy.served_model import with_served_model
 from src.records.run_folder import RunFolder, find_run_folder
+from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
@@ -175,3 +176,28 @@ def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts={"org/name": 9}))
     assert run_skyrl_tx.main(launched[1:]) == 0
     assert trained[1][1] == "tml-old" and len(started) == 1
+
+
+def test_resume_of_a_warm_start_runs_sft_on_the_server_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    run, server_folder = tmp_path / "run.sft", tmp_path / "run.server"
+    options = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:1", f"log_path={run}"]
+    config = parse_as(SftConfig, [*options, f"data={tmp_path / 'chats.jsonl'}"])
+    RunFolder(path=run, checkpoint=None, delete_first=False).create(config)
+    (run / "metrics.jsonl").write_text("")
+    server_folder.mkdir()
+    (server_folder / SERVER_FILE).write_text(json.dumps(["base_model=m"]))
+    (server_folder / "api_key").write_text("tml-old\n")
+    launched = command_line("resume", [str(run), "max_steps=9"])
+    assert launched == ["scripts.run_skyrl_tx", f"resume={run}", "max_steps=9"]
+    monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts={"m": 9}))
+    trained: list[tuple[str, str, str | None]] = []
+    monkeypatch.setattr(
+        run_skyrl_tx,
+        "train",
+        lambda options, _, *, key, module: trained.append((module, options["max_steps"], key)) or 0,
+    )
+    assert run_skyrl_tx.main(launched[1:]) == 0
+    assert trained == [("src.sft", "9", "tml-old")]

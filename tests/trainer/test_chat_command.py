@@ -12,8 +12,9 @@ import pytest
 
 from scripts import run_skyrl_tx
 from skyrl_tx_server.http.http_handler import StartupState
-from src.cli.agent_trainer import SERVER_FILE, command_line
+from src.cli.agent_trainer import command_line
 from src.cli.command_line import parse_as
+from src.cli.saved_options import SERVER_FILE
 from src.core.errors import BackendError, ConfigError
 from src.evaluate.chat import __main__ as program
 from src.evaluate.chat.config import ChatConfig
