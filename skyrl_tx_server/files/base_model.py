@@ -98,5 +98,7 @@ def _config_errors(directory: Path) -> Generator[None]:
     """Raise ConfigError in place of an error that occurs while the model is read."""
     try:
         yield
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{directory}: not a readable safetensors model: {error}") from None

@@ -26,20 +26,26 @@ def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
     return LORA_RATE * (REFERENCE_SIZE / hidden_size) ** EXPONENTS.get(model_type, OTHER_EXPONENT)
 
 
-def size_of(model: str) -> tuple[int | None, str]:
-    """Return hidden size and type from the model's config.json, in a folder or in the hub's cache.
+def size_of(*models: str | None) -> tuple[int | None, str]:
+    """Return hidden size and type from the config.json of the first of `models` that has one, in a folder or
+    in the hub's cache.
 
-    Returns None and "" if the file cannot be read or states no hidden size.
+    Returns None and "" if no such file can be read or states a hidden size.
     """
+    for model in models:
+        try:
+            path = _config_file(model) if model else None
+            if path is not None:
+                config = json.loads(path.read_text(encoding="utf-8"))
+                return int(config["hidden_size"]), str(config.get("model_type", ""))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None, ""
+
+
+def _config_file(model: str) -> Path | None:
     folder = Path(model).expanduser()
-    try:
-        path = folder / "config.json"
-        if not folder.is_dir():
-            cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-            if not isinstance(cached, str):
-                return None, ""
-            path = Path(cached)
-        config = json.loads(path.read_text(encoding="utf-8"))
-        return int(config["hidden_size"]), str(config.get("model_type", ""))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, ""
+    if folder.is_dir():
+        return folder / "config.json"
+    cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    return Path(cached) if isinstance(cached, str) else None

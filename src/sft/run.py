@@ -101,7 +101,7 @@ async def train(
     dataset, backend = dependencies.source, dependencies.backend
     batches = schedule(dataset, config)
     steps_done = folder.steps_done
-    rate = config.learning_rate or recommended_rate(*size_of(config.tokenizer or config.model_name))
+    rate = config.learning_rate or recommended_rate(*size_of(config.model_name, config.tokenizer))
     events.say(
         f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
         f"{len(dataset.held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"

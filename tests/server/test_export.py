@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.errors import ServerError, UserError
+from skyrl_tx_server.errors import ConfigError, ServerError, UserError
 from skyrl_tx_server.export import main
 from skyrl_tx_server.files import disk
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
@@ -334,6 +334,14 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3), name="org/model")
     with pytest.raises(UserError, match="made from other weights"):
         CheckpointStore(tmp_path, "org/model", fingerprint(FIXTURES / "untied")).read(SAVED)
+
+
+def test_quantized_weights_are_named_in_the_error(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "tied", tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConfigError, match=r"^\S*config.json: quantized weights \(quantization_config, awq\)"):
+        open_base_model(copy)
 
 
 def test_the_fingerprint_depends_only_on_the_weights(tmp_path: Path) -> None:

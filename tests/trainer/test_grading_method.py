@@ -123,6 +123,18 @@ def test_the_number_of_tasks_of_each_mode_is_logged(tmp_path: Path, caplog: pyte
     assert caplog.messages == [f"grading: 0 tasks in a fresh environment, 1 in place ({source})"]
 
 
+@pytest.mark.parametrize(("kind", "compose"), [("daytona", False), ("docker", True)])
+def test_tasks_that_cannot_be_graded_fresh_count_as_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, compose: bool
+) -> None:
+    task = hello(tmp_path / "task")
+    if compose:
+        (task.path / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with caplog.at_level(logging.INFO):
+        grading_methods([task], GradingOption(), kind)
+    assert "grading: 0 tasks in a fresh environment, 1 in place" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("environment_kwargs", "method"),
     [

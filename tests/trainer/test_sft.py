@@ -318,6 +318,15 @@ def test_the_learning_rate_follows_the_hidden_size(tmp_path: Path) -> None:
     assert recommended_rate(*size_of(str(tmp_path))) == pytest.approx(5e-4 * 2**0.0775)
 
 
+def test_the_size_of_the_model_precedes_that_of_the_tokenizer(tmp_path: Path) -> None:
+    for name, size in (("model", 64), ("tokenizer", 128)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"hidden_size": {size}}}')
+    assert size_of(str(tmp_path / "model"), str(tmp_path / "tokenizer")) == (64, "")
+    assert size_of("local/alias", str(tmp_path / "tokenizer")) == (128, "")
+    assert size_of("local/alias", None) == (None, "")
+
+
 def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fakes.killable_sft", str(tmp_path), "20", "7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -223,15 +223,13 @@ class FilteredArchive:
         self.num_members = 0
         self._num_bytes = 0
 
-    def add(self, source: IO[bytes], directory: str = "/", *, stream: bool = False) -> None:
+    def add(self, source: IO[bytes], directory: str = "/") -> None:
         """Add the members of the archive `source`, whose names are relative to `directory`.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
         try:
-            with tarfile.open(
-                fileobj=source, mode="r|" if stream else "r:", errors="surrogateescape"
-            ) as archive:
+            with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
                 for member in archive:
                     self._add(archive, member, directory)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:

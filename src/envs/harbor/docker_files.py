@@ -136,13 +136,8 @@ class DockerFiles:
         return is_new
 
 
-def can_carry_files(environment: BaseEnvironment) -> bool:
-    """Return whether the files of an environment's container can be carried over to a fresh one.
-
-    This is impossible if the task has its own docker-compose.yaml or if the engine does not respond.
-    """
-    if (environment.environment_dir / "docker-compose.yaml").is_file():
-        return False
+def engine_answers() -> bool:
+    """Return whether the Docker engine responds."""
     try:
         with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
             client.ping()

@@ -32,9 +32,9 @@ from harbor.verifier.verifier import Verifier
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import FileChanges, probe_changes
-from src.envs.harbor.docker_files import DockerFiles, can_carry_files
+from src.envs.harbor.docker_files import DockerFiles, engine_answers
 from src.envs.harbor.fresh_environment import fresh_environment
-from src.envs.harbor.grading_method import GradingMethod, GradingMode
+from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
 from src.envs.harbor.sandbox_files import SandboxFiles
 from src.envs.harbor.verifier_reward import score
@@ -133,9 +133,8 @@ class Grading:
             return None
         if isinstance(environment, SandboxEnvironment):
             return SandboxFiles(environment)
-        if str(getattr(environment.type(), "value", environment.type())) == "docker" and can_carry_files(
-            environment
-        ):
+        environment_type = str(getattr(environment.type(), "value", environment.type()))
+        if can_be_fresh(environment.environment_dir, environment_type) and engine_answers():
             return DockerFiles(environment)
         return None
 

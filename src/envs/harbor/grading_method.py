@@ -140,12 +140,26 @@ def recorded_method(task: Task, environment_type: str) -> GradingMethod | None:
     return None
 
 
+def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
+    """Return whether a task can be graded in a fresh environment.
+
+    This is impossible in the environments of cloud providers, and on Docker if the task has its own
+    docker-compose.yaml.
+    """
+    if environment_type == "docker":
+        return not (environment_dir / "docker-compose.yaml").is_file()
+    return environment_type == "sandbox"
+
+
 def grading_methods(
     tasks: Iterable[Task], option: GradingOption, environment_type: str
 ) -> dict[Path, GradingMethod]:
     """Return the grading method of each task by the task's folder, and log how many tasks use each mode."""
     methods = {task.path: option.method_for(task, environment_type) for task in tasks}
-    counts = Counter(method.mode for method in methods.values())
+    counts = Counter(
+        method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE
+        for path, method in methods.items()
+    )
     source = "environment_kwargs" if option.method else "records of validate, else fresh"
     logger.info(
         "grading: %d tasks in a fresh environment, %d in place (%s)",

@@ -29,7 +29,6 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "_sysctl": (156, None),
     "acct": (163, 89),
     "add_key": (248, 217),
-    "adjtimex": (159, 171),
     "bpf": (321, 280),
     "clock_adjtime": (305, 266),
     "clock_settime": (227, 112),

@@ -164,8 +164,10 @@ class TinkerUserModel:
     async def _connected(self) -> Policy:
         async with self._connecting:
             if self._policy is None:
-                endpoint = await self._connection.enter_async_context(connect(self._settings))
-                self._policy = await endpoint.open_policy(self._sampler_path)
+                async with AsyncExitStack() as stack:
+                    endpoint = await stack.enter_async_context(connect(self._settings))
+                    self._policy = await endpoint.open_policy(self._sampler_path)
+                    self._connection = stack.pop_all()
             return self._policy
 
     async def _disconnect(self, policy: Policy) -> None:
