@@ -71,6 +71,7 @@ from skyrl_tx_server.model.lora.adapter import (
     zero_adapter,
 )
 from skyrl_tx_server.model.mesh import on_gpu, to_host
+from skyrl_tx_server.model.weight_layout import with_weight_layout
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
@@ -112,10 +113,10 @@ class DeviceExecutor:
         if on_gpu() and dtype == np.float32:
             # by default NVIDIA GPUs round the factors of a float32 product to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
-        self._config = model.config
         self._memory = divide_memory(model, available, ranks)
         cache_size = fitting_cache(model, self._memory.cache_bytes)
         logger.info("loading %s", settings.model_dir)
+        self._config = with_weight_layout(model.config, dtype=dtype, num_slots=cache_size.slots)
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
             settings.checkpoints_path,

@@ -108,6 +108,9 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = None  # its single KV head is [latent vector, rotated key]
+    inputs_first: bool = False
+    """Whether projections are stored as [inputs, outputs] on the device, see `weight_layout.py`. Hugging Face
+    stores [outputs, inputs]."""
     mesh: Mesh | None = None  # the devices, see `mesh.py`; None: one device
     weight_stationary: bool = False  # set inside programs on a mesh, see `mesh.weight_stationary`
 

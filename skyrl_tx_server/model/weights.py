@@ -87,22 +87,25 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
         def stacked(stack: Stack, weight: Weight) -> jax.Array:
             shards = config.tensor_shards if weight.split is ShardAxis.OUTPUTS else 1
+            shape = (len(stack.layers), *weight.stored_shape(config))
+            is_transposed = config.inputs_first and weight.is_projection
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
                 sizes = [part.stop - part.start for part in index]
                 out = np.empty(sizes, np.float32 if weight.exact else target)
                 for position, layer in enumerate(stack.layers[index[0]]):
                     prefix = f"model.layers.{layer}."
-                    if not weight.experts:
+                    if is_transposed:
+                        out[position] = _read_field(read_part, prefix, weight, index[:0:-1], shards).T
+                    elif not weight.experts:
                         out[position] = _read_field(read_part, prefix, weight, index[1:], shards)
-                        continue
                     for expert_index, expert in enumerate(range(weight.experts)[index[1]]):
                         out[position, expert_index] = _read_field(
                             read_part, prefix, weight, index[2:], shards, expert
                         )
                 return out
 
-            return place(config, (len(stack.layers), *weight.shape), weight.spec, read)
+            return place(config, shape, weight.spec, read)
 
         vocabulary = (config.vocab_size, config.hidden_size)
         return Params(
@@ -171,7 +174,7 @@ def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
 
     def stacked(stack: Stack, weight: Weight) -> Any:
         leaf_dtype = np.dtype(np.float32) if weight.exact else dtype
-        return struct((len(stack.layers), *weight.shape), weight.spec, leaf_dtype)
+        return struct((len(stack.layers), *weight.stored_shape(config)), weight.spec, leaf_dtype)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(

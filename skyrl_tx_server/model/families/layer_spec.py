@@ -74,6 +74,15 @@ class Weight:
         return (*lead, sum(self.widths), *((self.inputs,) if self.inputs else ()))
 
     @property
+    def is_projection(self) -> bool:
+        """Whether `project` multiplies by the field. Experts have other products."""
+        return self.inputs > 0 and self.experts == 0 and self.switch is not None
+
+    def stored_shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return the shape on the device."""
+        return self.shape[::-1] if config.inputs_first and self.is_projection else self.shape
+
+    @property
     def spec(self) -> PartitionSpec:
         """The sharding of the field, stacked over layers. If `split` is NEITHER, only `expert` divides the
         field. `fsdp` divides outputs and never inputs, so that it does not split the sum of an output."""
@@ -274,7 +283,7 @@ def mlp(
     """Return the output of the gated MLP for normalized x [B, T, D]. The fields of its weights begin with
     `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
-    widths = (params[down].shape[1],) * 2
+    widths = (params[down].shape[0 if config.inputs_first else 1],) * 2
     parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")
     gate, up = (checkpoint_name(part, "gate_up") for part in parts)
     return project(

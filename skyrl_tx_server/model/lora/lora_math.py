@@ -147,14 +147,15 @@ def project(
     bias: jax.Array | None = None,
     by: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [B, T, in] by weight [sum(widths), in], add the adapter's delta and split the parts of a
-    fused projection.
+    """Multiply x [B, T, in] by weight [sum(widths), in], or [in, sum(widths)] with `config.inputs_first`. Add
+    the adapter's delta and split the parts of a fused projection.
 
     `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the
     base model. `by` is the mesh axis that divides the outputs of each part (see `layer_spec.Weight`).
     """
     x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
-    fused = shard_product(config, jnp.einsum("bti,oi->bto", x, weight), by)
+    form = "bti,io->bto" if config.inputs_first else "bti,oi->bto"
+    fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
     if module is not None and module.joined is not None:
         assert config.mesh is None

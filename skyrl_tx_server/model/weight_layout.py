@@ -1,0 +1,82 @@
+"""The layout of the projections on one CPU: [outputs, inputs] as in Hugging Face's files, or [inputs,
+outputs].
+
+XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs with the
+other layout. But for some numbers of inputs, its order of summation then depends on the number of rows, and
+a completion would depend on the other sequences of its batch. Therefore the server computes products of the
+model's shapes at the start. It uses the layout only if the bits of these products are the same for all
+numbers of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.model.families.layer_spec import Weight
+from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.mesh import on_gpu
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import CPU_PREFILL, PREFILL_TILE, decode_widths
+
+MIN_BYTES = 2**28
+"""The layout makes little difference for smaller weights, which the caches of a CPU hold."""
+
+
+def with_weight_layout(config: ModelConfig, *, dtype: np.dtype, num_slots: int) -> ModelConfig:
+    """Return the configuration with `inputs_first` set if the layout [inputs, outputs] is faster, and exact
+    for decode batches of at most `num_slots` sequences.
+
+    The layout is used only for float32 models on one CPU, without latent attention and with projections of at
+    least MIN_BYTES.
+    """
+    if on_gpu() or config.mesh is not None or config.latent is not None or dtype != np.float32:
+        return config
+    if sum(math.prod(weight.shape) for weight in _projections(config)) * dtype.itemsize < MIN_BYTES:
+        return config
+    prefill = tuple(tiles * PREFILL_TILE for tiles in (CPU_PREFILL.short, CPU_PREFILL.long))
+    is_exact = all(rows_are_independent(config, numbers) for numbers in (decode_widths(num_slots), prefill))
+    return replace(config, inputs_first=is_exact)
+
+
+def rows_are_independent(config: ModelConfig, numbers: Sequence[int]) -> bool:
+    """Return whether products with the model's projections as [inputs, outputs] have the same bits for all
+    `numbers` of rows."""
+    shapes = {weight.shape[::-1] for weight in _projections(config)}
+    rng = np.random.default_rng(0)
+    weights = [rng.random(shape, np.float32) - 0.5 for shape in sorted(shapes)]
+    tokens = [rng.random((numbers[0], 1, len(weight)), np.float32) - 0.5 for weight in weights]
+    return bool(_repeated_rows_are_equal(tokens, weights, numbers=tuple(numbers)))
+
+
+def _projections(config: ModelConfig) -> list[Weight]:
+    """Return the projections of all layers."""
+    return [
+        weight
+        for stack in stacks_of(config)
+        for _ in stack.layers
+        for weight in stack.weights.values()
+        if weight.is_projection
+    ]
+
+
+@partial(jax.jit, static_argnames="numbers")
+def _repeated_rows_are_equal(
+    tokens: Sequence[jax.Array], weights: Sequence[jax.Array], *, numbers: tuple[int, ...]
+) -> jax.Array:
+    """Multiply each of `tokens` [numbers[0], 1, in], repeated to each number of rows, by its weight [in, out]
+    and return whether the rows of all products are equal to those of the first."""
+    is_equal = jnp.array(True)
+    for x, weight in zip(tokens, weights, strict=True):
+        index = [jnp.arange(number) % numbers[0] for number in numbers]
+        products = [jnp.einsum("bti,io->bto", x[rows], weight) for rows in index]
+        products = jax.lax.optimization_barrier(products)
+        for rows, product in zip(index, products, strict=True):
+            is_equal &= (product == products[0][rows]).all()
+    return is_equal
