@@ -17,7 +17,7 @@ _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # includes reads of the persistent cache
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
-_MIN_LOGGED_TRACE_S, _MIN_LOGGED_S = 0.5, 0.1
+_MIN_LOGGED_TRACE_S, _MIN_LOGGED_S = 0.5, 0.05
 """Tracing a program is logged if it took at least _MIN_LOGGED_TRACE_S seconds. Its compilation is logged if
 lowering it took at least _MIN_LOGGED_S seconds. Small programs compile quickly."""
 

@@ -118,6 +118,8 @@ class DeviceExecutor:
         logger.info("loading %s", settings.model_dir)
         self._config = with_weight_layout(model.config, dtype=dtype, num_slots=cache_size.slots)
         self._params = load_params(settings.model_dir, self._config, dtype)
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        logger.info("loaded %.2f GiB of weights", num_bytes / 2**30)
         self._store = CheckpointStore(
             settings.checkpoints_path,
             settings.alias,
