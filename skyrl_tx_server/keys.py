@@ -63,7 +63,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 def add(file: Path, name: str) -> str:
     """Create a key of tenant `name`, add its SHA-256 to the file, and return the key. The file is created if
-    necessary. Raise ConfigError if the name or the file is invalid, or if a new file cannot have the owner of
+    necessary. Raise ConfigError if the name or the file is invalid, or if this user cannot keep the owner of
     the file. Raise OSError if the file cannot be written."""
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
@@ -79,7 +79,7 @@ def add(file: Path, name: str) -> str:
 
 def remove(file: Path, name: str) -> None:
     """Remove all keys of tenant `name`. Raise ConfigError if the tenant has no key, if the file is invalid or
-    cannot be read, or if a new file cannot have its owner. Raise OSError if the file cannot be written."""
+    cannot be read, or if this user cannot keep its owner. Raise OSError if the file cannot be written."""
     with _locked(file):
         if name not in read_keys(file).values():
             raise ConfigError(f"{file} has no key of tenant {name}; list file={file} prints the tenants")
