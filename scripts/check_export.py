@@ -11,8 +11,8 @@ repository has no torch.
 tokens, or for the adapter of a checkpoint and the first 512 tokens of a text. BASE_MODEL is a directory, a
 GGUF file or the name of a packaged model. `read` prints the differences of both from the server and from
 the base model. Its exit status is 1 if a logit of a random adapter, or the logprob of a token of the text,
-differs by more than 1e-4. PEFT_PYTHON is a Python with torch, transformers, peft and safetensors, for example Python
-3.11 with torch 2.13.0 and transformers 5.23.0.
+differs by more than 1e-4. PEFT_PYTHON is a Python with torch, transformers, peft and safetensors, for example
+Python 3.11 with torch 2.13.0 and transformers 5.23.0.
 
 DeepSeek-V3 needs train_mlp=false, because peft 0.21 with transformers 5 loads only the factors of its routed
 experts and not those of its other MLPs.
