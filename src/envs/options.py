@@ -21,7 +21,7 @@ DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
 HARBOR_ONLY = (
     *("environment_type", "max_consecutive_truncations", "jobs_quota_gb"),
     *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
-    *("enable_summarize", "proactive_summarization_threshold"),
+    "proactive_summarization_threshold",
 )
 DATA = "data"  # the environment that data= selects
 # Environments that do not read train_data, tasks_dir or test_data, and the options to use instead.

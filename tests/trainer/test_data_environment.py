@@ -337,8 +337,9 @@ def test_a_missing_file_gives_a_one_line_error(tmp_path: Path, name):
             "tasks_dir is not for env=openenv; use environment_kwargs=tasks=NUMBER",
         ),
         (
-            ["env=openenv", "enable_summarize=false"],
-            "enable_summarize is for env=harbor, not env=openenv; remove enable_summarize",
+            ["env=openenv", "proactive_summarization_threshold=9"],
+            "proactive_summarization_threshold is for env=harbor, not env=openenv; "
+            "remove proactive_summarization_threshold",
         ),
         (["tasks_dir=.", "reward=exact"], "reward is for env=data, not env=harbor; remove reward"),
         (["env=tau_bench", "data=a.jsonl"], "data is for env=data, not env=tau_bench; remove data"),
