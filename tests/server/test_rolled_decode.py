@@ -83,6 +83,7 @@ def test_the_exit_of_python_waits_for_a_compilation() -> None:
     """XLA crashes if the process exits during a compilation."""
     program = """
 import threading, time
+from skyrl_tx_server.sampling.decode_batch import DecodeProgram
 from skyrl_tx_server.sampling.decode_programs import DecodePrograms
 
 class SlowLowered:
@@ -91,7 +92,8 @@ class SlowLowered:
         print("compiled")
 
 programs = DecodePrograms(lambda program: SlowLowered())
-engine = threading.Thread(target=lambda: programs.request("program", min_uses=1), daemon=True)
+program = DecodeProgram(width=4, ends=None, max_loras=None)
+engine = threading.Thread(target=lambda: programs.request(program, min_uses=1), daemon=True)
 engine.start()
 engine.join()
 """
