@@ -116,7 +116,9 @@ class DeviceExecutor:
         self._memory = divide_memory(model, available, ranks)
         cache_size = fitting_cache(model, self._memory.cache_bytes)
         logger.info("loading %s", settings.model_dir)
-        self._config = with_weight_layout(model.config, dtype=dtype, num_slots=cache_size.slots)
+        self._config = with_weight_layout(
+            model.config, dtype=dtype, num_slots=cache_size.slots, max_lora_rank=settings.max_lora_rank
+        )
         self._params = load_params(settings.model_dir, self._config, dtype)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
         logger.info("loaded %.2f GiB of weights", num_bytes / 2**30)

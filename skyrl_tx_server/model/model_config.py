@@ -109,8 +109,8 @@ class ModelConfig:
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = None  # its single KV head is [latent vector, rotated key]
     inputs_first: bool = False
-    """Whether projections are stored as [inputs, outputs] on the device, see `weight_layout.py`. Hugging Face
-    stores [outputs, inputs]."""
+    """Whether projections are stored as [inputs, outputs] on the device, and decode steps read LoRA factors
+    in this layout, see `weight_layout.py`. Hugging Face stores [outputs, inputs]."""
     mesh: Mesh | None = None  # the devices, see `mesh.py`; None: one device
     weight_stationary: bool = False  # set inside programs on a mesh, see `mesh.weight_stationary`
 

@@ -222,7 +222,8 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
     logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits
-    return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
+    deltas = low_rank_deltas(hidden, adapter.head, inputs_first=config.inputs_first)
+    return logits + deltas[0].astype(jnp.float32)
 
 
 @jax.custom_vjp

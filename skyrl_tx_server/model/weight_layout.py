@@ -1,17 +1,18 @@
-"""The layout of the projections on one CPU: [outputs, inputs] as in Hugging Face's files, or [inputs,
-outputs].
+"""The layout of the projections and of the LoRA factors on one CPU: [outputs, inputs] as in Hugging Face's
+files, or [inputs, outputs].
 
 XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs with the
-other layout. But for some numbers of inputs, its order of summation then depends on the number of rows, and
-a completion would depend on the other sequences of its batch. Therefore the server computes products of the
-model's shapes at the start. It uses the layout only if the bits of these products are the same for all
+other layout. LoRA slots store the factors as [inputs, outputs], so a decode dispatch must transpose them for
+the other layout. But for some numbers of inputs, XLA's order of summation then depends on the number of rows,
+and a completion would depend on the other sequences of its batch. Therefore the server computes products of
+the model's shapes at the start. It uses the layout only if the bits of these products are the same for all
 numbers of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from skyrl_tx_server.model.families.layer_spec import Weight
 from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.lora.adapter import adapted_modules, zero_adapter
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import CPU_PREFILL, PREFILL_TILE, decode_widths
@@ -29,7 +31,12 @@ MIN_BYTES = 2**28
 """The layout makes little difference for smaller weights, which the caches of a CPU hold."""
 
 
-def with_weight_layout(config: ModelConfig, *, dtype: np.dtype, num_slots: int) -> ModelConfig:
+type Shape = tuple[int, ...]
+
+
+def with_weight_layout(
+    config: ModelConfig, *, dtype: np.dtype, num_slots: int, max_lora_rank: int
+) -> ModelConfig:
     """Return the configuration with `inputs_first` set if the layout [inputs, outputs] is faster, and exact
     for decode batches of at most `num_slots` sequences.
 
@@ -40,15 +47,22 @@ def with_weight_layout(config: ModelConfig, *, dtype: np.dtype, num_slots: int) 
         return config
     if sum(math.prod(weight.shape) for weight in _projections(config)) * dtype.itemsize < MIN_BYTES:
         return config
+    weights = {weight.shape[::-1] for weight in _projections(config)}
+    factors = {
+        leaf.shape[-2:]
+        for _, module in adapted_modules(config, zero_adapter(config, max_lora_rank))
+        for leaf in (module.a, *module.b)
+    }
     prefill = tuple(tiles * PREFILL_TILE for tiles in (CPU_PREFILL.short, CPU_PREFILL.long))
-    is_exact = all(rows_are_independent(config, numbers) for numbers in (decode_widths(num_slots), prefill))
+    is_exact = rows_are_independent(weights | factors, decode_widths(num_slots)) and rows_are_independent(
+        weights, prefill
+    )
     return replace(config, inputs_first=is_exact)
 
 
-def rows_are_independent(config: ModelConfig, numbers: Sequence[int]) -> bool:
-    """Return whether products with the model's projections as [inputs, outputs] have the same bits for all
+def rows_are_independent(shapes: Iterable[Shape], numbers: Sequence[int]) -> bool:
+    """Return whether products with weights of these shapes [inputs, outputs] have the same bits for all
     `numbers` of rows."""
-    shapes = {weight.shape[::-1] for weight in _projections(config)}
     rng = np.random.default_rng(0)
     weights = [rng.random(shape, np.float32) - 0.5 for shape in sorted(shapes)]
     tokens = [rng.random((numbers[0], 1, len(weight)), np.float32) - 0.5 for weight in weights]

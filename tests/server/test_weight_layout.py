@@ -25,7 +25,7 @@ BIG = replace(CONFIG, hidden_size=2048, intermediate_size=8192, num_layers=8)
 
 
 def layout(config: ModelConfig, dtype: np.dtype = FLOAT32) -> bool:
-    return with_weight_layout(config, dtype=dtype, num_slots=8).inputs_first
+    return with_weight_layout(config, dtype=dtype, num_slots=8, max_lora_rank=4).inputs_first
 
 
 @pytest.mark.parametrize("family", ["qwen3_sliding_window", "qwen3_moe", "qwen2", "llama3"])
@@ -57,11 +57,20 @@ def test_results_that_depend_on_the_rows_keep_the_layout(monkeypatch: pytest.Mon
     assert not layout(BIG)
 
 
+def test_factors_that_depend_on_the_rows_keep_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = 4
+    monkeypatch.setattr(
+        weight_layout, "rows_are_independent", lambda shapes, _: all(rank not in shape for shape in shapes)
+    )
+    assert not layout(BIG)
+
+
 def test_products_that_depend_on_the_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rows_are_independent(CONFIG, (4, 4))
+    shapes = [(64, 32), (32, 64)]
+    assert rows_are_independent(shapes, (4, 4))
     einsum = jnp.einsum
     monkeypatch.setattr(jnp, "einsum", lambda form, x, weight: einsum(form, x, weight) + len(x))
-    assert not rows_are_independent(CONFIG, (4, 5))
+    assert not rows_are_independent(shapes, (4, 5))
 
 
 def test_both_layouts_give_the_same_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

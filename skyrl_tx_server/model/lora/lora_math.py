@@ -163,7 +163,8 @@ def project(
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
-    return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))
+    deltas = low_rank_deltas(x, module, inputs_first=config.inputs_first)
+    return tuple(output + delta for output, delta in zip(outputs, deltas, strict=True))
 
 
 def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
@@ -213,12 +214,18 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
     return tuple(part.reshape(*fused.shape[:-1], -1) for part in parts)
 
 
-def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
-    """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x."""
+def low_rank_deltas(
+    x: jax.Array, module: LoraWeights, *, inputs_first: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
+
+    `inputs_first` states that the bits of products with the factors, which are [inputs, outputs], do not
+    depend on the number of rows (see `weight_layout.py`). Otherwise decode steps on a CPU transpose them.
+    """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
     decodes = module.indices is not None and x.shape[1] == 1
-    product = _product_by_output if decodes and not on_gpu() else _product
+    product = _product_by_output if decodes and not inputs_first and not on_gpu() else _product
     return apply_lora(module, lambda weights: _deltas(x, weights, product))
 
 
