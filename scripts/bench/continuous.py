@@ -1,10 +1,10 @@
-"""Measure continuous batching: 64 ragged requests in 16 slots, compared with four static batches that each
-wait for their longest sequence.
+"""Measure continuous batching: 64 ragged requests in 16 slots.
 
     taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
 
-The case `static` is our engine with 16 requests at a time. The decode steps of both cases of our engine are
-also compared, because their number does not depend on the load of the machine.
+Our engine gets the 64 requests at once (`ours`). For comparison, our engine (`static`) and SkyRL's tx server
+get 16 requests at a time, and each of these batches waits for its longest sequence. The numbers of decode
+steps of `ours` and `static` are also compared, because they do not depend on the load of the machine.
 """
 
 from __future__ import annotations

@@ -27,7 +27,11 @@ from scripts.simulate.workload import Outcome
 
 
 def main(config: SimulateConfig) -> None:
+    if config.agents < 1:
+        sys.exit(f"error: agents={config.agents}; set agents to at least 1")
     if config.device == "cpu":
+        if config.cache_tokens is not None or config.prefills_per_dispatch is not None:
+            sys.exit("error: cache_tokens and prefills_per_dispatch are not for device=cpu; remove them")
         compare_with_cpu(config)
         return
     costs = DEVICES[config.device]

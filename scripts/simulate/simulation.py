@@ -24,7 +24,9 @@ class SimulateConfig:
     new_tokens: int = chz.field(default=512, doc="Tokens of each completion")
     turns: int = chz.field(default=1, doc="Completions of each agent")
     turn_tokens: int = chz.field(default=512, doc="Tokens between two completions")
-    training_ops: int = chz.field(default=0, doc="Training operations beside the agents, one after the other")
+    training_ops: int = chz.field(
+        default=0, doc="Training operations while the agents sample, one after the other"
+    )
     training_tokens: int = chz.field(default=8192, doc="Tokens of a training operation")
     slots: int = chz.field(default=64, doc="max_num_seqs of the server")
     cache_tokens: int | None = chz.field(
@@ -34,8 +36,8 @@ class SimulateConfig:
     train_share: float | None = None
     prefills_per_dispatch: float | None = chz.field(
         default=None,
-        doc="Time of a dispatch of decode steps, in full prefill batches; 0: a dispatch after each chunk; "
-        "inf: fill all slots first; default: the estimate of the server",
+        doc="Time of a dispatch of decode steps that the scheduler assumes, in full prefill batches; 0: a "
+        "dispatch after each chunk; inf: fill all slots first; default: the estimate of the server",
     )
     repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")

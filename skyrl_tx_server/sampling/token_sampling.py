@@ -2,9 +2,9 @@
 float32.
 
 Every setting is an array, so requests with different settings share a batch and a compiled program. The
-logprob of a sampled token is computed from the model's distribution at temperature 1 or, with processed
-logprobs, from the distribution after temperature. The filters top-k and top-p never change a logprob, and the
-logprobs of greedy sequences always have temperature 1.
+logprob of a sampled token is computed from the model's distribution at temperature 1 or, with `tempered`
+(`logprobs_mode=processed`), from the distribution after temperature. The filters top-k and top-p never change
+a logprob. The logprobs of greedy sequences are always computed at temperature 1.
 
 The random numbers of a token depend only on the seed of its request, the index of its sample and its
 position, never on the batch: key = fold_in(fold_in(seed, index), position).

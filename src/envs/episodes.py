@@ -37,10 +37,11 @@ class EnvSpec:
     # Makes the environment of one attempt from the task and a seed. The nth trial of a task has the same seed
     # in every step, so the seed selects the same simulated user in every step.
     make: Callable[[Task, int], MessageEnv]
-    # The test split of the benchmark. If it is empty, eval_split and eval_tasks select held-out tasks from
-    # `tasks`.
+    # The test split of the benchmark; `eval_tasks` can select a part of it. If it is empty, `eval_tasks` or
+    # `eval_split` selects held-out tasks from `tasks`.
     held_out: Sequence[Task] = ()
-    # Returns the reward of an agent that does nothing. None: the reward cannot be measured.
+    # Plays the environment as an agent that does nothing, closes it and returns the reward. None: the reward
+    # cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
@@ -136,7 +137,8 @@ def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTa
 
 
 def environment_seed(run_seed: int, task_id: str, member: int) -> int:
-    """Return a 31-bit seed for the trial `member` of a group, which is equal in every step and evaluation."""
+    """Return the 31-bit environment seed of trial number `member` of a task. It is the same in every step and
+    evaluation of a run."""
     digest = hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -146,9 +148,10 @@ def split(
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return (training tasks, held-out tasks).
 
-    If `spec` has a test split, `patterns` select held-out tasks from that split only, and all of
-    `spec.tasks` are training tasks. Raises ConfigError if a pattern then matches one of `spec.tasks`, and the
-    errors of `hold_out`.
+    Without a test split, this is `hold_out`. With a test split, all of `spec.tasks` are training tasks and
+    `fraction` is ignored. The held-out tasks are those of the test split that match `patterns`, or all of
+    them without patterns. Raises ConfigError if a pattern matches a training task, and the errors of
+    `hold_out`.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

@@ -40,8 +40,8 @@ def example_of(
     """Return an example. If `task` is None, the content hash is the task. Raises ConfigError if too long."""
     if len(tokens) > context_limit:
         raise ConfigError(
-            f"{where}: the chat has {len(tokens)} tokens, more than context_limit={context_limit}; "
-            "shorten or remove it, or raise context_limit"
+            f"{where}: the sequence has {len(tokens)} tokens, more than context_limit={context_limit}; "
+            "raise context_limit, or shorten or remove the chat"
         )
     sequence = SupervisedSequence(tokens=np.array(tokens, np.int64), weights=np.array(weights, np.float32))
     digest = hashlib.sha256(sequence.tokens.tobytes() + sequence.weights.tobytes()).hexdigest()[:16]

@@ -17,6 +17,8 @@ from src.sft.config import SftConfig
 from src.sft.rendering import Example, example_of
 
 CONDITION = re.compile(r"reward(>=|>)(-?\d+(?:\.\d+)?)")
+INCOMPLETE_CONDITION = re.compile(r"reward\s*([<>=].*)?")
+"""A shell turns data=RUN,reward>=1 without quotes into data=RUN,reward."""
 COMPARISONS = {">=": operator.ge, ">": operator.gt}
 
 
@@ -37,9 +39,10 @@ class Condition:
 
 
 def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
-    """Return the path of each file of chats with None, and of each run folder with its condition.
+    """Return a pair (path, condition) for each source. The condition of a file of chats is None.
 
-    Raises ConfigError for a condition without a run folder, and for a run folder without a condition.
+    Raises ConfigError for a condition that does not follow a path, a second condition of a path, and a run
+    folder without a condition.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward
@@ -48,11 +51,15 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
     sources: list[tuple[Path, Condition | None]] = []
     for item in items:
         if match := CONDITION.fullmatch(item):
-            if not sources or sources[-1][1] is not None:
-                raise ConfigError(f"data={item} has no run folder before it; write data=RUN,{item}")
+            if not sources:
+                raise ConfigError(
+                    f'data={item} has no run folder before it; write "data=RUN,{item}", with the quotes'
+                )
+            if sources[-1][1] is not None:
+                raise ConfigError(f"data={item}: {sources[-1][0]} already has a condition; remove one")
             condition = Condition(comparison=match[1], reward=float(match[2]))
             sources[-1] = (sources[-1][0], condition)
-        elif item.startswith("reward"):
+        elif INCOMPLETE_CONDITION.fullmatch(item):
             raise ConfigError(f'data={item} is not a condition; write "data=RUN,reward>=1", with the quotes')
         else:
             sources.append((Path(item).expanduser(), None))
@@ -94,7 +101,8 @@ def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[
 
 
 def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
-    """Raise ConfigError if the tokenizer of `run` has another name than the tokenizer of this run."""
+    """Raise ConfigError if `run` used a tokenizer with another name than this fine-tuning, or if its
+    configuration cannot be read."""
     path = run / CONFIG_FILE
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
@@ -104,6 +112,6 @@ def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
     tokenizer = config.tokenizer or config.model_name
     if run_tokenizer != tokenizer:
         raise ConfigError(
-            f"{run} has tokens of tokenizer {run_tokenizer}, but this run uses {tokenizer}; if both are the "
-            f"same, write tokenizer={run_tokenizer}"
+            f"{run} has tokens of tokenizer {run_tokenizer}, but this fine-tuning uses {tokenizer}; if "
+            f"both are the same, write tokenizer={run_tokenizer}"
         )

@@ -144,7 +144,10 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         ),
         (GOOD.replace("assistant", "system"), r"line 1: train_on=all_assistant_messages leaves no message"),
         (GOOD.replace("user", "assistant"), r"line 1: the first message is the assistant's"),
-        (GOOD + GOOD.replace('"b"', f'"{"b" * 200}"'), r"line 2: the chat has \d+ tokens, more than context"),
+        (
+            GOOD + GOOD.replace('"b"', f'"{"b" * 200}"'),
+            r"line 2: the sequence has \d+ tokens, more than context",
+        ),
     ],
 )
 def test_a_mistake_in_a_file_gives_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
@@ -377,10 +380,12 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
         ("RUN", (), r'is a run folder; write "data=.*rl,reward>=1", with the quotes'),
         ("RUN,reward", (), r'data=reward is not a condition; write "data=RUN,reward>=1", with the quotes'),
         ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
+        ("RUN,reward>=1,reward>=0", (), r"data=reward>=0: .*rl already has a condition; remove one"),
+        ("rewards.jsonl", (), r"rewards.jsonl"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
-        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this run uses n"),
+        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this fine-tuning uses n"),
         ("RUN,reward>=1", ("train_on=customized",), r"selects messages of chats, but .*rl is a run folder"),
-        ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the chat has 6 tokens, more than"),
+        ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the sequence has 6 tokens, more than"),
         ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),
     ],
 )

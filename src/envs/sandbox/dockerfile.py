@@ -123,7 +123,9 @@ def why_not_runnable(script: str) -> str | None:
     package, or None.
     """
     for words in commands(script):
-        missing = [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]
+        missing = [
+            package for package in apt_packages(words) if not is_installed(re.split("[=:]", package)[0])
+        ]
         if missing:
             return f"install {' '.join(missing)}"
         if network_command := needs_network(words):

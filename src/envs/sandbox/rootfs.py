@@ -68,7 +68,7 @@ install)
         echo "$package is already installed."
     done
     ;;
-update | upgrade | dist-upgrade | clean | autoclean | autoremove) ;;
+update | upgrade | full-upgrade | dist-upgrade | clean | autoclean | autoremove) ;;
 *)
     echo "E: apt-get $verb: not possible in this sandbox" >&2
     exit 100
