@@ -9,7 +9,7 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
 The script prints for each program: the compilation time, the memory that XLA allocates in addition to the
 inputs, the number of places where the device waits for the host, the largest message between devices, the
 operations and command buffers of the longest loop body (a layer or a decode step), and the registers, spilled
-bytes and waits of each Pallas kernel. It exits with status 1 if a check fails:
+bytes and waits of each Pallas kernel. It exits with status 1 if one of these conditions does not hold:
 
 - no write by compare-and-swap
 - no operation of the longest loop body outside a command buffer
@@ -134,7 +134,7 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
     shape = BucketShape(streams=axes.batch, length=config.length)
     batch = dummy_batch(shape)
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
-        name = f"forward_backward, {config.length} tokens, keeping {remat}"
+        name = f"forward_backward, {config.length} tokens, recomputing {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
     decode = compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:

@@ -60,10 +60,11 @@ class Calls:
         started = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
+            is_expected = expect(result)
         except Exception as error:
             self._record(name, True, False, started, f"{type(error).__name__}: {error}")
             return None
-        self._record(name, True, expect(result), started, _shorten(result))
+        self._record(name, True, is_expected, started, _shorten(result))
         return result
 
     def refused(self, name: str, call: Callable[[], Waitable[object]], message: str) -> None:
@@ -362,7 +363,7 @@ def sampling_calls(
         "not supported",
     )
     calls.refused(
-        "sample(prompt too long)",
+        "sample(max_tokens too large)",
         lambda: named_client.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
         "Prompt length plus max_tokens exceeds",
     )
@@ -556,8 +557,8 @@ def main(url: str) -> int:
     failed = [outcome for outcome in calls.outcomes if not outcome.is_expected]
     required = sum(outcome.required for outcome in calls.outcomes)
     print(
-        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} unexpected "
-        f"outcomes"
+        f"\n{required} calls that must succeed, {len(calls.outcomes) - required} that must be refused, "
+        f"{len(failed)} unexpected outcomes"
     )
     for outcome in failed:
         print(f"  {outcome.name}: {outcome.detail}")

@@ -1,5 +1,5 @@
-"""Prefill of new and preempted sequences, and of paused sequences that have lost their pages or whose rank
-has no free slot. A sequence starts after the last chunk of its text.
+"""Prefill of new and preempted sequences, and of paused sequences that have lost their pages or whose
+data-parallel rank has no free slot. A sequence starts after the last chunk of its text.
 """
 
 from __future__ import annotations
