@@ -67,7 +67,7 @@ TOOLS = (
 
 
 def database() -> Database:
-    """Return one appointment per patient, on different days."""
+    """Return one booked appointment per patient. The days repeat after Friday."""
     appointments: dict[str, dict[str, Any]] = {
         f"A{number}": {"patient": patient, "day": DAYS[number % len(DAYS)], "status": "booked"}
         for number, patient in enumerate(PATIENTS)

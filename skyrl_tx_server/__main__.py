@@ -142,7 +142,7 @@ def _dry_run(config: ServerConfig) -> str:
         raise ConfigError(
             f"the model does not fit into memory; reduce its largest parts with {plan.advice()}"
         )
-    return f"{plan}\nit fits"
+    return f"{plan}\nthe model fits into memory"
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
@@ -209,7 +209,7 @@ async def _serve_until_stopped(
     def load() -> None:
         loop.call_soon_threadsafe(loaded.set_result, _load(config, on_lost))
 
-    # A daemon thread, because loading cannot be interrupted and a stop must not wait for it.
+    # The thread is a daemon, because loading cannot be interrupted and a stop must not wait for it.
     threading.Thread(target=load, name="load", daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loaded, lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)

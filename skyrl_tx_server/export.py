@@ -198,7 +198,8 @@ def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        # The directory has the permissions that the umask allows. safetensors creates files with mode 0600.
+        # safetensors creates files with mode 0600. Give each file the read and write permissions of the
+        # directory, which are those that the umask allows.
         mode = temporary.stat().st_mode & 0o666
         for file in temporary.iterdir():
             file.chmod(mode)

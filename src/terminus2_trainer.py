@@ -169,7 +169,8 @@ class Terminus2RLTrainer:
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
         """Evaluate the weights that the process starts from if this evaluation is due.
 
-        A recorded evaluation is repeated only at step 0, because the metrics of step 0 are then logged again.
+        An evaluation in the journal is not repeated, except at step 0: a process that starts from step 0 has
+        removed all earlier metrics, so it logs the metrics of step 0 again.
         """
         step = self.steps_done
         if step > 0 and (first := self._journal.first_evaluation(until=step)) is not None:
@@ -180,10 +181,10 @@ class Terminus2RLTrainer:
                 self._run_log.log(0, await self._evaluate(policy))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted before it
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # if an evaluation was due in the earlier process, it has not sent the line to wandb
+            else:  # a process with other options may have left the line of this step for `amend` to send
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
@@ -230,7 +231,9 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return a callback for each finished group. With `stream_groups` it starts the group's gradient."""
+        """Return a callback for each group that the step takes. With `stream_groups`, the callback starts the
+        computation of the group's gradient; otherwise it does nothing.
+        """
         if not self._config.stream_groups:
             return lambda group: None
 

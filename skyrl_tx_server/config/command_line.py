@@ -99,7 +99,7 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     keys_to_add = {name: key for name, key in keys.items() if key and name not in values}
     if (file := values.get("api_key_file")) is not None and file.lower() not in _NONE:
         if "api_key" in values:
-            raise ConfigError("api_key and api_key_file: pass one of them")
+            raise ConfigError("api_key and api_key_file: both are given; pass one of them")
         keys_to_add["api_key"] = _key_in(Path(file).expanduser())
     return [*argv, *(f"{name}={value}" for name, value in keys_to_add.items())]
 

@@ -100,8 +100,8 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
-        "max_context_length for each of max_num_seqs, or as many as fit. If no KV page is free, the youngest "
-        "sequence of the tenant with the most pages is preempted",
+        "max_context_length tokens for each of max_num_seqs sequences, or as many tokens as fit into memory. "
+        "If no KV page is free, the youngest sequence of the tenant with the most pages is preempted",
     )
     gpu_memory_utilization: float = chz.field(
         default=0.92,

@@ -66,7 +66,7 @@ def as_options(
         if not flag.startswith("--"):
             name = name if name in OPTION_OF_FLAG or name in WITHOUT_EFFECT else ""
         elif name in REFUSED:
-            raise ConfigError(f"{flag}: {REFUSED[name]}")
+            raise ConfigError(f"{flag} is not accepted: {REFUSED[name]}")
         option = OPTION_OF_FLAG.get(name, name)
         if not equals and flag.startswith("--") and remaining and _is_value(remaining[0]):
             value = remaining.pop(0) if name in WITHOUT_EFFECT or option in names else ""

@@ -32,7 +32,7 @@ class HttpOptions(TenantOptions):
     api_key_file: str | None = chz.field(
         default=None,
         doc="File that contains the api_key. A key on the command line is visible to every user of this "
-        "machine while it starts",
+        "machine while the server starts",
     )
     allowed_hosts: str | None = chz.field(
         default=None,

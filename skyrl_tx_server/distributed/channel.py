@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES = 1 << 38
 
 
 class WrongKeyError(ServerError):
-    """The other side does not know the cluster key."""
+    """The other side does not know the cluster key, or does not use this protocol."""
 
 
 class TamperedError(ServerError):
@@ -65,11 +65,11 @@ class Channel:
             self._socket.sendall(_code(self._sending_key, b"payload", number, payload))
 
     def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
-        """Return the next message.
+        """Return the next message. If `timeout_s` is None, the wait has no limit.
 
-        Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives in
-        time. Raises TamperedError and ends the connection if a message was changed, repeated, dropped or
-        reordered, or is longer than `at_most` bytes.
+        Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives within
+        `timeout_s`. Raises TamperedError and ends the connection if a message was changed, repeated, dropped
+        or reordered, or is longer than `at_most` bytes.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         header = _read(self._socket, LENGTH.size, deadline)

@@ -172,7 +172,7 @@ def refusal_of(rank0_handshake: Handshake, handshake: Handshake, joined: dict[in
         return f"process_id={handshake.process_id} is taken: start each process with its own process_id"
     for name, rank0_value in rank0_handshake.settings.items():
         if (value := handshake.settings.get(name)) != rank0_value:
-            return f"{process} has {name}={value}, process 0 {name}={rank0_value}: use equal options"
+            return f"{process} has {name}={value}, process 0 has {name}={rank0_value}: use equal options"
     return None
 
 

@@ -65,7 +65,7 @@ class RunningSequence:
 class PrefillResult:
     """The result of a prefill that has computed the whole prompt of a request. Its sequences have slots."""
 
-    prompt_logprobs: np.ndarray | None  # [P] float32
+    prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested
     prompt_cache_hit_tokens: int
     finished: Sequence[FinishedSequence | FailedSequence]  # sequences that ended with their first token
     topk_prompt_logprobs: TopkLogprobs | None = None

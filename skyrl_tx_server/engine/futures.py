@@ -1,9 +1,10 @@
 """Futures of submitted operations, which clients poll by request id.
 
 The store recognises a repeated request by its key and returns the id of the first request, so no operation
-runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
-unless the store exceeds its limits of number and bytes. The id of a removed future is unknown. The key of a
-sample is forgotten with its future, so a sample may run again.
+runs twice. The store keeps a finished future for a grace period after its delivery, because the reply may get
+lost. It removes futures earlier if their number or their bytes exceed a limit. A poll for a removed future
+fails with FutureLostError. The store removes the key of a sample together with its future, so a repeated
+sample then runs again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[Any]
-    # called by `cancel`; ends an operation that has started, which `running.cancel()` cannot
+    # called by `cancel`; ends an operation that has started, which `running.cancel()` cannot end
     withdraw: Callable[[], None]
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
@@ -135,8 +136,8 @@ class FutureStore:
         return request_id
 
     def find(self, key: RequestKey, *, kind: str) -> str | None:
-        """Return the id of an earlier request with this key. Raise UserError if the earlier request is
-        of another kind."""
+        """Return the id of an earlier request with this key, or None if there is none. Raise UserError if the
+        earlier request is of another kind."""
         earlier = self._keys.get(key.scope, {}).get(key.seq_id)
         if earlier is None:
             return None
@@ -158,9 +159,9 @@ class FutureStore:
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted, or its result was removed (a while "
-                "after its delivery, or because too many or too large results were stored); a sample can be "
-                "sent again"
+                f"no request {request_id}: the server was restarted, or the result of the request was "
+                "removed (a while after its delivery, or because too many or too large results were stored); "
+                "a sample can be sent again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:

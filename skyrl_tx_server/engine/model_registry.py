@@ -244,8 +244,8 @@ class Registry:
         existing = session.samplers.setdefault(sampler_id, sampler)
         if existing != sampler:
             raise UserError(
-                f"sampler {sampler_id} exists already with other weights; give each sampling session its own "
-                f"number"
+                f"sampler {sampler_id} exists already with other weights; give each sampler of a session its "
+                f"own sampling_session_seq_id"
             )
         if sampler.is_snapshot:
             self._snapshots[sampler_id] = None

@@ -185,7 +185,7 @@ class SaveSampler(Operation["WeightsSaved"]):
     """With the name tinker://<model_id>/sampler_weights/<name>, the snapshot is also written to disk. With
     any other name it stays in memory."""
     user_metadata: dict[str, str] = field(default_factory=dict)
-    peft_directory: str | None = None  # also write the adapter there in PEFT format
+    peft_directory: str | None = None  # also write the adapter there in PEFT format; None: do not write it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +228,8 @@ class Sample(Operation["SampleResult"]):
     topk_sample_logprobs: int = 0  # number of most likely tokens to return at each sampled position
     target_prompt_tokens: CsrMatrix | None = None
     """[P - 1, K] int32. The tokens of row i are scored at position i + 1. -1 means no token."""
-    prompt_logprobs_last_n: int | None = None  # return prompt logprobs of the last n prompt tokens only
+    prompt_logprobs_last_n: int | None = None
+    """Return prompt logprobs of the last n prompt tokens only. None: of all prompt tokens."""
 
 
 Op = (

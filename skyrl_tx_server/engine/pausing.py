@@ -22,8 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. `for_memory` means that no KV page or no LoRA slot is free. At most one
-    sequence is then returned."""
+    """Return the sequences to pause. `num_slots` is the number of all slots, free or not. `for_memory` means
+    that no KV page or no LoRA slot is free; then at most one sequence is returned."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)

@@ -160,8 +160,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. The charge of a tenant without waiting requests is raised to
-        the initial charge of a new tenant."""
+        """Return the tenant of a new request. If the tenant has no waiting requests, raise its charge to at
+        least the initial charge of a new tenant."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
@@ -187,7 +187,8 @@ class SampleQueue:
     def plan_prefills(
         self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
     ) -> tuple[PrefillRequest, ...]:
-        """Return the prefills for `free_slots` slots. The requests in `reserved` get the first slots.
+        """Return the prefills for `free_slots` of the `num_slots` slots. The requests in `reserved` get the
+        first slots.
 
         If the first slot would go to the request `deferred`, no prefill is returned.
         """

@@ -8,12 +8,13 @@ Each rule has a test:
   therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
 - With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
   most this share of the time in which both had work.
-- Running sequences get a decode dispatch after at most PREFILLS_PER_DISPATCH prefill batches that add no
-  running sequence, because all their sequences end with the first token. The next rule applies to batches
-  with an unfinished prompt.
-- A long prompt is prefilled in chunks. In a decode dispatch between two chunks, the free slots of the waiting
-  sequences are idle. The dispatch starts as soon as the cost of its idle slots is at most MAX_IDLE_SHARE of
-  the time of the batches with an unfinished prompt since the last dispatch (`_prefill_budget`).
+- A prefill batch adds no running sequence if all its sequences end with their first token. Running sequences
+  get a decode dispatch after at most PREFILLS_PER_DISPATCH such batches.
+- A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. Prefill
+  batches with an unfinished prompt are limited by their time: in a decode dispatch between two chunks, the
+  free slots of the waiting sequences are idle. The dispatch starts as soon as the cost of its idle slots is
+  at most MAX_IDLE_SHARE of the time of the batches with an unfinished prompt since the last dispatch
+  (`_prefill_budget`).
 - In a prefill batch, the first request is followed by whole prompts, and these by chunks of other prompts.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
@@ -86,7 +87,8 @@ class Scheduler:
         train_share: float | None = None,
     ) -> None:
         """`prefills_per_dispatch`: the duration of a decode dispatch, divided by the duration of a full
-        prefill batch. `train_share`: None if training steps and decode dispatches alternate."""
+        prefill batch (not the limit PREFILLS_PER_DISPATCH). `train_share`: None if training steps and decode
+        dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,

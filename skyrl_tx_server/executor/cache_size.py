@@ -74,8 +74,8 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         )
     if pages - 1 < context_pages + slots:
         raise ConfigError(
-            f"cache_tokens={settings.cache_tokens} is less than one {max_length}-token sequence and one page "
-            f"for each of {slots} others on each device: set "
+            f"cache_tokens={settings.cache_tokens} is less than one {max_length}-token sequence and one "
+            f"spare page for each of {slots} slots on each device: set "
             f"cache_tokens={(context_pages + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller "
             "max_context_length"
         )

@@ -297,8 +297,9 @@ class DeviceExecutor:
             self._models.put(op.model_id, replace(model, gradient=None))
             term = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
-                f"optim_step of {op.model_id} not taken: its {term} is not finite. The weights are unchanged "
-                "and the gradient is dropped; use other data, or lower the learning rate or the advantages"
+                f"optim_step of {op.model_id} was not taken: its {term} is not finite. The weights are "
+                "unchanged and the gradient is dropped; use other data, or lower the learning rate or the "
+                "advantages"
             )
         self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
         return OptimStepResult(metrics={"grad_norm": grad_norm})

@@ -57,8 +57,9 @@ class MemoryDivision:
     cache_bytes: float  # memory of the KV cache
 
     def remat(self, length: int) -> Remat:
-        """Return ACTIVATIONS if the matrix products of streams of this length fit into memory. Otherwise
-        return LAYERS, with which a step takes about 1.2 times as long."""
+        """Return ACTIVATIONS (keep the activations for the backward pass) if the activations of streams of
+        this length fit into memory. Otherwise return LAYERS (recompute each layer), with which a step takes
+        about 1.2 times as long."""
         return Remat.ACTIVATIONS if length <= self.activations_length else Remat.LAYERS
 
 

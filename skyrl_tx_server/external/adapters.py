@@ -25,18 +25,18 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Whether the sampling temperature changes the distribution -> number of compared tokens whose logprobs
-agree."""
+"""Number of compared tokens whose logprobs agree. The key is True for samples whose temperature changes the
+distribution (any temperature except 0 and 1), and False for all other samples."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
     """A sampler snapshot that the external server can load."""
 
-    weights: str
-    directory: Path
-    saved: Future[WeightsSaved] | None  # done when the directory is written; None: written by `_load`
-    loaded: asyncio.Task[str] | None = None  # returns the name on the server; None: not loaded
+    weights: str  # the name of the snapshot; a tinker:// path for a checkpoint on disk
+    directory: Path  # contains the adapter in PEFT format
+    saved: Future[WeightsSaved] | None  # done when the directory is written; None: `_load` writes it
+    loaded: asyncio.Task[str] | None = None  # returns the adapter's name on the server; None: not loaded
     users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use the snapshot
     agreed: AgreedTokens = field(default_factory=Counter)
 
@@ -54,7 +54,7 @@ class ExternalAdapters:
         max_loaded: int,
     ) -> None:
         """Write adapters below `root` and delete the adapters of an earlier process there. No other server
-        may use this directory."""
+        may use this directory. While more than `max_loaded` adapters are loaded, unload unused ones."""
         self._server = server
         self._checkpoints = checkpoints
         self._tasks = tasks
@@ -84,7 +84,8 @@ class ExternalAdapters:
         if adapter is None:
             if not is_on_disk(weights):
                 raise NotFoundError(
-                    f"no sampler weights {weights}: they were never saved, or freed with their session"
+                    f"no sampler weights {weights}: they were never saved, or were freed with their session; "
+                    "save them again"
                 )
             adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
         self._adapters[weights] = adapter

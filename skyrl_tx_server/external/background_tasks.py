@@ -31,4 +31,8 @@ class BackgroundTasks:
     def _finish(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("%s", error, exc_info=None if isinstance(error, ServerError) else error)
+            logger.warning(
+                "a background task failed: %s",
+                error,
+                exc_info=None if isinstance(error, ServerError) else error,
+            )

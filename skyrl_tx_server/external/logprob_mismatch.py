@@ -81,7 +81,7 @@ class LogprobMismatch:
                 "over the last %d compared samples (limit %g): it may run another base model or revision, "
                 "use another dtype or quantised weights, not apply an adapter, or return log-probabilities "
                 "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
-                "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
+                "needs SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),
                 self._limit,

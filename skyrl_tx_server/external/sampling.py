@@ -250,8 +250,8 @@ class ExternalSampling:
         return diff.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Compute the logprobs of a sample with the engine and compare them. Return None if the context has
-        no room for any of its tokens."""
+        """Compute the logprobs of a sample with the engine and compare them. Return None if the context of
+        the engine has no room for any sampled token."""
         tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         num_scored = len(tokens) - len(op.prompt)
         if not num_scored:

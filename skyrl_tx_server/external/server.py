@@ -30,7 +30,7 @@ class ExternalServer:
         self.url = client.url
         self.dialect = dialect
         self.max_model_len = max_model_len  # None: unknown
-        self._model = model
+        self._model = model  # name of the base model on the external server
         self._client = client
 
     async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
@@ -132,7 +132,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     kind = str(next(iter(served.values()), {}).get("owned_by"))
     if kind not in DIALECTS:
         raise SamplerError(
-            f"its /v1/models has owned_by={kind}; supported samplers are {' and '.join(DIALECTS)}"
+            f"the first model of its /v1/models has owned_by={kind}; supported samplers are "
+            f"{' and '.join(DIALECTS)}"
         )
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(

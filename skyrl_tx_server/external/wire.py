@@ -39,7 +39,7 @@ class ReturnedSample:
 
     tokens: np.ndarray  # [n] int32, may continue after a stop string
     logprobs: np.ndarray  # [n] float32
-    finish: str  # the server's finish reason, for errors
+    finish: str  # the server's finish reason, for error messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
 from skyrl_tx_server.files.json_file import read_json_object
 
-SAMPLES, SAMPLE_BYTES = 64, 4096
+SAMPLES, SAMPLE_BYTES = 64, 4096  # number and size of the parts of a file that `fingerprint` reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

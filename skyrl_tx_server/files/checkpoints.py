@@ -314,7 +314,7 @@ class CheckpointStore:
         if None not in (base_model_hash, self._base_model_hash) and base_model_hash != self._base_model_hash:
             raise UserError(
                 f"{info.path} was made from other weights with the name {info.base_model}: its "
-                "base_model_hash differs; start the server with those weights"
+                "base_model_hash differs; set base_model to the directory of those weights"
             )
 
     # --- files

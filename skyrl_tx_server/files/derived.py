@@ -2,7 +2,7 @@
 
 Their path is `<root>/.derived/<generation>/<name>`. The arrays of a generation never change, so its derived
 files never change either. A file is complete or absent, because it is written under another name and renamed.
-Files that were not used for some time, including those of killed processes, are removed.
+`DerivedFiles.sweep` removes files that were not used for some time, including those of killed processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DerivedFiles:
         try:
             make(temporary)
             while True:
-                # With `exist_ok`, mkdir would raise an error if another thread removed the existing folder.
+                # With `exist_ok`, mkdir raises an error if another thread removes the folder during the call.
                 with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:

@@ -1,7 +1,7 @@
 """FP8 weights with one scale per block, as DeepSeek-V3 and the FP8 releases of Qwen3 store them.
 
 A matrix `NAME` [out, in] has the dtype float8_e4m3fn. The tensor `NAME_scale_inv` [ceil(out / M),
-ceil(in / N)] contains the factors of the blocks of M rows and N columns. M and N are `weight_block_size` of
+ceil(in / N)] contains the scales of the blocks of M rows and N columns. M and N are `weight_block_size` of
 `quantization_config` in config.json.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from skyrl_tx_server.errors import ConfigError
 
-FP8 = "F8_E4M3"  # as safetensors names the dtype
+FP8 = "F8_E4M3"  # the name of float8_e4m3fn in safetensors files
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZATION = "quantization_config"
 
 
 def block_size(config: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     """Return the rows and columns of a block, or None if the model is not quantised. Raises ConfigError for
-    any other format than FP8 with blocks. `path` is the file of `config`, for the error.
+    any other format than FP8 with blocks. `path` is the file of `config`, for the error message.
     """
     quantization = config.get(QUANTIZATION)
     if not quantization:

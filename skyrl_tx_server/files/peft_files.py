@@ -175,7 +175,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
 def _spec(
     directory: Path, modules: set[str], parts: Mapping[str, set[str]], rank: int, alpha: float
 ) -> LoraSpec:
-    """Return the LoraSpec of an adapter with these modules. Raise UserError for a module of no part."""
+    """Return the LoraSpec of an adapter with these modules. Raise UserError for a module that
+    belongs to no part."""
     unknown = sorted(modules - set().union(*parts.values()))
     if unknown or not modules:
         raise UserError(

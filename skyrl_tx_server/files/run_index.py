@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 << 10
 MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
+"""The file is rewritten when it is larger than twice its current lines plus this number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

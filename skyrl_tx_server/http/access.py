@@ -27,7 +27,7 @@ class HostNames(Enum):
 
     ANY = "any"  # every name, because an API key protects the server
     ADDRESSES = "addresses"  # every IP address, because DNS rebinding needs a name
-    LOOPBACK = "loopback"
+    LOOPBACK = "loopback"  # only `localhost` and loopback addresses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ limit on connections also limits the number of such bodies."""
 DISCARD_AT_MOST = 1 << 30
 """A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
-"""A body that takes `stalled_s` longer than at this rate is rejected."""
+"""A body is rejected if it arrives more than `stalled_s` seconds later than it would at this rate."""
 MAX_COMPRESSION_RATIO = 200
 ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20

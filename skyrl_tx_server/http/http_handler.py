@@ -121,7 +121,8 @@ def _check_key(settings: HttpSettings, request: Request) -> str:
     tenant = None if tenant_keys is None else tenant_keys.tenant_of(key)
     if tenant is None:
         raise UnauthorizedError(
-            "this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients"
+            "this server needs its API key: set TINKER_API_KEY for the Tinker SDK, or api_key= for OpenAI's "
+            "clients"
         )
     return tenant
 

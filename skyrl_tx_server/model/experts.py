@@ -152,7 +152,8 @@ def mix_experts(
     first: jax.Array | int = 0,
     fsdp: str | None = None,
 ) -> jax.Array:
-    """Return the weighted sum [B, T, D] of the outputs of E experts for x [B, T, D] and its `route`.
+    """Return the weighted sum [B, T, D] of the outputs of E experts for x [B, T, D]. `routed` is the result
+    of `route` for x.
 
     `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. With
     `layer` they are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:

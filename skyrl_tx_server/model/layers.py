@@ -16,8 +16,8 @@ from skyrl_tx_server.model.reductions import sum_last
 
 QUERY_BLOCKS = 4
 """`packed_attention` divides the queries into QUERY_BLOCKS blocks if each block then has MIN_QUERY_BLOCK to
-MAX_QUERY_BLOCK queries. Each block is compiled separately. Compared with all T x T scores, four blocks save
-3/8 of the work, eight blocks 7/16."""
+MAX_QUERY_BLOCK queries. Otherwise a block has MIN_QUERY_BLOCK or MAX_QUERY_BLOCK queries. Each block is
+compiled separately. Compared with all T x T scores, four blocks save 3/8 of the work, eight blocks 7/16."""
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 

@@ -59,7 +59,8 @@ def check_device() -> None:
     if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
             f"{device.device_kind} has compute capability {device.compute_capability}; the kernels need "
-            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); JAX_PLATFORMS=cpu uses the CPU"
+            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); set "
+            "JAX_PLATFORMS=cpu to use the CPU"
         )
 
 
@@ -72,7 +73,9 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
     devices = [jax.local_devices(process)[:per_process] for process in range(jax.process_count())]
     if any(len(local) < per_process for local in devices):
         counts = " and ".join(str(len(local)) for local in devices)
-        where = "; this machine has" if len(devices) == 1 else f", {per_process} per process; they have"
+        where = (
+            "; this machine has" if len(devices) == 1 else f", {per_process} per process; the processes have"
+        )
         raise ConfigError(f"{shape} needs {shape.devices} devices{where} {counts} ({devices[0][0].platform})")
     sizes = asdict(shape)
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))

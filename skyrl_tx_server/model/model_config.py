@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from skyrl_tx_server.errors import ConfigError
 
 YARN_ORIGINAL_LENGTH = 32_768
-"""The training length of Qwen2.5 and Qwen3, which their model cards extend with YaRN."""
+"""The training length of Qwen2.5 and Qwen3 in tokens, which their model cards extend with YaRN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The experts of each layer. `ModelConfig.intermediate_size` is then the width of one expert."""
+    """The experts of each layer. In a model with experts, `ModelConfig.intermediate_size` is the width of one
+    expert."""
 
     count: int
     per_token: int
@@ -107,7 +108,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
     experts: Experts | None = None  # None: dense
-    latent: LatentAttention | None = None  # its single KV head is [latent vector, rotated key]
+    latent: LatentAttention | None = None
+    """None: the model has no latent attention. Otherwise it has one KV head, [latent vector, rotated key]."""
     inputs_first: bool = False
     """Whether projections are stored as [inputs, outputs] on the device, and decode steps read LoRA factors
     in this layout, see `weight_layout.py`. Hugging Face stores [outputs, inputs]."""
@@ -130,7 +132,7 @@ class ModelConfig:
 
     @property
     def projected_width(self) -> int:
-        """The output width of all projections before attention."""
+        """The total output width of all projections before attention."""
         latent = self.latent
         if latent is None:
             return sum(self.qkv_widths)
@@ -174,7 +176,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
             f"max_context_length={length} exceeds the {config.context_length} tokens of this model, and its "
             "config.json already has rope_scaling: set a smaller max_context_length"
         )
-    if config.latent is not None:  # its score scale also depends on `mscale_all_dim`
+    if config.latent is not None:  # the scale of latent attention depends on `mscale_all_dim`
         raise ConfigError(f"yarn=true does not support {config.model_type}: set rope_scaling in config.json")
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))

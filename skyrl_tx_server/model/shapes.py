@@ -10,10 +10,11 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 256  # the first of `segment_ends`, if the context is not shorter
+MIN_SEGMENT = 256  # positions; the first of `segment_ends`, unless the context is shorter
 MIN_DECODE_WIDTH = 4
-"""The smallest width of a decode program, if a rank has so many slots. A width of 1 would change results,
-because a matrix product of one row differs in the last bits from products of several rows."""
+"""The smallest width of a decode program, in sequences, if a rank has at least as many slots. A width of 1
+would change results, because a matrix product of one row differs in the last bits from products of several
+rows."""
 ATTENTION_TILE = 128
 """The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
 are multiples of it."""
@@ -78,7 +79,7 @@ class BucketShapes:
     budget: BucketShape
 
     def largest(self, longest_sequence: int) -> BucketShape:
-        """Return the largest shape for a batch with this longest sequence."""
+        """Return the largest shape that a batch with this longest sequence may use."""
         length = max(longest_sequence, self.budget.length)
         return next(shape for shape in self.shapes if shape.length >= length)
 
@@ -146,7 +147,7 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 
 def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return [T] int32, the tokens right-padded with zeros to their bucket."""
+    """Return [T] int32, the tokens right-padded with zeros. T is the smallest sufficient one of `lengths`."""
     padded = np.zeros(bucket(len(tokens), lengths), np.int32)
     padded[: len(tokens)] = tokens
     return padded

@@ -1,12 +1,12 @@
 """The layout of the projections and of the LoRA factors on one CPU: [outputs, inputs] as in Hugging Face's
 files, or [inputs, outputs].
 
-XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs with the
-other layout. LoRA slots store the factors as [inputs, outputs], so a decode dispatch must transpose them for
-the other layout. But for some numbers of inputs, XLA's order of summation then depends on the number of rows,
-and a completion would depend on the other sequences of its batch. Therefore the server computes products of
-the model's shapes at the start. It uses the layout only if the bits of these products are the same for all
-numbers of rows.
+XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs for
+weights [outputs, inputs]. LoRA slots store the factors as [inputs, outputs], so with the layout [outputs,
+inputs] a decode dispatch must transpose the factors. But with the layout [inputs, outputs], for some numbers
+of inputs, XLA's order of summation depends on the number of rows, and a completion would depend on the other
+sequences of its batch. Therefore the server computes products of the model's shapes at the start. It uses the
+layout [inputs, outputs] only if the bits of these products are the same for all numbers of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import CPU_PREFILL, PREFILL_TILE, decode_widths
 
 MIN_BYTES = 2**28
-"""The layout makes little difference for smaller weights, which the caches of a CPU hold."""
+"""The minimum size of all projections together for which the layout [inputs, outputs] is used. The caches of
+a CPU hold smaller weights, and the layout then makes little difference."""
 
 
 type Shape = tuple[int, ...]
@@ -41,7 +42,7 @@ def with_weight_layout(
     for decode batches of at most `num_slots` sequences.
 
     The layout is used only for float32 models on one CPU, without latent attention and with projections of at
-    least MIN_BYTES.
+    least MIN_BYTES together.
     """
     if on_gpu() or config.mesh is not None or config.latent is not None or dtype != np.float32:
         return config

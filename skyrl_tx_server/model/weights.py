@@ -61,7 +61,10 @@ def resolve_model(base_model: str) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or base_model.startswith((".", "~")) or base_model.count("/") > 1:
-        raise ConfigError(f"base_model={base_model}: no such directory")
+        raise ConfigError(
+            f"base_model={base_model}: no such directory; give a model directory, a GGUF file or a name on "
+            "the Hugging Face hub"
+        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
@@ -75,9 +78,9 @@ def resolve_model(base_model: str) -> Path:
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Load the weights of a model onto the devices in `dtype`, `exact` fields in float32. Raises ConfigError
-    if the files cannot be read, or if a tensor is missing, has an unsupported dtype, or has another shape
-    than config.json implies."""
+    """Load the weights of a model onto the devices in `dtype`. Fields whose `Weight` is `exact` are float32.
+    Raises ConfigError if the files cannot be read, or if a tensor is missing, has an unsupported dtype, or
+    has another shape than config.json implies."""
     target = np.dtype(dtype)
     with ExitStack() as files:
         read_part = _part_reader(model_dir, files)
@@ -291,8 +294,8 @@ def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...])
         )
     if arrays[name].shape != shape:
         raise UserError(
-            f"{name} of the checkpoint has shape {arrays[name].shape}, expected {shape}: it belongs to "
-            "another model or rank"
+            f"{name} of the checkpoint has shape {arrays[name].shape}, expected {shape}: the "
+            "checkpoint belongs to another model or rank"
         )
     return arrays[name]
 
@@ -315,7 +318,10 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
     elif single.exists():
         file_of, paths = {}, [single.name]
     else:
-        raise ConfigError(f"{model_dir} has neither model.safetensors nor model.safetensors.index.json")
+        raise ConfigError(
+            f"{model_dir} has neither model.safetensors nor model.safetensors.index.json; give the directory "
+            "of a model with safetensors files"
+        )
     try:
         opened = {path: files.enter_context(safe_open(model_dir / path, framework="np")) for path in paths}
     except (OSError, SafetensorError) as error:
@@ -334,7 +340,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
             raise ConfigError(f"{model_dir}: the weights have no tensor {name}") from None
         if tuple(tensor.get_shape()) != shape:
             raise ConfigError(
-                f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}"
+                f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, but config.json implies "
+                f"{shape}; use the config.json that belongs to these weights"
             )
         if tensor.get_dtype() == FP8 and block is not None and len(shape) == 2:
             scales = read_part(
@@ -357,8 +364,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 def _read_field(
     read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """Return a part [out, in] or [out] of a field of one layer and expert, with the outputs in the order of
-    `Weight`."""
+    """Return the part `index` [out, in] or [out] of a field of one layer and expert. The outputs have the
+    order that `Weight` describes for `shards` parts of the `tensor` axis."""
     outputs, *inputs = index
     parts = []
     for name, width, part in _outputs(weight, outputs, shards):
@@ -368,7 +375,8 @@ def _read_field(
 
 
 def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
-    """Yield (name, width, part) of each tensor that has some of the `outputs` of a field, in order."""
+    """Yield (name, width, part) of each tensor that has some of the `outputs` of a field, in the order of
+    these outputs. `part` selects rows of the tensor."""
     start = 0
     for shard in range(shards):
         for name, width in zip(weight.names, weight.widths, strict=True):

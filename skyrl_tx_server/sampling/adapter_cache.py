@@ -38,7 +38,8 @@ type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray
 
 
 class AdapterCache:
-    """Assigns LoRA slots to snapshots. `arrays` are the slots; every leaf is [slots + 1, ...]."""
+    """Assigns LoRA slots to snapshots. `arrays` holds the adapters of all LoRA slots. Every leaf has the
+    shape [slots + 1, ...], because slot 0 is the base model."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if it is not in
-        memory."""
+        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if the
+        snapshot is neither in host memory nor on the device."""
         if weights not in self.in_host_memory and weights not in self.on_device:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):

@@ -54,8 +54,8 @@ class PageAllocator:
     ) -> tuple[Prefix, PrefixCache]:
         """Return the longest cached prefix of `tokens`, of at most `limit` tokens, and the cache of its rank.
 
-        The rank with the fewest tiles left to compute is chosen, among equal ranks the one with the most free
-        slots. The prefix is empty if it does not save a whole tile.
+        The rank with the fewest prefill tiles left to compute is chosen. Among equal ranks, the rank with the
+        most free slots is chosen. The prefix is empty if it does not save a whole tile.
         """
         prefixes = {cache: cache.find(weights, tokens[:limit]) for cache in self.caches}
         tiles_left = {cache: num_tiles(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}
@@ -73,7 +73,8 @@ class PageAllocator:
         return pages is not None
 
     def free(self, sequence: SequenceState, cache: PrefixCache, *, weights: Hashable) -> None:
-        """Free the pages of `sequence`. Other sequences with the same `weights` can reuse them."""
+        """Free the pages of `sequence` and keep their contents in the prefix cache, where other sequences
+        with the same `weights` can reuse them."""
         cache.insert(weights, sequence.cached_tokens, sequence.block_table)
         self.discard(sequence, cache)
 

@@ -62,7 +62,7 @@ class BatchRunner:
         model_dir: Path,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Each of the `dp_ranks` data-parallel ranks has a KV cache of this size."""
+        """Each of the `dp_ranks` data-parallel ranks has a KV cache of size `size`."""
         self.runner = runner
         self.pages = PageAllocator(size, dp_ranks)
         self.num_slots = self.pages.num_slots
@@ -120,9 +120,9 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `steps` more tokens for every sequence in a slot. Unless a dispatch is in flight,
-        first try to restore the oldest preempted sequence. Return whether the device has ended a sequence.
-        `poll` checks stop strings. Any error discards all sequences."""
+        """Compute up to `runner.steps` more tokens for every sequence in a slot. Unless a dispatch is in
+        flight, first try to restore the oldest preempted sequence. Return whether the device has ended a
+        sequence. `poll` checks stop strings. Any error discards all sequences."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1

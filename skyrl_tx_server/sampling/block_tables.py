@@ -41,8 +41,8 @@ def allocate_block_tables(
     sequences' data-parallel ranks, one per sequence.
 
     The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages
-    are shared within a rank, so only a partly filled last page is allocated per sequence. `spare_pages` must
-    remain available in each rank.
+    are shared within a rank, so only a partly filled last page is allocated per sequence. After the
+    allocation, `spare_pages[cache]` pages must still be available in the rank of `cache`.
 
     Raises CapacityError, without allocating any page, if too few are available. Its message contains
     `text_length`, the number of tokens of the whole text.
@@ -73,7 +73,7 @@ def allocate_block_tables(
         cache.incref(beginning)
         rest = list(islice(unused[cache], num_pages - len(beginning)))
         tables.append([*beginning, *rest])
-        # strict=False: the prefix may have fewer pages
+        # strict=False: `source` may have fewer pages, because a prefix can be shorter than the chunk
         copies.append(list(zip(source[len(beginning) :], rest, strict=False)))
         shared[cache], source = tables[-1][:num_full], tables[0]
     prefix_cache.free(prefix.pages)

@@ -45,7 +45,7 @@ class DecodePipeline:
         self._runner = runner
         self._completion = completion
         self.in_flight: InFlightBatch | Exception | None = None  # an error: the next dispatch could not start
-        self._num_ahead = 0
+        self._num_ahead = 0  # dispatches that started before the previous outputs were processed
 
     def stats(self) -> dict[str, object]:
         return {"decode_dispatches_ahead": self._num_ahead}

@@ -25,7 +25,7 @@ class DecodeProgram:
     """The properties of a dispatch that select a compiled program of `decode_steps`."""
 
     width: int  # sequences of each data-parallel rank
-    ends: tuple[int, ...] | None  # ends of the segments; None: a kernel reads the pages in place
+    ends: tuple[int, ...] | None  # segment ends of `decode_steps`; None: a kernel reads the pages in place
     max_loras: int | None  # maximum number of adapters in the batch; None: any number
     rolled: bool = False  # whether a loop runs the layers
 
@@ -47,10 +47,11 @@ class DecodeLayout:
     null_pages: Sequence[int]  # the null page of each data-parallel rank
     slots_per_rank: int
     widths: tuple[int, ...]  # widths of compiled programs, ascending; the last one holds all slots of a rank
-    table_width: int
+    table_width: int  # number of entries of a block table
     steps: int  # decode steps of a dispatch
     empty_carries: Mapping[int, Carry]  # by width, on the device; for a dispatch without a previous one
-    segment_ends: tuple[int, ...] | None  # ends of all segments; None: a kernel reads the pages in place
+    # the positions at which the segments of `decode_steps` end; None: a kernel reads the pages in place
+    segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)

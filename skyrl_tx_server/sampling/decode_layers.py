@@ -90,7 +90,8 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
 
 
 def _joined(config: ModelConfig, modules: LayerAdapter, dtype: jnp.dtype) -> LayerAdapter:
-    """On one GPU, join the LoRA slots in use before the loop over steps, except those of experts."""
+    """On one GPU, join the factors of the LoRA slots in use, once before the loop over steps (see
+    `with_joined_factors`). The factors of experts are not joined."""
     if config.mesh is not None or not on_gpu():
         return modules
     return {

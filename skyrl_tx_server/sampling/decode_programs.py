@@ -65,7 +65,7 @@ class DecodePrograms:
             self._thread.join()
 
     def _compile(self, program: DecodeProgram) -> None:
-        logger.info("compiling the decode program for %d sequences in the background", program.width)
+        logger.info("compiling the decode program for %d sequences per rank in the background", program.width)
         try:
             self._compiled[program] = self._lower(program).compile()
         except Exception as error:

@@ -82,7 +82,8 @@ class ModelRunner:
         dtype: np.dtype,
         processed_logprobs: bool,
     ) -> None:
-        """`steps` is the number of decode steps per dispatch, at most PAGE_SIZE."""
+        """`steps` is the number of decode steps per dispatch, at most PAGE_SIZE. With `processed_logprobs`,
+        logprobs are computed after temperature (see `token_sampling`)."""
         self._config = config
         self._params = params
         self._unstacked_params = unstack_layers(config, params)
@@ -289,8 +290,9 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The error is
-        that of the call or of the computation that it started, for example because GPU memory ran out."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. `error` was
+        raised by the call, or by the computation that the call started, for example because GPU memory ran
+        out."""
         try:
             self.wait()
         except Exception:

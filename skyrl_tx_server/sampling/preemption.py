@@ -113,7 +113,8 @@ class SequencePool:
             self._adapters.release(sequence.weights)
 
     def clear(self) -> None:
-        """Remove all sequences after the KV cache was lost. Their pages are not freed."""
+        """Remove all sequences after the KV cache was lost. Their pages are not freed, because the caller
+        resets the page allocator."""
         for sequence in (*(sequence for _, sequence in self.decoding), *self.preempted):
             self._adapters.unpin(sequence.weights)
         for sequence, _ in self.paused.values():

@@ -93,8 +93,8 @@ class Prefiller:
                 raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Run the prefill program and add the pages to the prefix cache. An error of the program frees the
-        pages."""
+        """Run the prefill program and add the pages to the prefix cache. If the program fails, the pages are
+        freed."""
         try:
             outputs = self.runner.prefill(chunks)
         except Exception:

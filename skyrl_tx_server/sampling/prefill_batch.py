@@ -25,7 +25,7 @@ class PrefillChunk:
     tokens: np.ndarray  # [P] int32, the whole text
     cached: int  # number of tokens whose keys and values are in the cache already
     length: int  # number of tokens up to the end of the chunk
-    weights: str | None
+    weights: str | None  # name of the sampler snapshot; None: the base model
     adapter_slot: int
     wants_logprobs: bool
     slots: Sequence[int]
@@ -63,8 +63,8 @@ class PrefillLayout:
 
     shapes: PrefillShapes
     num_slots: int
-    table_width: int
-    max_copies: int
+    table_width: int  # number of entries of a block table
+    max_copies: int  # maximum number of page copies before the computation, and after it
     vocab_size: int
     num_lora_slots: int | None = None  # None: programs do not depend on the number of adapters
 

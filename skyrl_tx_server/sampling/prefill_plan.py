@@ -191,7 +191,8 @@ class PrefillPlanner:
     ) -> PrefillChunk | None:
         """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
 
-        `keep_spare` keeps one free page for each running sequence of a rank and one more. Return None if the
+        With `keep_spare`, one page for each running sequence of a rank and one more page stay available in
+        the rank. Return None if the
         prefill batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse
         a longer prefix. If there are too few pages, paused sequences lose theirs. If the pages still do
         not suffice, raises CapacityError without allocating any page.

@@ -100,7 +100,8 @@ class Scorer:
         temperature: float = 1.0,
     ) -> tuple[TopkLogprobs, CsrMatrix | None]:
         """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`. The
-        tokens in row t of `targets` are scored as successors of token t."""
+        tokens in row t of `targets` are scored as successors of token t. -1 in `targets` means no token, and
+        its result is 0."""
         padded = pad_tokens(tokens, self.lengths)
         matrix, columns = _dense_targets(targets, len(padded))
         inputs = ScoreInputs(

@@ -28,7 +28,7 @@ class SequenceState:
     request_id: int
     index: int  # index of the sample in its request
     tenant: str = DEFAULT_TENANT
-    weights: str | None
+    weights: str | None  # name of the sampler snapshot; None: the base model
     adapter_slot: int
     settings: SamplingSettings
     seed: int  # 64 bits

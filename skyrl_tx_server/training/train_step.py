@@ -1,8 +1,8 @@
 """The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
 `forward` and `forward_backward` are compiled once per training shape and number of targets per position,
-`adam_step` once. Losses, their settings, adapter ranks and optimizer settings need no further compilation.
-Pass the batch, the loss and the optimizer settings as numpy arrays in host memory.
+`adam_step` once. Other losses, loss settings, adapter ranks or optimizer settings need no further
+compilation. Pass the batch, the loss and the optimizer settings as numpy arrays in host memory.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def adam_step(
 
     `mask` is the `trainable_mask` of the adapter. Values whose mask is 0 are excluded from the norm and are
     not updated. `settings` is the result of `adam_scalars`. The third result is [2] float32: the norm of the
-    gradient before clipping, and 1 if all values of the new adapter are finite.
+    gradient before clipping, and 1 if all values of the new adapter are finite, otherwise 0.
     """
     learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)

@@ -92,9 +92,9 @@ class TrainingModelPool:
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings with which `put` moves the arrays back to the devices. Return None if the arrays
-    are uncommitted, as on one device: with shardings, `put` would commit them, and JAX would recompile every
-    program that was compiled for uncommitted arrays."""
+    """Return the shardings with which `mesh.put` moves the arrays back to the devices. Return None if the
+    arrays are uncommitted, as on one device: with shardings, `mesh.put` would commit them, and JAX would
+    recompile every program that was compiled for uncommitted arrays."""
     if any(leaf.committed for leaf in jax.tree.leaves(model)):
         return jax.tree.map(lambda leaf: leaf.sharding, model)
     return None

@@ -20,10 +20,12 @@ class AnalyzeConfig(Options):
         doc="Markdown file to write; existing sections about the same runs are replaced",
     )
     first_step: int | None = chz.field(
-        default=None, doc="Evaluation to start the comparison from; None: the first one"
+        default=None,
+        doc="Step of the evaluation with which the comparison starts; None: the first evaluation",
     )
     last_step: int | None = chz.field(
-        default=None, doc="Evaluation to analyze, and to compare with first_step; None: the last one"
+        default=None,
+        doc="Step of the evaluation to analyze, and to compare with first_step; None: the last evaluation",
     )
     task: str | None = chz.field(
         default=None,
@@ -40,5 +42,5 @@ class AnalyzeConfig(Options):
 
     @chz.validate
     def _there_are_runs(self) -> None:
-        require(bool(self.runs), "runs names no folder; write runs=RUN,OTHER_RUN")
-        require(len(set(self.runs)) == len(self.runs), "runs names a folder twice; remove one of them")
+        require(bool(self.runs), "runs= names no folder; write runs=RUN,OTHER_RUN")
+        require(len(set(self.runs)) == len(self.runs), "runs= names a folder twice; remove one of them")

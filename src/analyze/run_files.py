@@ -50,7 +50,7 @@ class DumpedTrial:
     task: str
     num_turns: int
     num_tool_calls: float
-    trajectory: Trajectory  # without turns; its conversation already contains `tool_fields`
+    trajectory: Trajectory  # has no turns; `conversation` already contains what `tool_fields` would add
 
     @property
     def reward(self) -> float:
@@ -97,7 +97,8 @@ def read_run(folder: str, *, first_step: int | None = None, last_step: int | Non
         if step is not None and step not in folders:
             steps_with_dump = ", ".join(map(str, sorted(folders))) or "none"
             raise ConfigError(
-                f"{option}={step} has no dumped evaluation in {path.name}; steps with one: {steps_with_dump}"
+                f"{option}={step} has no dumped evaluation in {path.name}; steps with a dumped evaluation: "
+                f"{steps_with_dump}"
             )
     steps = set[int]()
     if folders:

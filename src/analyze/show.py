@@ -1,13 +1,14 @@
 """`agent-trainer show RUN [STEP | TASK | TRIAL] [STEP]`: print the rollouts of a run, which may be running.
 
 show RUN            a row per step and evaluation
-show RUN 12         the trials of step 12 and of the evaluation after it; eval_000012: of this evaluation only
+show RUN 12         the trials of step 12 and of the evaluation after it
+show RUN eval_000012   only the trials of the evaluation after step 12
 show RUN my-task    the trials of a task in all steps and evaluations
 show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantage and how it ended
 show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
 
 Except for Harbor tasks, the trials of a task have the same names in all evaluations. Without a second STEP,
-the latest trial of a name is printed, with a line that lists the others.
+the latest trial of a name is printed, with a line that lists the other trials of this name.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if not 1 <= len(argv) <= 3:
-        raise ConfigError(f"show takes a run, one step, task or trial, and a second step; write {USAGE}")
+        raise ConfigError(f"show takes 1 to 3 arguments, not {len(argv)}; write {USAGE}")
     console = terminal()
     for content in shown(*argv):
         console.print(content)
@@ -224,7 +225,8 @@ def _is_in(step: str, name: str, number: int) -> bool:
 
 
 def _file_name(key: RolloutKey) -> str:
-    """Return the name of the rollout's file in rollouts/. Refills of a step are in the file of the step."""
+    """Return the name of the rollout's file in rollouts/. Refills of a step, which are its further
+    batches of dynamic sampling, are in the file of the step."""
     return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
 
 

@@ -1,8 +1,8 @@
 """`agent-trainer COMMAND ...`: one program for the commands of this project.
 
 Each command replaces this process by a module of the table `MODULES`, with the same arguments.
-`evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run; if the launcher started the server of
-the run, the launcher runs the module.
+`evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run; if the launcher
+(scripts/run_skyrl_tx.py) started the server of the run, the launcher runs the module.
 """
 
 from __future__ import annotations

@@ -104,7 +104,10 @@ class Display:
         self._show(table)
 
     def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
-        """Print a row per held-out task with the first evaluation and this one, then the success rate."""
+        """Print a row per held-out task with the first evaluation and this one, then the success rate.
+
+        `first` is None if `evaluation` is the first one.
+        """
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
         if first is not None:

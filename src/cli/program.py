@@ -17,9 +17,11 @@ def run_program(
     *,
     label: str = "error",
 ) -> int:
-    """Return the exit status of `run(argv)`, or 0 after printing the help for the words that `argv` names.
+    """Run the program and return its exit status, which is the result of `run(argv)`.
 
-    An error is printed as one line that starts with `label`, or as a traceback with TRAINER_DEBUG=1.
+    If `argv` requests help, the text that `help_of` returns for the words in `argv` is printed, and the exit
+    status is 0. An error is printed as one line that starts with `label`, or as a traceback with
+    TRAINER_DEBUG=1.
     """
     if (words := help_words(argv)) is not None:
         print_help(help_of(words))

@@ -21,7 +21,8 @@ from src.sft.config import SftConfig
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
 SERVER_FILE = "server.json"
 """The file with the options of the server that the launcher started for a run, in the folder RUN.server."""
-SFT_SUFFIX = ".sft"  # of the folder of the fine-tuning that precedes the RL of a quick start
+SFT_SUFFIX = ".sft"
+"""The end of the name of a fine-tuning's run folder, if the launcher's quick start runs it before RL."""
 
 
 def program_of(run: str) -> str:
@@ -32,7 +33,7 @@ def program_of(run: str) -> str:
 def server_folder_of(run: str) -> Path | None:
     """Return the folder of the server that the launcher started for a run; None if it started none.
 
-    The fine-tuning of a quick start, RUN.sft, uses the server of RUN.
+    The fine-tuning of a quick start, whose run folder is RUN.sft, uses the server of the RL run RUN.
     """
     folder = Path(run).expanduser().resolve()
     for name in (folder.name, folder.name.removesuffix(SFT_SUFFIX)):

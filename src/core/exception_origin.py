@@ -9,7 +9,7 @@ from types import TracebackType
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
-MAX_MESSAGE = 300
+MAX_MESSAGE = 300  # characters
 
 
 def described(error: BaseException) -> str:

@@ -40,11 +40,13 @@ class LengthLimits:
 def fitted_lengths(
     limit: int, *, max_tokens: int, threshold: int, given: Mapping[str, str]
 ) -> dict[str, int]:
-    """Return the values of the options that are not in `given`, for a context of `limit` tokens.
+    """Return values of context_limit, max_tokens and proactive_summarization_threshold that fit a context of
+    `limit` tokens.
 
-    `max_tokens` and `threshold` are the defaults of `max_tokens` and `proactive_summarization_threshold`;
-    both are reduced to at most a quarter of the context, and the threshold also to at most half of the
-    longest prompt.
+    `given` maps the options that the user has set to their texts. An option in `given` is not returned, and
+    max_tokens is not returned if `given` has max_generate_length. `max_tokens` and `threshold` are the
+    defaults of max_tokens and proactive_summarization_threshold. Both are reduced to at most a quarter of the
+    context, and the threshold also to at most half of the longest prompt.
 
     >>> fitted_lengths(4096, max_tokens=2048, threshold=8000, given={"max_tokens": "500"})
     {'context_limit': 4096, 'proactive_summarization_threshold': 1024}

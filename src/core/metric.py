@@ -16,7 +16,7 @@ class Unit(StrEnum):
     SECONDS = "s"
     TOKENS_PER_SECOND = "tokens/s"
     NATS = "nats"
-    UPDATES = "updates"  # optimizer updates of the policy, one per batch
+    UPDATES = "updates"  # versions of the policy's weights; each training step makes one version
     RATIO = "ratio"
     USD = "USD"
     VARIES = "varies"  # depends on the metric, the environment or the server

@@ -56,6 +56,8 @@ async def run_until_signal(
     """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
 
     The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up.
+    `say` prints a message for the user: `announcement` after the first signal, and a notice if `work` is
+    cancelled again.
     The signal handlers are those of the module `signal` and not of the event loop, so signals also work while
     the loop is blocked.
     """

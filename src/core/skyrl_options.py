@@ -112,7 +112,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "generator.sampling_params.top_p": _ON_POLICY,
     "generator.sampling_params.top_k": _ON_POLICY,
     "generator.sampling_params.logprobs": "logprobs are always recorded; remove it",
-    "generator.eval_sampling_params": "only eval_temperature and eval_top_p differ from training; remove it",
+    "generator.eval_sampling_params": "only eval_temperature and eval_top_p can differ from training; remove "
+    "it",
     "generator.chat_template": _TEMPLATE,
     "generator.custom_chat_template": _TEMPLATE,
     "environment": "write environment_kwargs=key=value,... for settings of an environment",
@@ -153,9 +154,10 @@ def taken_arguments(
 
 
 def skyrl_name(name: str, option_names: Collection[str], refused: Collection[str]) -> str | None:
-    """Return the full name of the SkyRL option that ends with `name`.
+    """Return the full name of the SkyRL option that ends with `name`, or `name` itself if it begins with one
+    of GROUPS.
 
-    Returns None if there is none, or if this trainer has an option of this name.
+    Returns None if SkyRL has no such option, or if `name` is in `option_names` or in `refused`.
 
     >>> skyrl_name("eval_interval", (), ()), skyrl_name("seed", ("seed",), ())
     ('trainer.eval_interval', None)
@@ -188,7 +190,7 @@ def _translated(name: str, value: str, option_names: Collection[str], refused: M
             files = value.split(",") if option == "test_data" else [value]
             parts = [template.replace("<name>", last_part).replace("{}", file) for file in files]
             return f"{option}={','.join(parts)}"
-    raise ConfigError(f"{name} is {choices[0][0]}, which this program does not have; remove it")
+    raise ConfigError(f"{name} corresponds to {choices[0][0]}, which this program does not have; remove it")
 
 
 def _plain(value: str) -> str:

@@ -57,7 +57,8 @@ class Task:
     id: str
     path: Path  # the folder of the task, or the file that contains the row of the task
     instruction: str = ""
-    domain: str = ""  # metrics are logged under this name, e.g. retail; empty: the family in the id
+    # Metrics are logged under this name, e.g. retail; empty: under the id without its folder and number.
+    domain: str = ""
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
     grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
     has_writes: bool | None = None  # whether the solution changes the database; None: unknown
@@ -71,7 +72,7 @@ class Turn:
     completion_ids: list[int]  # including the stop token
     logprobs: list[float]  # one per completion token
     stop_reason: StopReason
-    policy_version: int
+    policy_version: int  # number of training steps of the weights that sampled it; 0: the initial weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

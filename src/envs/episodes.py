@@ -148,10 +148,10 @@ def split(
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return (training tasks, held-out tasks).
 
-    Without a test split, this is `hold_out`. With a test split, all of `spec.tasks` are training tasks and
-    `fraction` is ignored. The held-out tasks are those of the test split that match `patterns`, or all of
-    them without patterns. Raises ConfigError if a pattern matches a training task, and the errors of
-    `hold_out`.
+    Without a test split, the result is that of `hold_out`. With a test split, all of `spec.tasks` are
+    training tasks and `fraction` is ignored. The held-out tasks are those of the test split that match
+    `patterns`, or all of them without patterns. Raises ConfigError if a pattern matches a training task, and
+    the errors of `hold_out`.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

@@ -8,8 +8,8 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
   answered.
 - An answer that is cut at `max_generate_length` tokens is treated as a complete answer. The stop reason of
   the episode is that of its last answer.
-- If the context exceeds the limit, the environment is not asked for another step, and the reward of the
-  episode is the sum of the rewards so far.
+- If the context leaves no room for an answer (it exceeds `max_input_length` or fills `context_limit`), the
+  episode ends, and its reward is the sum of the rewards so far.
 - Messages after the last answer are part of the conversation, but not of a turn.
 - An empty answer is passed to the environment, but it adds no turn to the trajectory.
 
@@ -97,7 +97,7 @@ class EpisodeSettings:
 
     temperature: float
     seed: int
-    max_turns: int | None = None
+    max_turns: int | None = None  # the maximum number of answers; None: no limit
     # Let the chat template render the tools of an environment that permits it.
     use_native_tool_calling: bool = False
     # Before each answer, render the whole conversation with the chat template instead of extending the

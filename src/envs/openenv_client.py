@@ -44,8 +44,9 @@ class OpenEnvResult(Protocol):
 
 
 class OpenEnvClient(Protocol):
-    """The methods of the package's EnvClient that `OpenEnv` calls. They return awaitables in an event
-    loop."""
+    """The methods of the package's EnvClient that `OpenEnv` calls. If they are called in an event loop, they
+    return awaitables.
+    """
 
     def reset(self, **options: object) -> Awaitable[OpenEnvResult]: ...
 
@@ -65,7 +66,10 @@ class OpenEnv:
         to_text: Callable[[object], str],
         reset_options: Mapping[str, object],
     ) -> None:
-        """`to_action` converts an answer to an action, `to_text` an observation to the text of a message."""
+        """`connect` opens a connection to the server. `to_action` converts an answer to an action, and
+        `to_text` converts an observation to the text of a message. `reset_options` are the keyword arguments
+        of the client's `reset`.
+        """
         self._connect = connect
         self._to_action = to_action
         self._to_text = to_text
@@ -101,7 +105,7 @@ class OpenEnv:
         except Exception as error:
             # The errors of the package websockets do not inherit ConnectionError.
             if type(error).__module__.startswith("websockets"):
-                raise ConnectionError(f"the OpenEnv server: {error}") from error
+                raise ConnectionError(f"the connection to the OpenEnv server failed: {error}") from error
             raise
         return StepResult(
             messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done
@@ -137,7 +141,9 @@ def open_openenv(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     if not url.startswith(("http://", "https://")):
         raise ConfigError("env=openenv needs environment_kwargs=url=http://host:port of an OpenEnv server")
     if not num_tasks.isdigit() or int(num_tasks) < 1:
-        raise ConfigError(f"environment_kwargs tasks={num_tasks} is not a positive number of tasks")
+        raise ConfigError(
+            f"environment_kwargs tasks={num_tasks} is not a positive number of tasks; write tasks=NUMBER"
+        )
     if options:
         raise ConfigError(
             f"environment_kwargs: env=openenv has no option {next(iter(options))}; remove the option"

@@ -119,7 +119,7 @@ class SplitOptions(TaskOptions):
 
     train_data: list[str] | None = chz.field(
         default=None,
-        doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., of "
+        doc="Training tasks of env=tau_bench (in addition to those of environment_kwargs=domain=...), of "
         "env=fleet, or of your own environment: .jsonl or .parquet files of rows (env=fleet: .jsonl), or "
         "DOMAIN:SPLIT (env=tau_bench)",
     )
@@ -210,7 +210,9 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
 
     @property
     def lengths_to_fit(self) -> dict[str, int]:
-        """The lengths that must fit the context of the model, by option (see `fitted_to_server`)."""
+        """The lengths that must fit the context of the model, by option. `src.policy.served_model` adapts
+        them to the server.
+        """
         lengths = {"context_limit": self.context_limit, "max_tokens": self.max_tokens}
         if self.env == "harbor":
             lengths["proactive_summarization_threshold"] = self.proactive_summarization_threshold
@@ -231,8 +233,8 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
         longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         require(
             not self.enable_summarize or threshold < longest_input,
-            f"proactive_summarization_threshold={threshold} would summarise every turn of at most "
-            f"{longest_input} tokens; lower it, or set enable_summarize=false",
+            f"proactive_summarization_threshold={threshold} would summarise every turn, because a prompt has "
+            f"at most {longest_input} tokens; set it below {longest_input}, or set enable_summarize=false",
         )
 
 

@@ -44,7 +44,10 @@ def hold_out(
 
 
 def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
-    """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
+    """Return the tasks whose ids match a pattern, or all tasks if `patterns` is None.
+
+    Raises ConfigError for a pattern without a match.
+    """
     return (
         list(tasks)
         if patterns is None

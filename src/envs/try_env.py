@@ -9,7 +9,7 @@ source of the answers:
     policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
 
 Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each graded trial),
-2 (wrong options, or no server for the default address), 130 (interrupted).
+2 (wrong options, or no server at the default address), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -173,13 +173,17 @@ def typed(console: Console) -> Policy:
         try:
             return console.input("[bold green]answer>[/] ")
         except EOFError as error:
-            raise BackendError("standard input ended before the trial") from error
+            raise BackendError("standard input ended before the trial ended") from error
 
     return AnsweringPolicy(answer)
 
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return the scripted policy of each task. Raises ConfigError without answers."""
+    """Return a function that returns the scripted policy of a task.
+
+    Raises ConfigError if the file `answers` cannot be read or has no lines. If `answers` is None, the
+    returned function raises ConfigError for a task without a reference answer.
+    """
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()
@@ -232,7 +236,9 @@ async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]
     chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
     server = await stack.enter_async_context(connect(config))
     limit_s = config.request_timeout_s
-    async with deadline(limit_s, BackendError, f"the server opened no policy within {limit_s:g} s"):
+    async with deadline(
+        limit_s, BackendError, f"the server opened no policy within request_timeout_s={limit_s:g}"
+    ):
         return await server.open_policy(checkpoint), chat
 
 

@@ -1,4 +1,4 @@
-"""The server of `python -m src.envs.try_env`: its default address.
+"""The default backend and the default server address of `python -m src.envs.try_env`.
 
 The public functions take a command line and return it with additional options that the user has not set.
 """

@@ -12,8 +12,8 @@ from src.core.errors import ConfigError
 def load_function(name: str, *, option: str, value: str | None = None) -> Callable[..., Any]:
     """Import the function `module:function` that `option` names.
 
-    `value` is the option's value in error messages, if it is not `name`. Raises ConfigError if the module
-    cannot be imported or has no such function.
+    Error messages show `value` as the value of the option; None: they show `name`. Raises ConfigError if the
+    module cannot be imported or has no such function.
     """
     setting, (module_name, _, function_name) = f"{option}={value or name}", name.partition(":")
     try:
@@ -30,5 +30,5 @@ def load_function(name: str, *, option: str, value: str | None = None) -> Callab
     if function is None:
         raise ConfigError(f"{setting}: {module_name} has no function {function_name}; correct the name")
     if not callable(function):
-        raise ConfigError(f"{setting}: {function_name} of {module_name} is not a function; name one")
+        raise ConfigError(f"{setting}: {function_name} of {module_name} is not a function; name a function")
     return function

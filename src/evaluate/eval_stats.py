@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean, stdev, variance
 
 import numpy as np
 
-LEVEL = 0.95
+LEVEL = 0.95  # confidence level of the intervals
 MAX_SUMS = 2**20  # largest number of distinct sums on either side of 0 in the sign-flip test
 
 
@@ -43,14 +43,16 @@ class Comparison:
 
     first: float
     second: float
-    difference: Estimate
+    difference: Estimate  # second - first
     p_value: float  # two-sided, from the exact sign-flip test
-    num_better: int
+    num_better: int  # tasks at which the second policy has a higher success rate than the first
     num_worse: int
 
 
 def pass_at_k(tally: Tally, k: int) -> float:
-    """Return the unbiased estimate that at least one of `k` trials solves the task (arXiv 2107.03374).
+    """Return an unbiased estimate of the probability that at least one of `k` trials solves the task.
+
+    Source: arXiv 2107.03374.
 
     >>> pass_at_k(Tally(solved=1, graded=4), 2)
     0.5
@@ -60,7 +62,9 @@ def pass_at_k(tally: Tally, k: int) -> float:
 
 
 def pass_hat_k(tally: Tally, k: int) -> float:
-    """Return pass^k, the unbiased estimate that all of `k` trials solve the task (arXiv 2406.12045).
+    """Return pass^k, an unbiased estimate of the probability that all of `k` trials solve the task.
+
+    Source: arXiv 2406.12045.
 
     >>> pass_hat_k(Tally(solved=3, graded=4), 2)
     0.5

@@ -24,7 +24,7 @@ class EvalSection:
     rates: dict[str, Estimate]  # pass_at_<k> and pass_hat_<k>, with the name of a partial grading as prefix
     noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
-    num_failed: int
+    num_failed: int  # graded trials that did not solve their task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

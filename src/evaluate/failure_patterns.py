@@ -75,7 +75,8 @@ TERMINAL_ERRORS = (
     ),
     (Pattern.OTHER_ERROR, r"^\w*(error|exception|fatal|e): |: (error|fatal): |: \*\*\* "),
 )
-# `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line with a prompt repeats a command.
+# `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line that starts with a shell prompt
+# (`user@host:`) shows a command and is not an error.
 ERROR_LINE = re.compile(r"^(?!\S*@\S*:)[\w./+-]+:\s")
 PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an answer
 COMPLETE = "mark_task_complete"  # a call that changes nothing in the environment

@@ -78,7 +78,7 @@ def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> di
 
 
 def report(results: Mapping[str, Any], printer: Printer) -> None:
-    """Print the results of all tasks, of each domain if there are few, and statistics of the trials."""
+    """Print the results of all tasks, of each of 2 to MAX_DOMAINS domains, and statistics of the trials."""
     metrics = results["metrics"]
     is_partial = any(reward not in (0, 1) for task in results["tasks"] for reward in task["rewards"])
     report_section(results, "test/env/all", metrics, printer, has_partial_rewards=is_partial)

@@ -67,6 +67,7 @@ class PolicyAndTasks:
     watchdog: Watchdog | None = None  # stops the evaluation if probes fail; None: the endpoint is not probed
 
 
+# The options that determine which tasks a run holds out.
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
 OpenPolicyAndTasks = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[PolicyAndTasks]]
 
@@ -84,7 +85,8 @@ async def open_policy_and_tasks(
             async with deadline(
                 limit_s,
                 BackendError,
-                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}; check it",
+                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}; check "
+                "that the endpoint is running at this address",
             ):
                 endpoint = await stack.enter_async_context(
                     connect_endpoint(config.base_url, config.model_name)
@@ -142,7 +144,10 @@ async def run_one(
     *,
     open_policy_and_tasks: OpenPolicyAndTasks,
 ) -> Mapping[str, Any]:
-    """Run one evaluation and write its folder. Finished trials in the folder are not repeated."""
+    """Run one evaluation and write its folder. Finished trials in the folder are not repeated.
+
+    `checkpoint` is the path of a sampler checkpoint; None: the base model, or the model at `base_url`.
+    """
     name = checkpoint or (
         f"{config.model_name} at {config.base_url}" if config.base_url else config.model_name
     )
@@ -265,7 +270,7 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         if saved is not None:
             saved.pop(option, None)
     identity = json.loads(json.dumps(identity))
-    # An option that an earlier release did not have is not compared.
+    # An option that the saved file does not contain is not compared.
     if saved is not None and identity | present_options(saved) != identity:
         raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (

@@ -30,7 +30,7 @@ class TaskPosterior:
 
     solved: float = 0.0
     failed: float = 0.0
-    last_played: int = -1  # number of the group in the run; -1: never
+    last_played: int = -1  # index of the task's last group among all groups of the run; -1: never played
 
     @property
     def mean(self) -> float:
@@ -65,7 +65,10 @@ class Curriculum:
     def choose(
         self, tasks: Sequence[Task], count: int, options: CurriculumOptions, *, step: int, attempt: int
     ) -> list[Task]:
-        """Return at most `count` different tasks. State, seed, step and attempt determine the choice."""
+        """Return at most `count` different tasks. State, seed, step and attempt determine the choice.
+
+        `attempt` is the index of the batch within the step: 0, or more with dynamic sampling.
+        """
         rng = random.Random(f"{options.seed}/curriculum/{step}/{attempt}")
         order = sorted(tasks, key=lambda task: task.id)
         rng.shuffle(order)  # so that ties are broken at random

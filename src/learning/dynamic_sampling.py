@@ -77,7 +77,7 @@ def add_batch(
 ) -> SamplingState:
     """Return the state after one more batch. The step needs `num_groups` groups.
 
-    Raises TrainerError if `dynamic_sampling_max_batches` are not enough.
+    Raises TrainerError if the step has too few groups after `dynamic_sampling_max_batches` batches.
     """
     if options.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)

@@ -55,7 +55,7 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards to train on. Apply the rules once per group.
+    """Return the groups with the rewards to train on. Callers apply the rules once per group.
 
     The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
     set the reward of trajectories that a limit ended or that have a long answer to 0.

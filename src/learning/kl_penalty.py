@@ -1,6 +1,6 @@
 """KL penalty towards a reference policy.
 
-It is part of the advantages because the server's losses have no KL term.
+The penalty is part of the advantages because the server's losses have no KL term.
 """
 
 from __future__ import annotations

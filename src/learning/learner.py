@@ -20,7 +20,7 @@ from src.learning.options import CLIPPED_LOSSES, LearnerOptions, OptimizerOption
 from src.policy.sampling_policy import sdk_boundary
 from src.policy.training_client import TrainingClient
 
-DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
+DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's default bounds of the ratio
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +101,8 @@ class Learner:
     ) -> dict[str, float]:
         """Take one optimizer step for the datums of `add` and one per non-empty list. Return the metrics.
 
-        `step`, from 1, is the number of the batch in the learning-rate schedule. Raises TrainerError if the
-        logprobs are not finite.
+        `step` is the number of the batch in the learning-rate schedule, counted from 1. Raises TrainerError
+        if the logprobs are not finite.
         """
         options = self._options
         rate = learning_rate(options, options.learning_rate, step=step, num_steps=self._num_steps)

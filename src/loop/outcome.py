@@ -55,7 +55,7 @@ class StepLimits(Protocol):
 
 
 def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLimits) -> list[str]:
-    """Return the last lines of a process that took `wall_s` seconds.
+    """Return the last lines that a training process prints after it took `wall_s` seconds.
 
     `steps_before` is the number of steps that earlier processes of the run have done.
     """
@@ -218,7 +218,7 @@ def training_signal_line(name: str, variances: Sequence[float]) -> str:
     num_steps = len(variances)
     share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
     steps = f"{share:.0%} of {counted(num_steps, 'step')}"
-    verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
+    verdict = "" if share >= MIN_SIGNAL else "; the tasks are too hard or too easy for this model"
     return (
         f"training signal of {name}: rewards differ within groups in {steps}, mean variance "
         f"{mean:.4f}{verdict}"

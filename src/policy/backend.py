@@ -1,6 +1,6 @@
 """Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own.
 
-Training and evaluation use both in the same way.
+Training and evaluation use the cloud and your own server in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from src.policy.training_client import TrainingClient
 
 logger = logging.getLogger(__name__)
 
-# A smaller heartbeat_timeout_s replaces both timeouts.
+# If the option heartbeat_timeout_s is smaller than one of these two timeouts, it replaces the timeout.
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
@@ -68,7 +68,10 @@ class SavedPaths:
 
 
 class TinkerBackend:
-    """A Tinker endpoint with one LoRA training client. Implements `Backend`."""
+    """A Tinker endpoint with one LoRA training client. Implements `Backend`.
+
+    `key` is the result of `require_key`.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class TinkerBackend:
         """Check the endpoint with plain HTTP requests, because the SDK would retry for minutes."""
         url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
-        if self._key is None:  # the SDK does not expose its stored credentials
+        if self._key is None:  # the SDK does not expose its stored credentials, so no request can use them
             return
         body = {"type": "get_info", "model_id": self.training_client.model_id}
         reply = await request(f"{url}/api/v1/get_info", key=self._key, body=body, timeout_s=timeout_s)
@@ -195,7 +198,10 @@ async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> flo
 
 
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
-    """Raise ConfigError unless the server serves the model with a context of at least `context_limit`."""
+    """Raise ConfigError unless the server serves the model with a context of at least `context_limit`.
+
+    `key` is the result of `require_key`. Raises BackendError if the server does not list its models.
+    """
     action = f"listing the models of the server at {base_url(options)}"
     limit_s = options.heartbeat_timeout_s
     with sdk_boundary(action):
@@ -268,7 +274,7 @@ class TinkerEndpoint:
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
-                # The SDK's lora_config has no alpha. Our server reads the alpha from the metadata.
+                # The SDK's lora_config has no alpha. skyrl_tx_server reads the alpha from the metadata.
                 alpha = adapter.lora_alpha
                 metadata = None if alpha is None else {"lora_alpha": f"{alpha:g}"}
                 client = await (
@@ -301,7 +307,7 @@ class TinkerEndpoint:
         url, key = base_url(self._options), require_key(self._options)
         timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
-        if key is not None:  # the SDK does not expose its stored credentials
+        if key is not None:  # None: the SDK does not expose its stored credentials, which a request needs
             await request(f"{url}/api/v1/get_server_capabilities", key=key, body=None, timeout_s=timeout_s)
 
 

@@ -69,8 +69,8 @@ class Chat:
     """The conversation format of one model.
 
     With `enable_thinking`, the model may think before each answer. Only evaluations allow this. The
-    constructor raises ConfigError if the template does not support thinking, or does not show or end
-    assistant messages.
+    constructor raises ConfigError if the template does not show or end assistant messages, or if
+    `enable_thinking` is set and the template does not support thinking.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
@@ -187,7 +187,7 @@ class Chat:
 
     @cached_property
     def opens_a_thought(self) -> bool:
-        """Whether the generation prompt begins a thought."""
+        """Whether the generation prompt ends with `<think>`, so that each answer begins with a thought."""
         return self._template([_QUESTION], generation_prompt=True).rstrip().endswith("<think>")
 
     @property
@@ -288,8 +288,8 @@ def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
 def _from_hub(name: str) -> ChatTokenizer:
     """Load a tokenizer from the hub.
 
-    The first request has a short timeout. If the hub cannot be reached, the hub client would retry for a
-    minute.
+    A request with a short timeout first checks that the hub can be reached, because the hub client would
+    retry for a minute.
     """
     from huggingface_hub import constants
     from transformers import AutoTokenizer

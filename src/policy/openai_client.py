@@ -2,10 +2,10 @@
 
 Only this module imports openai.
 
-Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded
-but not trained. The trial runner needs token ids, so `MessageCodec` encodes conversations in pseudo tokens of
-four bytes each, about the size of a real token; token limits and counts are therefore estimates. The logprobs
-are NaN, so that nothing can train on them.
+Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded,
+but the policy cannot be trained on them. The trial runner needs token ids, so `MessageCodec` encodes
+conversations in pseudo tokens of four bytes each, about the size of a real token; token limits and counts are
+therefore estimates. The logprobs are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ class ChatEndpoint:
         top_p: float | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
-        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is none."""
+        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is none.
+
+        A parameter that is None is not sent, so the endpoint uses its default.
+        """
         request: dict[str, Any] = {
             "model": self.model,
             "messages": list(messages),

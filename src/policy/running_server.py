@@ -27,7 +27,10 @@ class ServedModels:
 
 
 def find_server(url: str, *, key: str) -> ServedModels | str:
-    """Return the models of the server at `url`, or one line with the reason why it cannot be used."""
+    """Return the models of the server at `url`, or one line with the reason why it cannot be used.
+
+    `key` is the API key; an empty key is not sent. In the reason, "it" is the server.
+    """
     base = url.rstrip("/")
     try:
         health = httpx.get(f"{base}/api/v1/healthz", timeout=TIMEOUT_S)

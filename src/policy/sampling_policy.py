@@ -40,7 +40,7 @@ class SampleRequest:
     max_tokens: int
     temperature: float
     top_p: float = 1.0  # below 1 only in evaluations, as the logprobs are those of the whole distribution
-    seed: int | None = None
+    seed: int | None = None  # None: the endpoint chooses a seed
     stop_token_ids: Sequence[int] = ()
 
 

@@ -18,17 +18,17 @@ from src.policy.options import BackendOptions
 from src.policy.running_server import ServedModels, find_server, tokenizer_folder
 
 UNSET = ("", "none", "null")
-"""The values that are the same as no value."""
+"""The values of an option that mean that the option is not set."""
 LOCAL = "local/"
 """The prefix of the names of served models that are not on a hub."""
 
 
 def with_served_model(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with the served name and the tokenizer of a directory, a GGUF file, a packaged model or a
-    model named local/NAME, if it has backend=skyrl-tx.
+    """Return `argv` with the name under which the server serves the model, and with the model's tokenizer.
 
-    The tokenizer is in the directory, or in a folder of the server's machine. Other model names are hub ids,
-    whose tokenizer is that of the hub.
+    `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a
+    packaged model (a name without a slash) or local/NAME. The tokenizer is in the directory, or else in the
+    folder that the server reports. Other model names are hub ids, and the hub has their tokenizers.
     """
     values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
@@ -53,8 +53,8 @@ def fitted_to_server[Config: BackendOptions](
     `lengths` has the values of `context_limit` and of the other lengths of the program. Lengths in `argv` are
     kept. Nothing is changed if the context is large enough or `argv` has context_limit.
     """
-    typed = {name: value for name, value in values_of(argv).items() if value.lower() not in UNSET}
-    if config.backend != "skyrl-tx" or config.skyrl_tx_url is None or "context_limit" in typed:
+    set_by_user = {name: value for name, value in values_of(argv).items() if value.lower() not in UNSET}
+    if config.backend != "skyrl-tx" or config.skyrl_tx_url is None or "context_limit" in set_by_user:
         return config
     models = find_server(config.skyrl_tx_url, key=_key())
     context = models.contexts.get(config.model_name) if isinstance(models, ServedModels) else None
@@ -64,7 +64,7 @@ def fitted_to_server[Config: BackendOptions](
         context,
         max_tokens=lengths.get("max_tokens", context),
         threshold=lengths.get("proactive_summarization_threshold", 0),
-        given=typed,
+        given=set_by_user,
     )
     changes = {name: value for name, value in fitted.items() if name in lengths}
     shown = " ".join(f"{name}={value}" for name, value in changes.items())

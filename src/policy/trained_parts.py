@@ -1,4 +1,4 @@
-"""The parts of the model that an adapter trains. A loaded checkpoint must train the parts in the options."""
+"""Check that a loaded checkpoint trains the parts of the model that `AdapterOptions` names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""File writes that survive crashes. A replaced file is written completely or not at all. A crash can leave an
-incomplete last line, which readers skip.
+"""File writes that survive crashes. A replaced file is written completely or not at all. An appended file can
+end with an incomplete line after a crash; readers skip this line.
 
 Errors of the file system become a StorageError that names the file.
 """

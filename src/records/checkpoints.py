@@ -21,7 +21,7 @@ class Checkpoint:
     name: str
     batch: Count  # steps done
     epoch: Count
-    final: bool
+    final: bool  # whether all steps of the run were done
     state_path: str  # weights and optimizer
     sampler_path: str
 
@@ -44,7 +44,8 @@ def read(log_path: Path) -> list[Checkpoint]:
 
 
 def sampler_path(checkpoint: str | None) -> str | None:
-    """Return the tinker:// path to sample from: `checkpoint`, or that of a run folder's last checkpoint.
+    """Return the tinker:// path to sample from. `checkpoint` is this path, or a run folder, whose last
+    checkpoint is used.
 
     Returns None for None. Raises ConfigError for the path of a training state and for a folder without a
     checkpoint.
@@ -52,7 +53,7 @@ def sampler_path(checkpoint: str | None) -> str | None:
     if checkpoint is None or checkpoint.startswith("tinker://"):
         if checkpoint is not None and "/weights/" in checkpoint:
             sampler = checkpoint.replace("/weights/", "/sampler_weights/")
-            raise ConfigError(f"{checkpoint} is a training state; evaluate its sampler: {sampler}")
+            raise ConfigError(f"{checkpoint} is a training state; give its sampler checkpoint: {sampler}")
         return checkpoint
     saved = last(Path(checkpoint).expanduser())
     if saved is None:

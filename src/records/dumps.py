@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int], bool], str]  # (token ids, whether to leave out special tokens) -> text
 AGGREGATED = "aggregated_results.jsonl"
-EXAMPLES_EVERY = 10
-NUM_EXAMPLES = 10
-SHOWN_CHARACTERS = 200
+EXAMPLES_EVERY = 10  # steps
+NUM_EXAMPLES = 10  # the maximum number of examples of a step
+SHOWN_CHARACTERS = 200  # of an example's response, in the log line
 # DeepSeek's special tokens contain ｜ and ▁. Those of tool calls are kept, because they separate names and
 # arguments.
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")

@@ -12,7 +12,7 @@
 
 Weights that were trained and not saved are lost with the server's session. `started` therefore invalidates
 every earlier `trained` of a step after `resumed_from`: these steps are trained again, from the rollouts on
-disk. Among the remaining events each group is trained once.
+disk. Among the `trained` events that remain valid, each group occurs once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GroupKey = tuple[int, str]  # the step whose batch has the task, and the task's 
 class RolloutKey:
     """Identifies a rollout of a run: the trial with the index `member` in the group of `task`."""
 
-    purpose: str  # "step", "eval" or "refill-<n>", where n is a further batch of dynamic sampling
+    purpose: str  # "step", "eval" or "refill-<n>": the nth further batch of dynamic sampling
     step: int
     task: str
     member: int
@@ -75,9 +75,10 @@ class Journal:
         """Read the events of earlier processes. Raises ConfigError for a damaged line."""
         self._path = log_path / JOURNAL
         truncate_torn_line(self._path)
-        self._attempts: Counter[RolloutKey] = Counter()  # per rollout that is not graded
+        self._attempts: Counter[RolloutKey] = Counter()  # of each rollout that is not graded
         self._settled: set[tuple[str, int | None]] = set()  # steps and evaluations whose rollouts were used
-        self.progress = 0  # graded rollouts, and steps that this process was the first to train
+        # The graded rollouts of the run, plus the steps that this process was the first to train.
+        self.progress = 0
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
         for record in read_lines(self._path, LINE, unchanged):
@@ -131,7 +132,7 @@ class Journal:
         self._note_end(key, outcome)
 
     def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
-        """Record that a step was trained. `state` has the task selection and failures after the step."""
+        """Record that a step was trained. `state` is that of `BatchCollector`; supervised steps have none."""
         self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
         distinct = list(dict.fromkeys(groups))  # dynamic sampling may repeat a group
@@ -181,7 +182,7 @@ class Journal:
         return [states[number] for number in sorted(states)]
 
     def _apply(self, record: Mapping[str, Any]) -> None:
-        match record["event"]:
+        match record["event"]:  # earlier releases wrote "admitted" and "begun"
             case "rollout_started" | "admitted":
                 self._attempts[_key(record)] += 1
             case "finished":
@@ -207,7 +208,7 @@ class Journal:
 
 
 def last_end(log_path: Path) -> End | None:
-    """Return how the last process of the run ended. None: it is running, or it was killed.
+    """Return how the last process of the run ended. None: it is running, it was killed, or none has started.
 
     Raises ConfigError for a damaged line.
     """

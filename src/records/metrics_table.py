@@ -32,7 +32,7 @@ MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.L
 PROGRESS_METRICS: tuple[Metric[Any], ...] = (
     Metric("progress/batch", COUNT, LAST, "Training step."),
     Metric("progress/epoch", COUNT, LAST, "Epoch of the training tasks."),
-    Metric("progress/done_frac", SHARE, LAST, "Steps done, of all steps of the run."),
+    Metric("progress/done_frac", SHARE, LAST, "Share of the run's steps that are done."),
     Metric("time/total", SECONDS, SUM, "Duration of the step: rollouts, update and evaluation."),
     Metric("time/rollouts", SECONDS, SUM, "Time to collect the groups of the step."),
     Metric("time/update", SECONDS, SUM, "Time to prepare and train the batch."),

@@ -40,7 +40,7 @@ class DumpOptions(RunFolderOptions):
     )
     upload_url: str | None = chz.field(
         default=None,
-        doc="Upload every dump below this URL of fsspec, e.g. s3://bucket/evals, as <run>/global_step_<N>/; "
+        doc="Upload every dump below this fsspec URL, e.g. s3://bucket/evals, as <run>/global_step_<N>/; "
         "None: no upload",
     )
 
@@ -69,5 +69,7 @@ class TrackingOptions(Options):
         default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>"
     )
     trackio_project: str | None = chz.field(
-        default=None, doc="trackio project, kept on this machine (scripts/setup.sh trackio); None: no trackio"
+        default=None,
+        doc="trackio project, whose data stays on this machine (install trackio with scripts/setup.sh "
+        "trackio); None: no trackio",
     )

@@ -67,11 +67,15 @@ class Finished(RolloutFields):
 
 
 class LostGroup(TypedDict):
+    """The number of trials of one group, and the number of failures by cause."""
+
     trials: Count
     causes: dict[str, Count]
 
 
 class CurriculumState(TypedDict):
+    # Task id -> (solved trials, failed trials, number of the group that last played the task). The numbers of
+    # trials are decayed, so they are not whole.
     evidence: NotRequired[
         dict[str, tuple[Annotated[Finite, Field(ge=0)], Annotated[Finite, Field(ge=0)], Whole]]
     ]

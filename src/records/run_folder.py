@@ -52,7 +52,7 @@ IDENTITY = (
     "train_on",
     "eval_data",
 )
-SUPERVISED = "train_on"  # an option of src.sft alone
+SUPERVISED = "train_on"  # only runs of src.sft have this option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

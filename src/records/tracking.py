@@ -191,7 +191,8 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
     """Start a wandb run, or continue the wandb run of this folder."""
-    os.environ.setdefault("WANDB_SILENT", "true")  # wandb reads it at import; the trainer prints the folder
+    # wandb reads this variable when it is imported. The trainer itself prints the folder.
+    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE

@@ -1,4 +1,4 @@
-"""Upload the dumps of a run to the storage behind a URL of fsspec, such as s3://bucket/evals.
+"""Upload the dumps of a run to the storage behind an fsspec URL, such as s3://bucket/evals.
 
     <url>/<run>/global_step_<N>/<data source>.jsonl  the evaluation after step N, and aggregated_results.jsonl
     <url>/<run>/training_examples/step_<N>_examples.jsonl

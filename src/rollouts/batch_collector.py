@@ -78,7 +78,10 @@ class BatchCollector:
 
     @asynccontextmanager
     async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncGenerator[None]:
-        """Roll out groups with `policy`, or the policy of the last `update_ended`, while the block runs."""
+        """Run the pipeline while the block runs.
+
+        Turns are sampled with `policy`, or with the policy of the last `update_ended`.
+        """
         self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
         async with self._pipeline:
@@ -267,8 +270,8 @@ class BatchCollector:
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """Count the failures of the groups, and quarantine tasks.
 
-        Raises TooManyFailuresError if no trial of several tasks was graded, if too many failed or if no task
-        remains.
+        Raises TooManyFailuresError if the groups belong to several tasks and none of their trials was graded,
+        if too many of the latest trials could not be graded, or if every training task is quarantined.
         """
         options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures

@@ -38,7 +38,7 @@ class CheckpointSaver:
         self._events = events
         self._log_path = log_path
         self._stop_timeout_s = stop_timeout_s
-        self._saved_step = steps_done or None  # a resumed run starts from a checkpoint
+        self._saved_step = steps_done or None  # a resumed run starts from the checkpoint of this step
 
     async def save(self, step: int, *, epoch: int, final: bool) -> None:
         """Save a checkpoint of the weights after `step`, unless it is already saved."""
@@ -65,6 +65,8 @@ class CheckpointSaver:
         self, step: int, *, epoch: int, final: bool, is_update_pending: bool
     ) -> None:
         """Save the weights of a run that failed or was stopped.
+
+        Nothing is saved if `is_update_pending`, because the server may have trained a further step.
 
         An error of the save is reported and not raised, so that it does not hide the cause. A server that
         does not answer delays the end of the process by at most `stop_timeout_s`.

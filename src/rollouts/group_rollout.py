@@ -208,7 +208,10 @@ class Rollouts:
                 if graded is None:
                     return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
                 logger.warning(
-                    "%s: reward 0, the agent used up the time (%s): %s", task.id, graded.zero_reason, message
+                    "%s: the trial has reward 0, because the agent used up the time (%s): %s",
+                    task.id,
+                    graded.zero_reason,
+                    message,
                 )
                 return graded
             if playing.cancelled():  # by a call inside the trial; the run itself was not cancelled

@@ -74,7 +74,7 @@ class JudgeEndpoint(Protocol):
 class Verdict:
     """The judge's result for one conversation."""
 
-    failures: frozenset[str] | None  # keys of MODES; None: the answer was not usable
+    failures: frozenset[str] | None  # keys of MODES; None: the judge gave no usable answer
     cost_usd: float = 0.0
 
 

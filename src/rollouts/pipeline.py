@@ -1,7 +1,7 @@
 """The schedule of tasks, and the pipeline that rolls out groups in this order.
 
-With `max_staleness=0`, each batch is rolled out with the weights of the previous step. Otherwise groups are
-rolled out during updates, and each turn is sampled with the newest weights.
+With `max_staleness=0`, each batch is rolled out with the weights after the previous step. Otherwise groups
+are rolled out during updates, and each turn is sampled with the newest weights.
 docs/staleness.md explains the rules and the alternatives.
 """
 

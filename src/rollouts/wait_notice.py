@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-SLOW_S = 5.0  # a message explains a longer wait
+SLOW_S = 5.0  # a message with the explanation is shown after this time
 REPEAT_S = 30.0  # the time between two messages about the same wait
 
 

@@ -78,7 +78,8 @@ async def _probe(
     check: Callable[[], Awaitable[None]], options: WatchdogOptions, lost: asyncio.Future[str]
 ) -> None:
     now = asyncio.get_running_loop().time
-    # The time of the first failed probe, not of the last answer: this process may have been suspended.
+    # This is the time of the first failed probe. With the time of the last answer, a suspension of this
+    # process would count as silence of the server.
     failing_since: float | None = None
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))

@@ -24,7 +24,7 @@ class DataOptions(SeedOptions):
 
     data: list[str] = chz.field(
         doc='JSON lines files of chats with the keys "messages" and, if the chat has tools, "tools"; or '
-        "RUN,reward>=1: the trials of a run folder with such rewards"
+        "RUN,reward>=1: the training trials in the run folder RUN with a reward of at least 1"
     )
     eval_data: list[str] | None = chz.field(
         default=None, doc="Held-out chats, in the form of data; None: a part of data is held out"

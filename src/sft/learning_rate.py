@@ -14,7 +14,8 @@ OTHER_EXPONENT = 0.0775
 
 
 def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
-    """Return the learning rate for a LoRA adapter. `hidden_size` is None if it is unknown.
+    """Return the learning rate for a LoRA adapter. If `hidden_size` is None, it is unknown, and the rate is
+    LORA_RATE.
 
     Source of the formula: tinker-cookbook, `hyperparam_utils.py`.
 
@@ -30,7 +31,7 @@ def size_of(*models: str | None) -> tuple[int | None, str]:
     """Return hidden size and type from the config.json of the first of `models` that has one, in a folder or
     in the hub's cache.
 
-    Returns None and "" if no such file can be read or states a hidden size.
+    Returns None and "" if there is no such file that can be read and has a hidden size.
     """
     for model in models:
         try:

@@ -1,8 +1,8 @@
 """Training sequences of chats, with the tokens that the model sees and samples in a rollout.
 
-`Chat` of src/policy/chat.py makes the tokens: `render` renders the prompt, an answer is a completion with its
-end-of-turn token, and `extend` appends further messages. Training and sampling therefore agree on every
-token.
+`Chat` of src/policy/chat.py makes the tokens: `render` encodes the first prompt, `answer_ids` encodes an
+answer with its end-of-turn token, and `extend` appends further messages. Training and sampling therefore
+agree on every token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Example:
 def example_of(
     tokens: Sequence[int], weights: Sequence[bool], *, where: str, context_limit: int, task: str | None = None
 ) -> Example:
-    """Return an example. If `task` is None, the content hash is the task. Raises ConfigError if too long."""
+    """Return an example. If `task` is None, the content hash is the task.
+
+    Raises ConfigError if there are more than `context_limit` tokens.
+    """
     if len(tokens) > context_limit:
         raise ConfigError(
             f"{where}: the sequence has {len(tokens)} tokens, more than context_limit={context_limit}; "

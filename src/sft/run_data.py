@@ -1,4 +1,7 @@
-"""`data=RUN,reward>=1`: the trials of a run with such rewards, with the exact tokens that were sampled."""
+"""`data=RUN,reward>=1`: the training trials of a run whose reward meets the condition.
+
+The examples have the exact tokens that were sampled.
+"""
 
 from __future__ import annotations
 

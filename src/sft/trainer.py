@@ -91,7 +91,8 @@ class SupervisedTrainer:
     async def _evaluate_start(self, *, num_steps: int) -> None:
         """Evaluate the weights that the process starts from if this evaluation is due.
 
-        A recorded evaluation is repeated only at step 0, because the metrics of step 0 are then logged again.
+        An evaluation in the journal is not repeated, except at step 0: a process that starts from step 0 has
+        removed all earlier metrics, so it logs the metrics of step 0 again.
         """
         step = self.steps_done
         if step == 0:
@@ -99,10 +100,10 @@ class SupervisedTrainer:
                 self._run_log.log(0, await self._evaluate(0))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted before it
                 self._run_log.amend(step, await self._evaluate(step))
                 self._journal.evaluated(step)
-            else:
+            else:  # a process with other options may have left the line of this step for `amend` to send
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, *, num_steps: int) -> None:

@@ -52,11 +52,11 @@ TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tenso
         (["base_model=x", "--port"], "--port needs a value, as in port=VALUE"),
         (
             ["base_model=x", "--api-key", "tml-x"],
-            "--api-key: set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
+            "--api-key is not accepted: set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
         ),
         (
             ["base_model=x", "--enforce-eager"],
-            "--enforce-eager: programs are always compiled; remove the flag",
+            "--enforce-eager is not accepted: programs are always compiled; remove the flag",
         ),
         (["base_model"], "not of the form key=value; did you mean base_model=...?"),
         (["zzz=1"], "unknown option 'zzz=1'; see --help"),
@@ -245,7 +245,7 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
     ]
     assert main([*options, "max_num_seqs=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
+    assert printed.startswith("memory plan for ") and printed.endswith("fits into memory\n")
     assert "KV cache of 640 tokens" in printed
     assert not checkpoints.exists()
 

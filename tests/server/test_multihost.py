@@ -12,7 +12,14 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from skyrl_tx_server.distributed.multihost import Call, MultihostExecutor, RankLostError, RankZero, WorkerRank
+from skyrl_tx_server.distributed.multihost import (
+    RESTART_HINT,
+    Call,
+    MultihostExecutor,
+    RankLostError,
+    RankZero,
+    WorkerRank,
+)
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.executor_protocol import SequencesLostError
 from skyrl_tx_server.engine.operations import (
@@ -174,8 +181,16 @@ def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> No
     [
         (None, RuntimeError("out of memory\nand so on"), "process 1 failed: RuntimeError: out of memory"),
         (RuntimeError("out of memory"), None, "process 0: RuntimeError: out of memory"),
-        (None, UserError("no"), "process 1 answered run with UserError, process 0 with a result"),
-        (UserError("no"), None, "process 1 answered run with a result, process 0 with UserError"),
+        (
+            None,
+            UserError("no"),
+            f"process 1 answered run with UserError, process 0 with a result: {RESTART_HINT}",
+        ),
+        (
+            UserError("no"),
+            None,
+            f"process 1 answered run with a result, process 0 with UserError: {RESTART_HINT}",
+        ),
         (
             SequencesLostError("gone"),
             SequencesLostError("gone"),

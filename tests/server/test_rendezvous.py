@@ -114,7 +114,7 @@ def test_the_error_for_an_unusable_address_is_one_line(hosts: ProcessOptions) ->
         (
             {},
             {"max_num_seqs": 4},
-            "process 1 has max_num_seqs=4, process 0 max_num_seqs=6: use equal options",
+            "process 1 has max_num_seqs=4, process 0 has max_num_seqs=6: use equal options",
         ),
         ({}, {"base_model": str(FIXTURES / "untied")}, "process 1 has model files=.*: use equal options"),
     ],

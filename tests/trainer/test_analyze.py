@@ -213,9 +213,12 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["runs={}/none"], "has neither dumped_evals/ nor metrics.jsonl; give the folder of a run with"),
-        (["runs={}/run", "last_step=3"], "last_step=3 has no dumped evaluation in run; steps with one: 0"),
+        (
+            ["runs={}/run", "last_step=3"],
+            "last_step=3 has no dumped evaluation in run; steps with a dumped evaluation: 0",
+        ),
         (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their folders"),
-        (["runs={}/run,{}/run"], "runs names a folder twice; remove one of them"),
+        (["runs={}/run,{}/run"], "runs= names a folder twice; remove one of them"),
         (["runs={}/damaged"], "web.jsonl, line 1: score"),
         (["runs={}/run", "first_step=4", "last_step=2"], "first_step=4 is after last_step=2; exchange them"),
         ([], "missing: runs"),

@@ -338,7 +338,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         (
             [*SERVER, "checkpoint=tinker://r/weights/2"],
             "error: tinker://r/weights/2 is a training state; "
-            "evaluate its sampler: tinker://r/sampler_weights/2",
+            "give its sampler checkpoint: tinker://r/sampler_weights/2",
         ),
         (["results=/no/such"], "error: missing: compare_with; e.g. compare_with=..., or --help"),
         (

@@ -185,7 +185,7 @@ def test_validate_records_which_tasks_are_graded_in_place(
     assert capsys.readouterr().out.splitlines() == [
         "ok   files: oracle 1.0, nop 0.0, graded fresh",
         "ok   program: oracle 1.0, nop 0.0, graded in place",
-        "ok   service: oracle 1.0, nop 0.0, graded in place with its processes",
+        "ok   service: oracle 1.0, nop 0.0, graded in place with the agent's processes",
         f"grading methods recorded in {tmp_path / RECORD_NAME}",
         "3 tasks in sandbox: 3 sound, 0 unsound",
     ]

@@ -117,7 +117,7 @@ def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
         (["RUN", "c"], "has no step, task or trial 'c'; agent-trainer show"),
         (["RUN/none"], "has no config.json; give the folder of a run"),
         (["RUN", "a__1", "eval_000001"], "has no step, task or trial 'a__1' in eval_000001; agent-trainer"),
-        ([], "show takes a run, one step, task or trial, and a second step; write show RUN"),
+        ([], "show takes 1 to 3 arguments, not 0; write show RUN"),
     ],
 )
 def test_a_mistake_gives_a_one_line_error(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):

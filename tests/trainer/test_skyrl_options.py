@@ -136,7 +136,8 @@ def test_every_option_of_the_documents_is_accepted_or_refused(argument: str) -> 
 def test_an_evaluation_accepts_its_options() -> None:
     config = parse_as(EvaluateConfig, [*BASE, "n_samples_per_prompt=3", "eval_sampling_params.temperature=0"])
     assert (config.n_samples, config.temperature) == (3, 0)
-    with pytest.raises(ConfigError, match=r"trainer\.epochs is n_epochs, which this program does not have"):
+    message = r"trainer\.epochs corresponds to n_epochs, which this program does not have"
+    with pytest.raises(ConfigError, match=message):
         parse_as(EvaluateConfig, [*BASE, "trainer.epochs=3"])
 
 

@@ -44,7 +44,7 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 async def cancel_future(state: AppState, request: Request) -> Reply:
     """Withdraw a request. A waiting operation never starts, and a running sample ends after the current
     decode dispatch. Any other running operation finishes, and its result is kept only for the grace period of
-    delivered results."""
+    delivered results (see `engine.futures`)."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.finish(ignored=("type",))

@@ -66,7 +66,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("decode_dispatches_total", "Dispatches of decode steps", "decode_dispatches"),
     _counter(
         "decode_dispatches_ahead_total",
-        "Dispatches of decode steps that started before the host read the previous one",
+        "Dispatches of decode steps that started before the host processed the tokens of the previous one",
         "decode_dispatches_ahead",
     ),
     _counter(

@@ -19,11 +19,11 @@ def _refuse(message: str) -> Handler:
 
 
 _ACCOUNTS = "this server has no accounts and does not implement this call"
-_FLAG = "this server does not implement this call, and its client/config disables it in the SDK"
+_FLAG = "this server does not implement this call, and its reply to client/config disables it in the SDK"
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"
 
-_USE_ANY_KEY = "use any API key that begins with tml- if the server has none"
+_USE_ANY_KEY = "if the server has no API key, use any key that begins with tml-"
 
 _MESSAGES = {
     "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory in checkpoints_dir",

@@ -219,7 +219,8 @@ def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
     if info.lora.rank > state.limits.max_lora_rank:
         raise UserError(
             f"{path} has LoRA rank {info.lora.rank}, above this server's "
-            f"max_lora_rank={state.limits.max_lora_rank}; start it with max_lora_rank={info.lora.rank}"
+            f"max_lora_rank={state.limits.max_lora_rank}; start the server with "
+            f"max_lora_rank={info.lora.rank}"
         )
     return info.lora
 

@@ -27,7 +27,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 class JsonBounds:
     """Limits of a body."""
 
-    values: int = 10_000  # the number of commas plus 1; exact for one container
+    values: int = 10_000  # counted as the number of commas plus 1, whatever the number of containers
     strings: int = 20_000  # names of members are strings as well
     containers: int = 10_000  # lists and objects
     depth: int = 32
@@ -42,7 +42,7 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
     `bounds`."""
     if not body:
         return {}
-    if len(body) > bounds.depth:  # a shorter body cannot exceed any bound
+    if len(body) > bounds.depth:  # a shorter body cannot exceed any bound, because `depth` is the smallest
         _check(body, bounds)
     try:
         return orjson.loads(body)

@@ -19,9 +19,10 @@ MAX_QUOTED_LENGTH = 80
 
 class JsonReader:
     """A JSON object that is read field by field. The methods raise UserError for a missing field or a wrong
-    type."""
+    type. A field whose value is null counts as missing."""
 
     def __init__(self, body: object, where: str) -> None:
+        """`where` names the object in error messages."""
         if not isinstance(body, dict):
             raise UserError(f"{where}: expected a JSON object, got {type(body).__name__}")
         self._values: dict[str, object] = {

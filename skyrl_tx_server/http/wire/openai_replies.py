@@ -25,12 +25,12 @@ from skyrl_tx_server.http.wire.output_parser import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDelta:
-    """New tokens of sample `index`. The last delta of a sample has `ended`, the stop reason."""
+    """New tokens of sample `index`."""
 
     index: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    ended: StopReason | None = None
+    ended: StopReason | None = None  # why the sample ended; None: this is not the last delta of the sample
 
 
 class ChatFormat:
@@ -105,7 +105,8 @@ class Choices:
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
         """Yield a chunk with the new text and, at the end of a choice, a chunk with the finish reason.
 
-        If there is no new text, the former chunk is sent only to return logprobs or token ids of new tokens.
+        Without new text, the chunk with the text is sent only if the request asks for logprobs or token ids
+        and there are new tokens.
         """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
@@ -222,7 +223,8 @@ def chat_logprobs(
 
 
 class TextLogprobs:
-    """Logprobs of text completions, with the offset of each token in the text. One instance per choice."""
+    """Logprobs of text completions, with the offset of each token in the text, in characters. Each choice
+    has one instance."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

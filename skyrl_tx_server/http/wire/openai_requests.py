@@ -134,7 +134,7 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
         )
     prompts = _prompts(fields.value("prompt"), limits)
     if sampling.stream and len(prompts) > 1:
-        raise UserError("completions: stream=true takes one prompt; send one request for each")
+        raise UserError("completions: stream=true takes one prompt; send one request for each prompt")
     fields.finish(ignored=IGNORED_FIELDS)
     return CompletionRequest(sampling=sampling, prompts=prompts)
 
@@ -227,7 +227,8 @@ def _message(index: int, message: object) -> dict[str, object]:
 
 
 def _reasoning(fields: JsonReader, where: str) -> str | None:
-    """Return the reasoning of an assistant message, from either of the fields that clients use."""
+    """Return the reasoning of an assistant message, which clients send as `reasoning_content` or `reasoning`.
+    Return None if the message has neither."""
     text, alias_text = (
         fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning")
     )
@@ -283,7 +284,9 @@ def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:
     if all(isinstance(item, int) for item in prompt):
         return (check_tokens(integers(prompt, "prompt"), "prompt", limits),)
     if len(prompt) > MAX_CHOICES:
-        raise UserError(f"completions: {len(prompt)} prompts; at most {MAX_CHOICES} in one request")
+        raise UserError(
+            f"completions: prompt has {len(prompt)} prompts; send at most {MAX_CHOICES} in one request"
+        )
     if not all(isinstance(item, str | list) and item for item in prompt):
         raise invalid
     return tuple(

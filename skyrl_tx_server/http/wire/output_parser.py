@@ -40,7 +40,7 @@ class Content:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
     name: str
-    arguments: str  # JSON, as OpenAI's clients expect it; a string that the model wrote is not checked
+    arguments: str  # JSON text; if the model wrote a string, it is returned without a check
 
 
 type ParsedDelta = ReasoningText | Content | ToolCall
@@ -58,7 +58,8 @@ class Part(StrEnum):
 
 
 class AnswerParser:
-    """Splits text into `ParsedDelta` pieces. Without `parses_calls`, tool calls are content."""
+    """Splits text into `ParsedDelta` pieces. Without `parses_calls`, tool calls are content. `part` is the
+    part to which the first character of the text belongs."""
 
     def __init__(self, *, parses_calls: bool, part: Part = Part.BEGINNING) -> None:
         self._parses_calls = parses_calls
@@ -74,7 +75,7 @@ class AnswerParser:
         return pieces
 
     def flush(self) -> list[ParsedDelta]:
-        """Return the text that was held back, because the sample has ended."""
+        """Return the text that is still held back. The caller calls this method when the sample has ended."""
         pieces: list[ParsedDelta] = []
         held, self._buffer = self._buffer, ""
         match self._part:
@@ -171,8 +172,9 @@ class StopCutter:
 
 
 class Answer:
-    """Converts the token ids of one sample to pieces. The text of a stop token is omitted. Of the token
-    that completes a stop string, only the text before the stop string is kept."""
+    """Converts the token ids of one sample to pieces. The text of a stop token is omitted. Of the token that
+    completes a stop string, only the text before the stop string is kept. If `parser` is None, all text is
+    content."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None

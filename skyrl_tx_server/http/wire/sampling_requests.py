@@ -26,7 +26,7 @@ class SampleRequest:
     """An asample request. `sampler_id` is None if the client passed a base model or a path instead."""
 
     sampler_id: str | None
-    seq_id: int | None
+    seq_id: int | None  # None: the client sent none
     base_model: str | None
     model_path: str | None
     op: Sample  # without weights, which the route sets
@@ -147,8 +147,8 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Return the checked tokens to score as int32. They have one row per prompt position after the first; -1
-    means no token."""
+    """Check the tokens to score and return them as int32. The matrix has one row per prompt position after
+    the first position. The value -1 means no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(
@@ -162,5 +162,5 @@ def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits
         raise UserError(f"{where}: the matrix contains no token; leave it out")
     check_tokens(scored_tokens, where, limits)
     if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
-        raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")
+        raise UserError(f"{where}: a row has more than {MAX_TOP_K} tokens; send fewer tokens per position")
     return replace(targets, values=targets.values.astype(np.int32))

@@ -31,6 +31,7 @@ from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_
 from skyrl_tx_server.http.wire.tensors import dense_array, parse_tensor
 
 MAX_REQUEST_CELLS = 1 << 26
+"""Maximum number of target tokens of all datums of a request."""
 ALPHA_METADATA = "lora_alpha"
 MAX_ALPHA = 65536.0
 INPUT_HINTS = {
@@ -259,8 +260,8 @@ def check_datum(
 
 
 def check_request_cells(num_targets: int) -> None:
-    """Raise UserError if the datums so far have too many targets. Called after each datum, before the next
-    one is decoded."""
+    """Raise UserError if `num_targets`, the number of targets of the datums decoded so far, is too large. The
+    parsers call this function before they decode the next datum."""
     if num_targets > MAX_REQUEST_CELLS:
         raise UserError(
             f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at "

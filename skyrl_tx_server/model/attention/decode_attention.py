@@ -23,14 +23,15 @@ from skyrl_tx_server.model.reductions import sum_last
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
-"""The sharding of the queries [B, 1, H, hd], equal to that of the keys and values of their sequences."""
+"""The sharding of the queries [B, 1, H, hd] and of the new keys and values [B, 1, K, hd]: sequences by
+data-parallel rank, heads by `tensor`."""
 
 
 def attend_over_segments(
     spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
 ) -> jax.Array:
-    """Return attention of q [B, 1, H, hd] over consecutive segments. The masks broadcast to [B, K, G, n].
-    Softmax is computed in float32."""
+    """Return attention of q [B, 1, H, hd] over consecutive segments. The masks are True at visible positions
+    and broadcast to [B, K, G, n], with G = H / K. Softmax is computed in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
@@ -72,7 +73,7 @@ def attend_over_pages(
 ) -> tuple[jax.Array, KVCache]:
     """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
     the positions up to these tokens, and the cache. `heads` are q [B, 1, H, hd], k and v [B, 1, K, hd].
-    `splits` are KV splits of at least these positions. A GPU kernel reads the pages in place."""
+    `splits` are KV splits that cover at least these positions. A GPU kernel reads the pages in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
     if config.mesh is not None:

@@ -99,8 +99,8 @@ def _on_one_rank(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: in
     leader_N = _first_equal(tables_BW, row_N, np.stack([part_N, first_N, last_N, end_N]))
     order_N = np.argsort(leader_N, kind="stable")
     begins_N = np.append(True, leader_N[order_N][1:] != leader_N[order_N][:-1])[: len(order_N)]
-    rank_N = np.arange(len(order_N)) - np.flatnonzero(begins_N)[np.cumsum(begins_N) - 1]
-    column_N = rank_N % max_sequences
+    place_N = np.arange(len(order_N)) - np.flatnonzero(begins_N)[np.cumsum(begins_N) - 1]
+    column_N = place_N % max_sequences
     split_N = np.cumsum(column_N == 0) - 1
     num_splits = int(split_N[-1]) + 1 if len(split_N) else 0
     rows = np.full((batch * max_parts(width), max_sequences), -1, np.int32)

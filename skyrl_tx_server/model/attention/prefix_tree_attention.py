@@ -2,8 +2,8 @@
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
 Only pairs of blocks with visible tokens are computed, so the cost depends on the lengths of the sequences and
-not on the square of the stream's length. In both passes only the scores of one pair of blocks are in memory
-(Dao et al., arXiv:2205.14135).
+not on the square of the stream's length. In the forward and in the backward pass, only the scores of one pair
+of blocks are in memory (Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations

@@ -14,6 +14,6 @@ MASKED = -1e30
 
 
 def ceil_max(scores: jax.Array) -> jax.Array:
-    """Return the maximum of base-2 scores over the last axis, rounded up. Another integer would only
-    scale the weights by a power of two."""
+    """Return the maximum of base-2 scores over the last axis, rounded up. Two different integers give weights
+    that differ by a power of two, so the weights have the same relative rounding errors."""
     return jnp.ceil(scores.max(axis=-1))

@@ -180,7 +180,8 @@ def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
 
 
 def _score_scale(config: ModelConfig) -> float:
-    """Return the factor from the scale of `plain_attention`, head_dim^-0.5, to the scale of Hugging Face."""
+    """Return the factor by which queries are multiplied, because `plain_attention` scales the scores by
+    head_dim^-0.5 and Hugging Face has another scale."""
     latent, scaling = _latent(config), config.rope_scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
     return mscale**2 * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))

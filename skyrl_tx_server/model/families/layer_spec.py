@@ -25,14 +25,14 @@ from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
 """The weights of one layer by field, or of a stack of layers, whose leaves have a leading L axis. The weights
-of one layer may contain the expert matrices of the whole stack [L, E, out, in]; STACK_INDEX is then the index
-of the layer."""
+of one layer may contain the expert matrices of the whole stack [L, E, out, in]. The entry STACK_INDEX is then
+the index of the layer in the stack."""
 
 STACK_INDEX = "stack_index"
 
 type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
 """(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux). q and k are already
-normalized and rotated."""
+normalized and rotated. `aux` is a further value for the caller, for example the changed KV cache."""
 
 
 class LoraTarget(StrEnum):
@@ -75,7 +75,7 @@ class Weight:
 
     @property
     def is_projection(self) -> bool:
-        """Whether `project` multiplies by the field. Experts have other products."""
+        """Whether `project` multiplies by the field. `tile_products` multiplies by the weights of experts."""
         return self.inputs > 0 and self.experts == 0 and self.switch is not None
 
     def stored_shape(self, config: ModelConfig) -> tuple[int, ...]:

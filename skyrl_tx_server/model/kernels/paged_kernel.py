@@ -30,11 +30,12 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
 )
 
 PROGRAMS = 128
-"""The maximum number of programs per key-value head, several per multiprocessor of a GPU."""
+"""The maximum number of programs per key-value head. With this number, each multiprocessor of a GPU runs
+several programs."""
 
 MANY_TILES = 512
-"""From this number of (tile, head) pairs on, a program processes two heads, so that it reads their pages
-once. With fewer pairs, half as many programs would not use the whole GPU."""
+"""From this number of (tile, head) pairs on, a program processes two heads and reads the pages once for both.
+With fewer pairs, half as many programs would not use the whole GPU."""
 
 
 def supports_head_dim(head_dim: int) -> bool:
@@ -58,10 +59,10 @@ def paged_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return attention [B, H, hd] of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values
-    [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences and `lengths` [B] their lengths.
-    `splits` are the KV splits of at least these lengths. The page size P is a power of two. Positions after
-    the end of a sequence may be NaN. The result of a sequence without a split is zero."""
+    """Return attention [B, H, hd] of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values [N, K, P,
+    hd]. `tables` [B, W] are the block tables of the sequences and `lengths` [B] their lengths. `splits` are
+    KV splits that cover at least these lengths. The page size P is a power of two. Positions after the end of
+    a sequence may be NaN. The result of a sequence without a split is zero."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)
@@ -128,7 +129,7 @@ def write_tokens(
     """Write the key and the value of one token of each sequence to the KV pages of `layer` [1] int32, in
     place: keys [L, N, K, hd, P] and values [L, N, K, P, hd]. k and v are [B, K, hd]. `pages` [B] int32 are
     the page numbers, -1 for a sequence that is not written, and `places` [B] int32 the positions in the
-    pages. NaNs in v are replaced by zeros, and infinities by the largest numbers."""
+    pages. NaNs in v are replaced by zeros, and infinities by the largest finite numbers."""
     batch, kv_heads, head_dim = k.shape
     whole = pl.BlockSpec()
     row = pl.BlockSpec((1,), lambda row, head: (row,))

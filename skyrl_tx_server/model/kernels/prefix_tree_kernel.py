@@ -120,8 +120,9 @@ def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.Comp
     """Return the parameters of a kernel over queries [..., hd].
 
     `stages` is the number of stages of the software pipeline on GPUs with at least 160 KiB of shared memory
-    per program. Two stages, which fit into 99 KiB, do not overlap loads with products. Wide heads always use
-    one stage.
+    per program. GPUs with 99 KiB use at most two stages, which do not overlap loads with products. Heads
+    wider than WIDE_HEAD use one stage and 8 warps on every GPU. Heads of at most 64 dimensions use 4 warps,
+    and all other heads use `warps` warps.
     """
     if q.shape[-1] * q.dtype.itemsize > WIDE_HEAD:
         return triton.CompilerParams(num_warps=8, num_stages=1)

@@ -28,9 +28,9 @@ def normalize_and_rotate(
     """Split a fused projection [B, H + 2K, hd] into queries [B, H, hd], keys and values [B, K, hd], and apply
     RMS norm and rotation to queries and keys.
 
-    `widths` is (H, K). `norms` are the weights [hd] of the norms of queries and keys; None: they are not
-    normalized. `cos` and `sin` [B, hd / 2] are those of `rope_tables`. hd is a power of two. Values are
-    rounded to the dtype of `fused` after the same operations as in `rms_norm` and `rotate`.
+    `widths` is (H, K). `norms` are the weights [hd] of the norms of queries and keys; None: queries and keys
+    are not normalized. `cos` and `sin` [B, hd / 2] are those of `rope_tables`. hd is a power of two. Values
+    are rounded to the dtype of `fused` after the same operations as in `rms_norm` and `rotate`.
     """
     (batch, num_heads, head_dim), (num_queries, num_keys) = fused.shape, widths
     whole = pl.BlockSpec()
@@ -65,10 +65,10 @@ def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float)
     loaded = [fused[row, head, half] for half in halves]
     parts = [part.astype(jnp.float32) for part in loaded]
     if norms:
-        mean = sum((part * part).sum() for part in parts) / head_dim
+        mean_square = sum((part * part).sum() for part in parts) / head_dim
         weights = [jnp.where(is_query, norms[0][half], norms[1][half]).astype(jnp.float32) for half in halves]
         parts = [
-            rounded(rounded(part * jax.lax.rsqrt(mean + eps)) * weight)
+            rounded(rounded(part * jax.lax.rsqrt(mean_square + eps)) * weight)
             for part, weight in zip(parts, weights, strict=True)
         ]
     (first, second), (cosine, sine) = (

@@ -63,7 +63,7 @@ class LoraWeights:
     b: tuple[ArrayLike, ...]  # one [max_rank, out_part] each
     scale: ArrayLike  # [] float32, alpha / rank; never trained
     indices: LoraIndices | None = None
-    layer: ArrayLike | None = None  # [] int32
+    layer: ArrayLike | None = None  # [] int32, index in the stack; None: no axis of layers
     joined: JoinedFactors | None = None  # the slots in use, if `with_joined_factors` has joined them
 
 
@@ -152,8 +152,10 @@ def project(
 
     `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the
     base model. `by` is the mesh axis that divides the outputs of each part (see `layer_spec.Weight`).
+    None: `tensor` divides the inputs.
     """
-    x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
+    # The delta then has the same sharding as the product with `weight`.
+    x = shard_batch(config, x, features="tensor" if by is None else None)
     form = "bti,io->bto" if config.inputs_first else "bti,oi->bto"
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
@@ -220,7 +222,8 @@ def low_rank_deltas(
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
     `inputs_first` states that the bits of products with the factors, which are [inputs, outputs], do not
-    depend on the number of rows (see `weight_layout.py`). Otherwise decode steps on a CPU transpose them.
+    depend on the number of rows (see `weight_layout.py`). Otherwise decode steps on a CPU transpose the
+    factors.
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)

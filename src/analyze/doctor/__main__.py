@@ -43,7 +43,7 @@ class DoctorConfig(Options):
         )
         require(
             self.skyrl_tx_url is None or self.run is None,
-            "skyrl_tx_url is checked without a run; remove RUN, or skyrl_tx_url",
+            "doctor RUN does not check the server at skyrl_tx_url=; remove RUN, or skyrl_tx_url=",
         )
         require(
             self.skyrl_tx_url is None or self.skyrl_tx_url.startswith(("http://", "https://")),

@@ -62,14 +62,14 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.GROUPS_ALIKE: Problem(
         sign=f"`env/all/by_group/frac_mixed` is below {MIN_MIXED_GROUPS:.0%} over the last {RECENT_STEPS} "
         "steps",
-        meaning="The rewards of most groups are equal, so they have zero advantages and train nothing: the "
-        "tasks are too hard or too easy.",
+        meaning="In most groups all rewards are equal, so these groups have zero advantages and train "
+        "nothing: the tasks are too hard or too easy.",
         command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.NO_UPDATE: Problem(
         sign=f"`optim/num_substeps` is 0 in more than {MAX_WITHOUT_UPDATE:.0%} of the last {RECENT_STEPS} "
         "steps",
-        meaning="In these steps the rewards of every group were equal, or no group passed the filters, so "
+        meaning="In these steps all rewards of every group were equal, or no group passed the filters, so "
         "the weights did not change. Choose easier or harder tasks or a reward with more values, or sample "
         "further tasks in such a step.",
         command="agent-trainer resume {run} {more_mixed_groups}",

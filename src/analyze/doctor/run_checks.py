@@ -72,7 +72,7 @@ class CheckedRun:
     @property
     def more_mixed_groups(self) -> str:
         """The option that gives more groups with differing rewards: `dynamic_sampling`, or a larger group if
-        the run has set it or an option that excludes it."""
+        the run has set `dynamic_sampling` or an option that excludes it."""
         excluding = ("stream_groups", "max_staleness", "domain_mixture", "remove_constant_reward_groups")
         is_set = self.options.get("dynamic_sampling", "off") != "off"
         if is_set or any(self.options.get(name) for name in excluding):
@@ -109,7 +109,7 @@ def reward(run: CheckedRun) -> Finding:
 
 
 def groups(run: CheckedRun) -> Finding:
-    """Compare the share of groups whose rewards differ with MIN_MIXED_GROUPS."""
+    """Check that the share of groups with differing rewards is at least MIN_MIXED_GROUPS."""
     mixed = run.metric("env/all/by_group/frac_mixed")[-RECENT_STEPS:]
     if not mixed:
         return Finding(name="groups", measured="no graded step yet")
@@ -225,7 +225,8 @@ def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _base_model(server_file: Path) -> str | None:
-    """Return the base model of the server that the launcher started for the run; None if it started none."""
+    """Return the base model of the server that the launcher started for the run; None if the
+    launcher started no server."""
     try:
         arguments = json.loads(server_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

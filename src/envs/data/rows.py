@@ -4,8 +4,10 @@
     {"prompt": [{"role": "user", "content": "..."}], "reward_spec": {"ground_truth": "42"}}  as in SkyRL
     {"messages": [{"role": "user", ...}, {"role": "assistant", "content": "42"}]}          as in chat data
 
-The messages may contain assistant messages, which the agent sees as the earlier conversation. If several user
-messages follow the last assistant message, each is sent after the agent has answered the previous one.
+If the last of several messages is an assistant message, it is removed from the conversation. It is the
+reference answer, unless an answer column has one. The agent sees other assistant messages as the earlier
+conversation. If several user messages follow the last of these, each is sent after the agent has answered the
+previous one.
 """
 
 from __future__ import annotations

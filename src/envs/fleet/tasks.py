@@ -64,7 +64,8 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
             )
     if row["task_modality"] not in MODALITIES:
         raise ConfigError(
-            f"{where}: task_modality={row['task_modality']!r} is not one of {', '.join(MODALITIES)}"
+            f"{where}: task_modality={row['task_modality']!r} is not one of {', '.join(MODALITIES)}; "
+            "write tool_use"
         )
     if row["task_modality"] == "computer_use":
         raise ConfigError(

@@ -122,7 +122,7 @@ async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process
                 errors = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
                 raise SandboxError(
                     f"the sandbox of the verifier did not start ({errors[-1] if errors else 'no message'}); "
-                    "this needs bubblewrap and user namespaces for unprivileged users"
+                    "install bubblewrap and allow user namespaces for unprivileged users"
                 )
     except TimeoutError as error:
         raise SandboxError(

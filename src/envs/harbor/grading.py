@@ -1,6 +1,8 @@
 """The grading of a trial: in a fresh environment with the agent's files only, or in the agent's environment.
 
-    agent starts   The files of the agent's environment are listed.
+The following steps grade a trial in a fresh environment:
+
+    agent starts   If the agent's environment is a sandbox, its files are listed.
     agent ends     If the agent's environment is a sandbox, its processes are killed. A fresh environment of
                    the same task starts.
     verification   If the agent's environment is a container, the container is killed. The files that the
@@ -90,7 +92,7 @@ class Grading:
         self._files = self._agent_files()
         self._fresh: asyncio.Task[BaseEnvironment] | None = None
         self._started: list[BaseEnvironment] = []
-        self._cannot_start = False  # No fresh environment could be started.
+        self._cannot_start = False  # whether no fresh environment could be started
         self._agent_started_at = time.time()
         trial.add_hook(TrialEvent.AGENT_START, self._agent_starts)
         trial.add_hook(TrialEvent.AGENT_END, self._agent_ended)
@@ -290,7 +292,7 @@ class Grading:
         score(result.rewards)
 
 
-_gradings: dict[int, Grading] = {}  # by the agent's environment
+_gradings: dict[int, Grading] = {}  # by the `id()` of the agent's environment
 
 
 def grading_of(environment: BaseEnvironment) -> Grading | None:

@@ -45,7 +45,11 @@ class GradingMethod:
 
     @property
     def name(self) -> str:
-        return "in place with its processes" if self.keep_processes else self.mode.value.replace("_", " ")
+        return (
+            "in place with the agent's processes"
+            if self.keep_processes
+            else self.mode.value.replace("_", " ")
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

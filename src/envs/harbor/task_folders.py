@@ -61,7 +61,7 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
             path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
         )
     if not folders:
-        raise ConfigError(f"tasks_dir {directory} contains no task folders")
+        raise ConfigError(f"{directory} contains no task folders; give a folder of task folders")
     tasks: list[Task] = []
     refused: dict[str, list[Path]] = {}  # folders by the reason
     warnings: dict[str, list[str]] = {}  # task ids by the warning

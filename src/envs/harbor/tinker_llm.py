@@ -181,10 +181,10 @@ class TinkerLLM(BaseLLM):
             raise EpisodeEnd(StopReason.LENGTH)
 
     def _overflow(self, *, is_main: bool, num_tokens: int) -> BaseException:
-        """Return the exception for a prompt that exceeds the context."""
+        """Return the exception for a prompt that exceeds the length limits."""
         self._consecutive_overflows += is_main
-        # A second consecutive overflow means that the summary did not help. Harbor would repeat it without
-        # end.
+        # A second consecutive overflow means that the summary did not help. Harbor would summarize again
+        # without end.
         if is_main and (not self._limits.summarize or self._consecutive_overflows > 1):
             return EpisodeEnd(StopReason.CONTEXT_LENGTH)
         return ContextLengthExceededError(

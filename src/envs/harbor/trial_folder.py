@@ -97,8 +97,9 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
     if excess:
         note(
             folder / NOTE_FILE,
-            f"the folder: {len(excess)} of {len(entries)} files exceeded {max_files} files, "
-            f"{max_bytes / 2**20:g} MiB or {MAX_DEPTH} levels, or were links or special files",
+            f"the folder: {len(excess)} of {len(entries)} entries were removed, because they exceeded the "
+            f"limits ({max_files} files, {max_bytes / 2**20:g} MiB, {MAX_DEPTH} levels) or were links or "
+            "special files",
         )
     return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE_FILE).exists())
 

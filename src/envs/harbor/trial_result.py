@@ -19,7 +19,8 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    # After the agent's first turn, only TrainingVerifier raises an AgentFault that `Grading.fault` lacks.
+    # `Grading` stores its own AgentFaults in `Grading.fault`, whose reason takes precedence. After the
+    # agent's first turn, any other AgentFault is raised by TrainingVerifier.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
@@ -27,10 +28,11 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
 
 
 async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
-    """Await `work`. Cancel it at the deadline (None: no deadline) or if the caller is cancelled.
+    """Return the result of `work`. Cancel `work` at the deadline (None: no deadline) or if the caller is
+    cancelled.
 
     Cancelled work has `CANCEL_GRACE_S` seconds to free its resources, because Harbor limits neither the time
-    to stop an environment nor the time to collect logs.
+    to stop an environment nor the time to collect logs. Raises TimeoutError if the deadline has passed.
     """
     task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
     try:

@@ -21,7 +21,9 @@ MAX_REWARD_BYTES = 2**20
 
 
 class TrainingVerifier(Verifier):
-    """The verifier of all trials. As in Harbor, a separate verifier environment of a task is used."""
+    """The verifier of all trials. If a task has a separate verifier environment, the verifier runs in it, as
+    in Harbor.
+    """
 
     @override
     async def verify(self) -> VerifierResult:

@@ -5,12 +5,12 @@
                    sends "run N TOKEN SHELL"
                 <- stdout and stderr through the FIFOs, "exit N STATUS" from pid 1
 
-The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore
-cannot fill a file of the host, replace it by a link, or delete it. Pid 1 ends when its stdin closes, and
-bubblewrap requests that the kernel kills it when the trainer ends. The kernel kills every process of a pid
-namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel also
-kills pid 1 if only the thread that started bubblewrap ends and the trainer continues. Therefore start
-sandboxes from the thread of the event loop, never from a worker thread.
+The directory of these files is bound read-only; writing to a FIFO needs no writable mount. The sandbox
+therefore cannot fill a file of the host, replace it by a link, or delete it. Pid 1 ends when its stdin
+closes, and the option --die-with-parent of bubblewrap makes the kernel kill pid 1 when the trainer ends. The
+kernel kills every process of a pid namespace together with its pid 1, so no process survives the trainer,
+even after `kill -9`. The kernel also kills pid 1 if only the thread that started bubblewrap ends and the
+trainer continues. Therefore start sandboxes from the thread of the event loop, never from a worker thread.
 
 Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter
 (`system_calls`) refuses the system calls that no task needs. `resource_limits` bounds memory, storage and
@@ -167,7 +167,10 @@ class Bubblewrap:
             raise SandboxError(f"the sandbox did not answer within {REQUEST_TIMEOUT_S} s") from error
 
     async def _request(self, verb: str, *arguments: str) -> int:
-        """Send a request that pid 1 serves itself and return its status. Raises TimeoutError."""
+        """Send a request that pid 1 serves itself and return its status.
+
+        Raises TimeoutError after REQUEST_TIMEOUT_S seconds, and SandboxError if the sandbox has ended.
+        """
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")
         number = next(self._numbers)

@@ -2,11 +2,11 @@
 creates.
 
 Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, create links and
-leave files that only root can remove. Here `/logs` is part of the container. If the task has its own
-services, which may share `/logs`, the directory consists of volumes of the trial's compose project. A thread
-downloads its files through the engine, within the same limits as those of a sandbox (`file_copy`). Every
-service, network and volume is created with the labels of the run, so that a clean-up finds the objects that a
-killed trainer left.
+leave files that only root can remove. Here `/logs` is part of the container. If the task has a compose file,
+whose services may share `/logs`, the directory consists of volumes of the trial's compose project. A thread
+downloads the files of `/logs` through the engine, within the same limits as for a sandbox (`file_copy`).
+Every service, network and volume is created with the labels of the run, so that a clean-up finds the objects
+that a killed trainer left.
 """
 
 from __future__ import annotations

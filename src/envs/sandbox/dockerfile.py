@@ -114,7 +114,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
-        raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
+        raise ConfigError(f"{path}: no FROM line; add one")
     return BuildPlan(steps=tuple(steps), environment=environment, workdir=workdir, image=image)
 
 

@@ -121,8 +121,8 @@ class SandboxEnvironment(BaseEnvironment):
     async def _build(self) -> None:
         """Run the steps of the build plan.
 
-        Every command starts a shell, so one command creates several directories. It is the upload of the next
-        `Copy`, or a separate command before the next `Run` and after the last step.
+        Every command starts a shell, so the directories are collected and created together: with the upload
+        of the next `Copy`, or with a separate command before the next `Run` and after the last step.
         """
         directories = [*self._mount_targets(), self._workdir]
         for step in self._plan.steps:
@@ -346,8 +346,9 @@ class SandboxEnvironment(BaseEnvironment):
         """Create `directories` and copy host files to absolute paths in the sandbox. Error messages contain
         `target`.
 
-        With `name_in_directory`, the only file is copied to `target`/`name_in_directory` if `target` is a
-        directory, as `cp` does. If `directory_mode` is None, the modes of `directories` are not changed.
+        Regular files get the mode `mode`; None: they keep their modes. With `name_in_directory`, the only
+        file is copied to `target`/`name_in_directory` if `target` is a directory, as `cp` does. If
+        `directory_mode` is None, the modes of `directories` are not changed.
         """
         if not files and not directories:
             return
@@ -409,7 +410,8 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
     """Write a tar archive to `host_path`. `files` contains host files and their absolute paths in the
-    sandbox. The members belong to root. Blocks.
+    sandbox. The members belong to root. Regular files get the mode `mode`; None: they keep their modes.
+    Blocks.
     """
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, path in files:

@@ -43,8 +43,8 @@ HOST_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
-"""Errors of this host when a file is created. The archive can cause the others."""
-LARGE_OUTPUT = 2**20
+"""Errors of this host when a file is created. The archive can cause all other errors."""
+LARGE_OUTPUT = 2**20  # bytes
 
 
 class Readable(Protocol):
@@ -255,8 +255,8 @@ def unpack_file(archive: Readable, target: Path, budget: DownloadBudget) -> None
                 raise SandboxError(f"cannot download {target.name}: not a regular file")
             if not 0 <= member.size <= budget.size or budget.files <= 0:
                 raise SandboxError(
-                    f"cannot download {target.name}: its {member.size} bytes exceed the download limit of "
-                    "the trial"
+                    f"cannot download {target.name} ({member.size} bytes): the trial's limit on the bytes or "
+                    "the number of downloaded files is exceeded"
                 )
             source = tar.extractfile(member)
             assert source is not None

@@ -179,6 +179,7 @@ def _is_open_to_all(device: Path) -> bool:
 
 
 def _is_outside(address: str) -> bool:
+    """Return whether a text is an IPv4 address other than a loopback address and 0.0.0.0."""
     try:
         parsed = ipaddress.IPv4Address(address)
     except ValueError:

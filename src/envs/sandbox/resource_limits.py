@@ -207,8 +207,8 @@ def possible_parents(mountinfo: str, own_cgroups: str) -> Iterator[CgroupParents
 
 
 def _can_have_children(directory: Path) -> bool:
-    """Return whether children of this v2 cgroup can limit memory and pids. Enables both controllers if it has
-    no processes.
+    """Return whether children of this v2 cgroup can limit memory and pids. Enables both controllers for the
+    children if the cgroup has no processes or is the root cgroup.
     """
     with contextlib.suppress(OSError):
         if not os.access(directory, os.W_OK) or not os.access(directory / "cgroup.procs", os.W_OK):

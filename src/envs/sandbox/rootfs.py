@@ -38,7 +38,8 @@ HOST_ETC_FILES = (
 
 PACKAGES_FILE = "usr/local/share/sandbox/packages"
 
-# Lets a Dockerfile, an agent or a test "install" packages that the host's /usr already provides.
+# With this script, a Dockerfile, an agent or a test can "install" packages that the host's /usr already
+# provides.
 APT = """#!/bin/bash
 # The sandbox uses the host's programs and cannot install others. Packages of the host count as installed.
 verb=

@@ -86,8 +86,8 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _temporary_root(mode: int) -> Path:
-    """Return this user's first directory in /tmp with the prefix. If there is none, create one with a random
-    name, which other users cannot predict.
+    """Return this user's first directory in /tmp whose name begins with `agent-trainer-UID-`. If there is
+    none, create one with a random name, which other users cannot predict.
     """
     prefix = f"{NAME}-{os.geteuid()}-"
     try:

@@ -186,8 +186,8 @@ def _bounded_shared_mapping(max_bytes: int) -> list[Instruction]:
 
 
 def _when(number: int, steps: list[Instruction]) -> list[Instruction]:
-    """Return instructions that run `steps` for one call. `steps` must return; other calls skip them and keep
-    their number loaded.
+    """Return instructions that run `steps` for one call. `steps` must end with a return instruction, because
+    they may overwrite the loaded number. Other calls skip `steps`, so their number stays loaded.
     """
     return [(_EQUAL, 0, len(steps), number), *steps]
 

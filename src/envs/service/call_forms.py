@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# DeepSeek writes its special tokens with ｜ and ▁. Those of tool calls are part of the answer's text.
+# DeepSeek writes its special tokens with ｜ and ▁. DEEPSEEK_TOOL matches the tokens of tool calls, and
+# DEEPSEEK_SPECIAL matches all others.
 DEEPSEEK_SPECIAL = re.compile(r"<｜(?!tool▁)[^<>｜]*｜>")
 DEEPSEEK_TOOL = re.compile(r"<｜tool▁[^<>｜]*｜>")
 DEEPSEEK_CALL = re.compile(

@@ -56,7 +56,7 @@ class ServiceDomain:
 
     name: str  # in the rows of task files and in metrics
     splits: Mapping[str, Sequence[Task]]  # `train`, and optionally `test` and others
-    episode: Callable[[Task, int], ServiceEpisode]  # of a task and a seed
+    episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a task with a seed
     # Makes the task that a row of a task file defines, from its id and definition. None: rows can only name
     # tasks. Raises ConfigError for gold actions that cannot be executed.
     defined: Callable[[str, TaskDefinition], Task] | None = None

@@ -40,15 +40,17 @@ class ActionResult:
 class Grade:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. reward_db, reward_communicate
-    stop_reason: StopReason | None = None  # set if a limit of the domain ended the episode
+    # Set if a limit of the domain ended the episode. None: the stop reason of the last answer is used.
+    stop_reason: StopReason | None = None
 
 
 class ServiceEpisode(Protocol):
     """One attempt at one task, with the state of the tools and, in service domains, the user simulator."""
 
     async def start(self) -> ResetResult:
-        """Return the messages before the agent's first turn, in service domains with the policy as system
-        message, and the tools.
+        """Return the tools and the messages before the agent's first turn.
+
+        In service domains, a system message contains the policy of the domain: the rules for the agent.
         """
         ...
 

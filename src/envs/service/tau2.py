@@ -78,9 +78,9 @@ class Tau2Context:
     pool: WorkerPool
     make_user: UserSimulatorFactory
     grading: Grading
-    judge: AssertionJudge | None = None
-    max_steps: int = 200
-    max_errors: int = 10
+    judge: AssertionJudge | None = None  # None: tasks that need a judge cannot be graded
+    max_steps: int = 200  # of tau2's orchestrator, in one episode
+    max_errors: int = 10  # tool errors that end an episode
 
 
 class Tau2Episode:
@@ -212,7 +212,7 @@ class Tau2Episode:
 def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
     """Return a user that states its scenario and then agrees to everything.
 
-    It uses neither the tools nor the seed.
+    The user depends neither on the tools nor on the seed.
     """
     scenario = instructions.rpartition("<scenario>")[2].partition("</scenario>")[0]
     return ScriptedUserSimulator([scenario.strip(), *["Yes, please go ahead."] * NUM_CONSENTS])

@@ -15,10 +15,10 @@ grading run here.
     -> {"id": 3, "reward": 1.0, ...}
 
 Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does
-not return (`9**9**9`).
+not return, for example because it computes `9**9**9`.
 
-This file is long because it is one program: the isolated mode of Python (-I) imports no modules from its
-folder.
+This file is long because it is one program: the isolated mode of Python (-I) imports no modules from the
+folder of the program.
 """
 
 # pyright: reportMissingImports=false
@@ -52,7 +52,10 @@ class JudgeError(Exception):
 
 
 class ScriptedParticipant:
-    """An agent or user for the orchestrator, whose next message is `next_message`."""
+    """An agent or a user for the orchestrator. `Episode.say` sets its next message.
+
+    A message without tool calls that contains `stop_token` ends the conversation; None: no message does.
+    """
 
     def __init__(self, stop_token: str | None) -> None:
         self.next_message: Any = None
@@ -315,7 +318,8 @@ def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
         ) from error
     if not all(is_valid) or len(is_valid) != num_assertions:
         raise JudgeError(
-            f"the judge's answer has {sum(is_valid)} verdicts on {num_assertions} assertions: "
+            f"the judge's answer has {len(is_valid)} verdicts, of which {sum(is_valid)} are valid, on "
+            f"{num_assertions} assertions: "
             f"{judge_reply[:200]!r}"
         )
 

@@ -73,7 +73,7 @@ class ParsedAnswer:
     calls: Sequence[ToolCall] = ()
     strategy: Strategy | None = None  # None: the answer contains no attempted call
     problem: str = ""  # why a call or its arguments could not be parsed; "" if there was no problem
-    num_repaired: int = 0
+    num_repaired: int = 0  # JSON texts to which closing brackets were added
 
     @property
     def counts(self) -> dict[str, float]:
@@ -256,7 +256,7 @@ def _parsed(
     calls, problems = [], []
     for value in values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-            return ParsedAnswer(content=content, strategy=strategy, problem="a call needs a name")
+            return ParsedAnswer(content=content, strategy=strategy, problem="a call has no name")
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
             try:
@@ -265,7 +265,7 @@ def _parsed(
             except ParseError as error:
                 return ParsedAnswer(content=content, strategy=strategy, problem=str(error))
         if not isinstance(arguments, dict):
-            problems.append(f"the arguments of {value['name']} are no object")
+            problems.append(f"the arguments of {value['name']} are not a JSON object")
             arguments = {}
         calls.append(ToolCall(name=value["name"], arguments=arguments))
     return ParsedAnswer(

@@ -128,7 +128,8 @@ class EndpointUserModel:
 class TinkerUserModel:
     """A base model or a checkpoint behind a Tinker endpoint.
 
-    It connects at the first request, and again after a failed request.
+    It connects at the first request, and again after a failed request. `sampler_path` is the path of the
+    checkpoint; None: the base model.
     """
 
     def __init__(

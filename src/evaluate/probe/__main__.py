@@ -5,8 +5,10 @@ capabilities.json.
                             [only=CHECK,CHECK]
                             [request_timeout_s=600]
 
-`request_timeout_s` limits the time to list the models, the time of each check and the time to close the
-session.
+`model_name` is the model to check, by default the first that the endpoint lists. `tolerance` is the largest
+accepted mean absolute difference between the logprobs of the sampler and those of the trainer, in nats.
+`only` selects checks by name. An empty `output` writes no file. `request_timeout_s` limits, in seconds, the
+time to list the models, the time of each check and the time to close the session.
 
 The exit status is 0 if every required check that was run holds, 1 if one does not hold, 2 if the endpoint
 could not be checked, and 130 if the program was interrupted.
@@ -41,7 +43,7 @@ from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
-TOLERANCE = 0.02  # of the mean absolute difference of logprobs; bfloat16 needs this much
+TOLERANCE = 0.02  # the default of the option `tolerance`; bfloat16 needs this much
 ANSWER_TIMEOUT_S = 600.0
 
 

@@ -31,7 +31,7 @@ class Capabilities(BaseModel):
 
     url: str
     model_name: str
-    max_context_length: int | None
+    max_context_length: int | None  # in tokens; None: the endpoint states no limit
     findings: list[Finding]
 
     @property

@@ -33,8 +33,8 @@ class Probe:
 
     service: tinker.ServiceClient
     model_name: str
-    max_context_length: int | None
-    tolerance: float  # of the mean absolute difference of logprobs
+    max_context_length: int | None  # in tokens; None: the endpoint states no limit
+    tolerance: float  # the largest accepted mean absolute difference of logprobs, in nats
     # The ratio of learning rate to epsilon. The first call of `one_step` chooses a ratio with which a step
     # increases the mean logprob of TEXT by 0.01 to 0.08.
     rate: float = 0.0
@@ -86,8 +86,8 @@ class Probe:
                 self.rate *= min(10.0, max(0.1, 0.03 / self.step_change)) if self.step_change > 1e-9 else 10.0
             self.rate = 0.0
             raise Defect(
-                "a step of gradient descent increased the likelihood of the training text with none of 12 "
-                "learning rates"
+                "no step of gradient descent with one of 12 learning rates increased the mean logprob of the "
+                "training text by 0.01 to 0.08"
             )
         return self.step_change
 

@@ -74,7 +74,7 @@ def check_loss_settings(probe: Probe) -> str:
             near(reported, expected, 1e-3 * max(1.0, abs(expected))),
             f"{name} with {config}: loss:sum is {reported:.5g}, its formula gives {expected:.5g}",
         )
-    return "clip thresholds of ppo and cispo"
+    return "ppo and cispo apply the clip thresholds"
 
 
 def check_unknown_is_refused(probe: Probe) -> str:
@@ -91,4 +91,4 @@ def check_unknown_is_refused(probe: Probe) -> str:
         except Exception:  # any rejection is correct, including one by the SDK
             continue
         raise Defect(f"{label} was accepted")
-    return "loss and setting"
+    return "an unknown loss and an unknown setting are rejected"

@@ -34,7 +34,10 @@ def check_sums(probe: Probe) -> str:
             f"the step after {calls} was {change / one_step:.2f} times as large as after one; gradients must "
             "be summed",
         )
-    return f"two calls {two_calls / one_step:.2f}, a batch of two {batch / one_step:.2f} times one"
+    return (
+        f"the step is {two_calls / one_step:.2f} times as large after two calls as after one, and "
+        f"{batch / one_step:.2f} times after a batch of two"
+    )
 
 
 def check_is_cleared(probe: Probe) -> str:
@@ -53,9 +56,9 @@ def check_learning_rate(probe: Probe) -> str:
     half_step = probe.change(probe.client(), [1.0], learning_rate=0.5 * probe.rate * HUGE)
     expect(
         0.4 <= half_step / one_step <= 0.6,
-        f"with half the rate the step was {half_step / one_step:.2f} times as large",
+        f"with half the learning rate the step was {half_step / one_step:.2f} times as large, not 0.5",
     )
-    return f"half the rate gives {half_step / one_step:.2f} of the step"
+    return f"half the learning rate gives {half_step / one_step:.2f} of the step"
 
 
 def check_eps(probe: Probe) -> str:
@@ -85,7 +88,8 @@ def check_beta1(probe: Probe) -> str:
         f"beta1=0.9: {remaining[0.9]:.2f} of a step remains after the opposite step, not 0.95",
     )
     return (
-        f"{remaining[0.0]:.2f} (beta1=0) and {remaining[0.9]:.2f} (beta1=0.9) remain after the opposite step"
+        f"{remaining[0.0]:.2f} of a step (beta1=0) and {remaining[0.9]:.2f} of a step (beta1=0.9) remain "
+        "after the opposite step"
     )
 
 
@@ -101,9 +105,13 @@ def check_beta2(probe: Probe) -> str:
         ratio[beta2] = probe.change(client, [0.1], **options) / first
     expect(
         ratio[0.01] > 2.5 * ratio[0.999],
-        f"a weak step after a strong one: {ratio[0.01]:.2f} with beta2=0.01, {ratio[0.999]:.2f} with 0.999",
+        f"after a gradient g, the step for g / 10 was {ratio[0.01]:.2f} times as large as the step for g "
+        f"with beta2=0.01 and {ratio[0.999]:.2f} times with beta2=0.999; expected are 0.71 and 0.14",
     )
-    return f"a weak step after a strong one: {ratio[0.01]:.2f} with 0.01, {ratio[0.999]:.2f} with 0.999"
+    return (
+        f"after a gradient g, the step for g / 10 is {ratio[0.01]:.2f} times as large as the step for g "
+        f"with beta2=0.01 and {ratio[0.999]:.2f} times with beta2=0.999"
+    )
 
 
 def check_weight_decay(probe: Probe) -> str:
@@ -126,10 +134,13 @@ def check_clipping(probe: Probe) -> str:
     loose = probe.change(probe.client(), [1.0], grad_clip_norm=1e6)
     expect(
         0.8 <= loose / one_step <= 1.2,
-        "a clipping norm above the norm of the gradient changed the step to "
-        f"{loose / one_step:.2f} of itself",
+        "with a clipping norm above the norm of the gradient the step was "
+        f"{loose / one_step:.2f} times as large as without clipping, not 1",
     )
-    return f"norm 1e-4 gives {clipped / one_step:.3f} of the step, a large norm {loose / one_step:.2f}"
+    return (
+        f"a clipping norm of 1e-4 gives {clipped / one_step:.3f} of the step without clipping, and a norm of "
+        f"1e6 gives {loose / one_step:.2f} of it"
+    )
 
 
 def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:

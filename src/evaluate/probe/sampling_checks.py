@@ -27,15 +27,15 @@ def check_agreement(probe: Probe) -> str:
     gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(prompt - trained).mean())
     expect(
         gap <= probe.tolerance,
-        f"the mean difference of sampled and training logprobs is {gap:.2g}; the tolerance is "
+        f"the mean absolute difference of sampled and training logprobs is {gap:.2g}; the tolerance is "
         f"{probe.tolerance:g}",
     )
     expect(
         prompt_gap <= probe.tolerance,
-        f"the mean difference of prompt and training logprobs is {prompt_gap:.2g}; the tolerance is "
+        f"the mean absolute difference of prompt and training logprobs is {prompt_gap:.2g}; the tolerance is "
         f"{probe.tolerance:g}",
     )
-    return f"mean difference from the training logprobs: sampled {gap:.1e}, prompt {prompt_gap:.1e}"
+    return f"mean absolute difference from the training logprobs: sampled {gap:.1e}, prompt {prompt_gap:.1e}"
 
 
 def check_freshness(probe: Probe) -> str:
@@ -84,9 +84,13 @@ def check_temperature(probe: Probe) -> str:
         means[temperature] = float(np.mean(np.asarray(values, np.float64)))
     expect(
         means[0.2] > means[3.0] + 0.3,
-        f"mean logprob {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} at 3",
+        f"the mean logprob of the sampled tokens is {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} "
+        "at temperature 3; it must be higher by more than 0.3 at temperature 0.2",
     )
-    return f"mean logprob {means[0.2]:.2f} at 0.2, {means[3.0]:.2f} at 3"
+    return (
+        f"the mean logprob of the sampled tokens is {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} "
+        "at temperature 3"
+    )
 
 
 def check_stops(probe: Probe) -> str:
@@ -94,7 +98,8 @@ def check_stops(probe: Probe) -> str:
     whole = probe.sample(sampler)
     expect(
         whole.stop_reason == "length" and len(whole.tokens) == 24,
-        f"{len(whole.tokens)} tokens with stop reason {whole.stop_reason} for max_tokens=24",
+        f"a sample with max_tokens=24 has {len(whole.tokens)} tokens and the stop reason {whole.stop_reason}"
+        ", not 24 tokens and the stop reason length",
     )
     tokens = list(whole.tokens)
     stop = next(token for token in tokens[2:] if token not in tokens[:2])
@@ -105,7 +110,7 @@ def check_stops(probe: Probe) -> str:
         f"with a stop token the sample has {len(cut.tokens)} tokens, not {len(expected)} including the stop "
         "token",
     )
-    expect(cut.stop_reason == "stop", f"a stop token gave the stop reason {cut.stop_reason}")
+    expect(cut.stop_reason == "stop", f"a stop token gave the stop reason {cut.stop_reason}, not stop")
     return "the stop token ends the sample and is included"
 
 
