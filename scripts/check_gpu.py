@@ -6,14 +6,20 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
     ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # a mesh of eight GPUs
 
-The script prints for each program: the compilation time, the memory that XLA allocates in addition to the
-inputs, the number of places where the device waits for the host, the largest message between devices, the
-operations and command buffers of the longest loop body (a layer or a decode step), and the registers, spilled
-bytes and waits of each Pallas kernel. It exits with status 1 if one of these conditions does not hold:
+The script prints for each program:
+
+- the compilation time, and the memory that XLA allocates in addition to the inputs
+- the number of places where the device waits for the host, and the largest message between devices
+- the operations and command buffers of the longest loop body (a layer or a decode step)
+- on one GPU, the time that `scripts/simulate/compiled_costs.py` calculates for the compiled operations, and
+  the operations that take the longest
+- the registers, spilled bytes and waits of each kernel of KERNELS
+
+It exits with status 1 if one of these conditions does not hold:
 
 - no write by compare-and-swap
 - no operation of the longest loop body outside a command buffer
-- no spilled registers
+- no spilled registers in the kernels of KERNELS
 - the kernels of PIPELINED load the next tile while they compute products
 - on one GPU, at most MAX_COPIES copies in a decode step, and at most MAX_LAUNCHES launches per layer if the
   model is dense
@@ -31,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -48,12 +54,14 @@ from jax.stages import Wrapped
 
 from scripts.bench.gpu_models import MODELS
 from scripts.bench.small_model import RANK
+from scripts.simulate.compiled_costs import H200 as RATES
+from scripts.simulate.compiled_costs import Sequences, launches_of
 from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LossFn
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
-from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
+from skyrl_tx_server.model.kv_cache import PAGES, empty_cache, page_bytes
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -88,6 +96,9 @@ buffers."""
 
 PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
 ONCE_PER_LAYER = "paged_attention"
+POSITIONS, STEPS = 2048, 16
+WIDE_PAGE = 128
+"""The size of the pages of a second compilation of the decode kernel, next to PAGE_SIZE in decode steps."""
 MAX_LAUNCHES, MAX_COPIES = 20, 3
 CONTAINERS = ("Conditional", "DynamicSliceFusion", "While")
 """XLA's names of operations that are not launched themselves, but contain launched operations."""
@@ -103,6 +114,7 @@ class CheckConfig:
     expert_parallel: int = 1
     length: int = chz.field(default=4096, doc="Tokens of the training stream")
     rows: int = chz.field(default=64, doc="Sequences of the decode batch, with 2,048 positions each")
+    cache_gib: int = chz.field(default=90, doc="KV cache of each GPU, in GiB")
 
 
 def main(config: CheckConfig) -> None:
@@ -124,7 +136,8 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
         "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"
     ).devices
     mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
-    compile_for = partial(compile_and_report, mesh, folder, failures)
+    sequences = Sequences(cached=config.rows * POSITIONS, stream=config.length, context=POSITIONS // 2)
+    compile_for = partial(compile_and_report, mesh, folder, failures, sequences)
     model = MODELS[config.model]
     model = replace(
         model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None
@@ -143,15 +156,14 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
         failures.append(f"a decode step has {launches:.1f} launches per layer, more than {MAX_LAUNCHES}")
     if (copies := decode.counts["Copy"]) > MAX_COPIES:
         failures.append(f"a decode step copies {copies} times, more than {MAX_COPIES}")
-    heads, page = (model.num_kv_heads, model.head_dim), 128
-    pages = config.rows * 2048 // page
-    keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
-    values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
+    heads, width = (model.num_kv_heads, model.head_dim), POSITIONS // WIDE_PAGE
+    keys = jax.ShapeDtypeStruct((config.rows * width, *heads, WIDE_PAGE), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((config.rows * width, heads[0], WIDE_PAGE, heads[1]), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
-    tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
-    splits = kv_splits_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
+    tables, lengths = np.zeros((config.rows, width), np.int32), np.zeros(config.rows, np.int32)
+    splits = kv_splits_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=WIDE_PAGE)
     compile_for(
-        f"paged attention, {config.rows} sequences of 2,048 positions",
+        f"paged attention with pages of {WIDE_PAGE} positions, {config.rows} sequences",
         jax.jit(partial(paged_attention, scale=model.head_dim**-0.5)),
         queries,
         keys,
@@ -178,10 +190,13 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., LoopBody | None]
 ) -> LoopBody:
-    """Compile prefill batches of both sizes and a dispatch of decode steps, with 2,048 positions each. Return
-    the loop over decode steps."""
-    width, copies = 2048 // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
-    pages = config.rows * width
+    """Compile prefill batches of both sizes and a dispatch of decode steps, with POSITIONS positions per
+    sequence. Return the loop over decode steps."""
+    width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
+    axes = 1 if model.mesh is None else model.mesh.size
+    pages = max(
+        config.rows * width, axes * config.cache_gib * 2**30 // page_bytes(model, np.dtype("bfloat16"))
+    )
     cache = jax.eval_shape(
         partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16"))
     )
@@ -232,7 +247,7 @@ def compile_sampling(
         adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
-    name = f"16 decode steps, {config.rows} sequences"
+    name = f"{STEPS} decode steps, {config.rows} sequences"
     body = compile_for(
         name,
         decode_steps,
@@ -242,7 +257,7 @@ def compile_sampling(
         rows,
         settings,
         config=model,
-        steps=16,
+        steps=STEPS,
         ends=None,
         tempered=False,
     )
@@ -254,6 +269,7 @@ def compile_and_report(
     mesh: Mesh,
     folder: Path,
     failures: list[str],
+    sequences: Sequences,
     name: str,
     function: Wrapped,
     *arguments: object,
@@ -286,6 +302,8 @@ def compile_and_report(
     if messages:
         kind, longest = max(messages, key=lambda message: prod(map(int, message[1].split(","))))
         print(f"  {len(messages)} messages between devices, the longest {kind}[{longest}]")
+    if mesh.size == 1:
+        print(f"  {calculated_times(text, sequences)}")
     files = [path for path in folder.iterdir() if path not in before]
     # XLA writes this file only for a program with command buffers.
     lists = [path for path in files if path.name.endswith("thunk_sequence_after_thunk_passes.txt")]
@@ -301,6 +319,16 @@ def compile_and_report(
             print(f"  {kernel}", flush=True)
             failures.extend(f"{name}: {kernel.name} {failure}" for failure in kernel.failures())
     return body
+
+
+def calculated_times(text: str, sequences: Sequences) -> str:
+    """Return the calculated time of a program and of the operations that take the longest."""
+    times: dict[str, float] = defaultdict(float)
+    for launch in launches_of(text, sequences):
+        times[launch.name] += RATES.time_s(launch)
+    longest = sorted(times.items(), key=lambda item: -item[1])[:5]
+    names = ", ".join(f"{name} {1e3 * time_s:.1f}" for name, time_s in longest)
+    return f"calculated time: {1e3 * sum(times.values()):.1f} ms ({names})"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -377,14 +405,22 @@ class Kernel:
             yield "does not overlap loads with products"
 
 
+def find_ptxas() -> Path:
+    """Return the assembler of jax[cuda12] (nvidia/cuda_nvcc/bin) or of jax[cuda13] (nvidia/cu13/bin)."""
+    folders = [Path(folder) for folder in importlib.import_module("nvidia").__path__]
+    found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
+    if not found:
+        sys.exit("check_gpu: ptxas is missing; install jax[cuda12] or jax[cuda13] in this environment")
+    return found[0]
+
+
 def read_kernel(path: Path) -> Kernel | None:
     """Return the Pallas kernel of a PTX file, assembled by ptxas. None: the file has another program."""
     text = path.read_text()
     name = re.search(r"\.entry (\w+)", text)
     if name is None or name[1] not in KERNELS:
         return None
-    ptxas = Path(importlib.import_module("nvidia.cuda_nvcc").__path__[0], "bin", "ptxas")  # of jax[cuda]
-    command = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
+    command = [str(find_ptxas()), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
     report = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
     spilled = re.findall(r"(\d+) bytes spill stores", report)
     registers = re.findall(r"Used (\d+) registers", report)

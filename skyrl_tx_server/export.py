@@ -21,6 +21,7 @@ from typing import Literal
 
 import chz
 import numpy as np
+from safetensors import SafetensorError
 
 from skyrl_tx_server.config.command_line import HELP, help_text, help_words, parse, print_help
 from skyrl_tx_server.config.engine_options import model_alias
@@ -188,7 +189,7 @@ def _read(
 @contextmanager
 def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     """Yield a temporary directory and rename it to `output` at the end, so that `output` is complete or
-    absent."""
+    absent. Raise ServerError if a file cannot be written, and OSError for an error that names its file."""
     target = Path(output).expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"output={output}: exists and is not an empty directory; choose another")
@@ -204,6 +205,13 @@ def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
         for file in temporary.iterdir():
             file.chmod(mode)
         os.replace(temporary, target)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # `main` prints the name of the file
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ServerError(
+            f"output={output}: cannot be written: {reason}; use a directory on a disk with enough free space"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

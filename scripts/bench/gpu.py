@@ -1,6 +1,7 @@
 """Measure the executor and the engine on one GPU, and compare the measurements with calculated times.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
+    ... -m scripts.bench.gpu sections=sampling,kernels time_limit_s=300 compilation_cache=FOLDER
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
 A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
@@ -14,8 +15,10 @@ head dimensions, 2 bytes per value):
     prefill                                                          operations per token = 2 N + 2 L H hd T
     LoRA training  no gradient of the base weights                   operations per token = 4 N + 6 L H hd T
 
-If a measurement fails, its row shows the error, and the script continues. The exit status is then 1. The
-models have the shapes of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
+If a measurement fails, its row shows the error, and the script continues. The exit status is then 1. On a
+machine that is lent for some minutes, `sections` selects the sections, and after `time_limit_s` no further
+measurement starts. `compilation_cache` keeps compiled programs for the next run. The models have the shapes
+of Qwen3 and random weights. Only calls of the executor or of the engine are timed.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from scripts.bench.compare import timed, verdict
 from scripts.bench.driver import NUM_ADAPTERS, Driver, opened
 from scripts.bench.gpu_models import MODELS, heads_size, matrix_size
 from scripts.bench.kernel_differences import paged_difference, tree_difference
+from scripts.bench.kernel_times import kernel_times
 from scripts.bench.sides.ours import settings
 from scripts.bench.small_model import make_model
 from scripts.simulate.costs import DEVICES, ModelSize, Roofline
@@ -57,6 +61,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
 BATCH_SIZES, LENGTHS, CONTEXT, STEPS = (1, 8, 64, 256), (1024, 4096, 8192, 32_768), 2048, 16
 DECODE_SHARES = {64: 0.65, 256: 0.75}  # the minimum share of the limit, by number of sequences
 TRAIN_SHARES = {4096: 0.45}  # by number of tokens
+MAX_KERNELS = 12  # in a table of kernel times
 MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
 
 
@@ -66,6 +71,9 @@ class GpuConfig:
     max_sequences: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
     longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
     repeats: int = 5
+    sections: tuple[str, ...] = chz.field(default=(), doc="Names of functions of SECTIONS; empty: all")
+    time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this time")
+    compilation_cache: str | None = chz.field(default=None, doc="Folder of compiled programs; None: no cache")
 
     @property
     def lengths(self) -> list[int]:
@@ -82,7 +90,8 @@ class Rows:
 
     def __init__(self, config: GpuConfig) -> None:
         self.config = config
-        self.num_failed = 0
+        self.num_failed = self.num_omitted = 0
+        self._started_at = time.perf_counter()
         model, rates = MODELS[config.model], DEVICES["h200"]
         assert isinstance(rates, Roofline)
         size = ModelSize(
@@ -123,7 +132,23 @@ class Rows:
             result = "" if at_most is None else verdict(value, at_most=at_most)
             print(f"{name:58} {value:12.4g}     {result}", flush=True)
 
+    def kernels(self, name: str, run: Callable[[], object], *, repeats: int) -> None:
+        """Print the kernels with the longest times, in milliseconds for one of `repeats` repetitions."""
+
+        def measure() -> float:
+            times = kernel_times(run)
+            for kernel in times[:MAX_KERNELS]:
+                count, per_repeat_ms = kernel.count / repeats, 1e3 * kernel.total_s / repeats
+                print(f"  {kernel.name[:54]:56} {per_repeat_ms:12,.3f} ms  {count:8.1f} launches")
+            return sum(kernel.total_s for kernel in times) / repeats
+
+        if on_gpu():
+            self.time(name, measure)
+
     def _try(self, name: str, measure: Callable[[], float]) -> float | None:
+        if time.perf_counter() - self._started_at > self.config.time_limit_s:
+            self.num_omitted += 1
+            return None
         try:
             return measure()
         except Exception as error:
@@ -139,24 +164,29 @@ class Rows:
 
 
 def main(config: GpuConfig) -> int:
+    names = [section.__name__ for section in SECTIONS]
+    if unknown := [name for name in config.sections if name not in names]:
+        sys.exit(f"gpu: sections={','.join(unknown)} is unknown; use names from {', '.join(names)}")
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # the default of the server
+    if config.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     device, rows = jax.local_devices()[0], Rows(config)
     dtype = "bfloat16" if on_gpu() else "float32"
     print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}")
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
-        for section in (sampling, training, recomputed_training, agents, memory):
+        for section in SECTIONS:
+            if config.sections and section.__name__ not in config.sections:
+                continue
             try:
                 section(rows, model_dir, dtype)
             except Exception as error:  # an executor that cannot start ends its section
                 rows.num_failed += 1
                 print(f"{section.__name__:58} FAILED: {type(error).__name__}: {error}", flush=True)
             gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
-    kernels(rows)
-    rows.value(
-        "KL of sampling and training in bfloat16, exit status", partial(bf16_status, config), at_most=0
-    )
-    print(f"{rows.num_failed} rows failed")
+    omitted = f", {rows.num_omitted} not measured because of time_limit_s" if rows.num_omitted else ""
+    print(f"{rows.num_failed} rows failed{omitted}")
     return 1 if rows.num_failed else 0
 
 
@@ -180,6 +210,8 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
                 lambda device, count=count: device.decode_s([context] * count, steps=1, slots=count),
                 min_share=DECODE_SHARES.get(count),
             )
+            if count in DECODE_SHARES:
+                decode_kernels(driver, rows, count)
         count = min(64, config.max_sequences)
         with_one = rows.time(
             f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count)
@@ -212,6 +244,15 @@ def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> floa
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
 
+def decode_kernels(driver: Driver, rows: Rows, count: int) -> None:
+    request_ids = driver.admit(driver.new_sequences([rows.config.context] * count), max_tokens=3 * STEPS)
+    driver.decode(dispatch_next=False)
+    name = f"decode step, {count} sequences, sum of all kernels"
+    rows.kernels(name, partial(driver.decode, dispatch_next=False), repeats=STEPS)
+    for request_id in request_ids:
+        driver.executor.sampler.release(request_id)
+
+
 def admit_and_release(driver: Driver, length: int) -> None:
     for request_id in driver.admit(driver.new_sequences([length]), max_tokens=1):
         driver.executor.sampler.release(request_id)
@@ -238,6 +279,9 @@ def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "act
                 lambda device, length=length: device.training_s(length),
                 min_share=TRAIN_SHARES.get(length) if activations == "activations kept" else None,
             )
+            if length in TRAIN_SHARES:
+                name = f"training of {length} tokens, {activations}, sum of all kernels"
+                rows.kernels(name, lambda driver=driver, length=length: driver.train(length, 1), repeats=1)
         del driver
         gc.collect()
 
@@ -298,13 +342,19 @@ def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
         rows.value("peak of the device memory, GiB", lambda: peak / 2**30)
 
 
-def kernels(rows: Rows) -> None:
+def kernels(rows: Rows, *_: object) -> None:
     """Print the largest differences between compiled kernels and Pallas' interpreter."""
     if not on_gpu():
         print("kernels: a GPU is needed")
         return
     rows.value("paged attention, difference", paged_difference, at_most=MAX_KERNEL_DIFFERENCE)
     rows.value("tree attention, difference", tree_difference, at_most=MAX_KERNEL_DIFFERENCE)
+
+
+def bf16(rows: Rows, *_: object) -> None:
+    """Print the exit status of scripts/check_bf16.py."""
+    name = "KL of sampling and training in bfloat16, exit status"
+    rows.value(name, partial(bf16_status, rows.config), at_most=0)
 
 
 def bf16_status(config: GpuConfig) -> float:
@@ -322,6 +372,9 @@ def bf16_status(config: GpuConfig) -> float:
     return subprocess.run(
         [sys.executable, "-m", "scripts.check_bf16", *arguments], env=environment
     ).returncode
+
+
+SECTIONS = (sampling, training, recomputed_training, agents, memory, kernels, bf16)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import struct
 import threading
 import time
 import weakref
+from typing import NoReturn
 
 from skyrl_tx_server.errors import ServerError
 
@@ -34,6 +35,7 @@ NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
 """More than the size of the weights and checkpoints of any host. Only a bug can cause a larger length."""
+_CHANGED = "a message between the processes was changed, repeated or lost"
 
 
 class WrongKeyError(ServerError):
@@ -41,7 +43,8 @@ class WrongKeyError(ServerError):
 
 
 class TamperedError(ServerError):
-    """A message was changed, repeated, dropped or reordered after the other side sent it."""
+    """A message was changed, repeated, dropped or reordered after the other side sent it, or is longer than
+    the receiver allows."""
 
 
 class Channel:
@@ -76,12 +79,16 @@ class Channel:
         (length,) = LENGTH.unpack(header)
         number = COUNTER.pack(self._received, length)
         code = _read(self._socket, CODE_BYTES, deadline)
-        if length > at_most or not hmac.compare_digest(code, _code(self._receiving_key, b"header", number)):
-            self._fail()
+        if not hmac.compare_digest(code, _code(self._receiving_key, b"header", number)):
+            self._fail(_CHANGED)
+        if length > at_most:
+            self._fail(
+                f"a message of {length} bytes between the processes exceeds the limit of {at_most} bytes"
+            )
         payload = _read(self._socket, length, deadline)
         code = _read(self._socket, CODE_BYTES, deadline)
         if not hmac.compare_digest(code, _code(self._receiving_key, b"payload", number, payload)):
-            self._fail()
+            self._fail(_CHANGED)
         self._received += 1
         if deadline is not None:
             self._socket.settimeout(None)
@@ -101,12 +108,10 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _fail(self) -> None:
+    def _fail(self, reason: str) -> NoReturn:
         """End the connection and raise TamperedError."""
         self.shut_down()
-        raise TamperedError(
-            "a message between the processes was changed, repeated or lost; the connection is closed"
-        )
+        raise TamperedError(f"{reason}; the connection is closed")
 
 
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:

@@ -34,6 +34,12 @@ RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
 MAY_DIFFER = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
 """Options that may differ between hosts: paths, and the quotas of tenants, which only process 0 enforces."""
+_MODEL_FILES, _JAX = "model files", "jax"
+_REMEDIES = {
+    _MODEL_FILES: "give every process the same model files",
+    _JAX: "install the same version of jax on every host",
+}
+"""What to do about a difference between two processes that is not an option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +105,7 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
                 connection, options.cluster_key, process=options.process_id, timeout_s=timeout_s
             )
             channel.send_bytes(json.dumps(asdict(_handshake(options, settings))).encode())
-            # This timeout is longer than that of process 0, which disconnects if a process is missing.
-            reply = channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s + HANDSHAKE_S)
-            answer = json.loads(reply)
+            answer = json.loads(_reply(channel, where, timeout_s=timeout_s + HANDSHAKE_S))
         except WrongKeyError as error:
             raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
         except TamperedError as error:
@@ -172,15 +176,28 @@ def refusal_of(rank0_handshake: Handshake, handshake: Handshake, joined: dict[in
         return f"process_id={handshake.process_id} is taken: start each process with its own process_id"
     for name, rank0_value in rank0_handshake.settings.items():
         if (value := handshake.settings.get(name)) != rank0_value:
-            return f"{process} has {name}={value}, process 0 has {name}={rank0_value}: use equal options"
+            remedy = _REMEDIES.get(name, "use equal options")
+            return f"{process} has {name}={value}, process 0 has {name}={rank0_value}: {remedy}"
     return None
 
 
 def _handshake(options: ProcessOptions, settings: EngineOptions) -> Handshake:
     names = [name for name in chz.chz_fields(EngineOptions) if name not in MAY_DIFFER]
     shared = {name: str(getattr(settings, name)) for name in names}
-    shared |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
+    shared |= {_MODEL_FILES: fingerprint(settings.model_dir)[:12], _JAX: jax.__version__}
     return Handshake(process_id=options.process_id, num_processes=options.num_processes, settings=shared)
+
+
+def _reply(channel: Channel, where: str, *, timeout_s: float) -> bytearray:
+    """Return the answer of process 0 to the handshake. `timeout_s` must be longer than the timeout of process
+    0, which disconnects if a process is missing."""
+    try:
+        return channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s)
+    except TimeoutError:
+        raise ConfigError(
+            f"{where}: process 0 sent no reply within {timeout_s:.0f} s; see its log and start all processes "
+            "again"
+        ) from None
 
 
 def _connect(options: ProcessOptions) -> socket.socket:

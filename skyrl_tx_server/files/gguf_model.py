@@ -59,11 +59,11 @@ def convert_gguf(path: Path) -> Path:
     cache = Path(CACHE).expanduser()
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{path.stem}-{_key(file)}"
-    with target.with_suffix(".lock").open("w") as lock:
+    with target.with_name(f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may convert the same file
         if target.is_dir():
             return target
-        temporary = target.with_suffix(".incomplete")
+        temporary = target.with_name(f"{target.name}.incomplete")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         free = shutil.disk_usage(cache).free
         if plan.num_bytes > free:

@@ -81,13 +81,12 @@ def arguments_of(config: ServerConfig) -> list[str]:
 
 async def _address(process: Process) -> str:
     """Return the address that the server prints when it is ready."""
-    assert process.stdout is not None
     last_line = "no output"
-    async for line in process.stdout:
-        text = line.decode(errors="replace").rstrip()
+    while line := await _next_line(process):
+        text = line.rstrip()
         if ready := READY.search(text):
             return ready[1]
-        print(text, file=sys.stderr, flush=True)
+        print(line, end="", file=sys.stderr, flush=True)
         last_line = text or last_line
     status = await process.wait()
     kind = ConfigError if status == 2 else ServerError
@@ -96,9 +95,21 @@ async def _address(process: Process) -> str:
 
 async def _copy_output(process: Process) -> None:
     """Copy the output to standard error until it ends, because a full pipe would block the server."""
+    while line := await _next_line(process):
+        sys.stderr.write(line)
+
+
+async def _next_line(process: Process) -> str:
+    """Return the next line of the output with its line end, or "" if the output has ended. A line of more
+    than MAX_LINE_BYTES is returned in parts."""
     assert process.stdout is not None
-    async for line in process.stdout:
-        sys.stderr.write(line.decode(errors="replace"))
+    try:
+        line = await process.stdout.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        line = error.partial
+    except asyncio.LimitOverrunError as error:
+        line = await process.stdout.read(error.consumed)
+    return line.decode(errors="replace")
 
 
 async def _stop(process: Process) -> None:

@@ -81,10 +81,14 @@ async def wait_for_results(
     one of `ops` fails.
     """
     watcher = StreamWatcher(streams_tokens=False)
+    futures: list[concurrent.futures.Future[SampleResult]] = []
     try:
-        futures = [state.engine.submit(op, watcher) for op in ops]
+        for op in ops:
+            futures.append(state.engine.submit(op, watcher))
     except BaseException:
         watcher.cancel()
+        for future in futures:
+            future.cancel()
         raise
     disconnected = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)

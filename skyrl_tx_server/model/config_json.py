@@ -135,7 +135,9 @@ def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a turn. generation_config.json takes precedence, because config.json often
     has only one of them."""
     generation = model_dir / "generation_config.json"
-    ids = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    ids = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if ids is None:
+        ids = raw.get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (int(ids),)

@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 
 from skyrl_tx_server.errors import ConfigError
 
-YARN_ORIGINAL_LENGTH = 32_768
-"""The training length of Qwen2.5 and Qwen3 in tokens, which their model cards extend with YaRN."""
+TRAINING_LENGTHS = {("qwen3", 40_960): 32_768, ("qwen3_moe", 40_960): 32_768}
+"""The training lengths in tokens that differ from max_position_embeddings, by model_type and
+max_position_embeddings. In the first models of Qwen3, max_position_embeddings includes 8,192 more tokens for
+the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +168,10 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
     """Return the configuration with the smallest integer YaRN factor that allows `length` tokens, or the
     unchanged configuration if it allows them.
 
-    The model cards of Qwen3 use factor 4 over 32,768 in this way, for 131,072 tokens. Raises ConfigError if
-    config.json already has a context extension, or if the model has latent attention.
+    The factor multiplies the training length: max_position_embeddings, or the length in TRAINING_LENGTHS.
+    Qwen's model cards extend 32,768 tokens (Qwen2.5, Qwen3) and 262,144 tokens (Qwen3-Next) in this way by a
+    factor of 4. Raises ConfigError if config.json already has a context extension, or if the model has latent
+    attention.
     """
     if length <= config.context_length:
         return config
@@ -178,7 +182,8 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
         )
     if config.latent is not None:  # the scale of latent attention depends on `mscale_all_dim`
         raise ConfigError(f"yarn=true does not support {config.model_type}: set rope_scaling in config.json")
-    original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
+    own_length = config.max_position_embeddings
+    original = TRAINING_LENGTHS.get((config.model_type, own_length), own_length)
     factor = float(math.ceil(length / original))
     scaling = YarnScaling(
         factor=factor,

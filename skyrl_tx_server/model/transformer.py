@@ -38,6 +38,11 @@ differently (scripts/check_bf16.py). On a GPU, cuBLAS computes matrix products a
 layer in place in their stack. XLA's Triton products would copy each layer first, and XLA would copy a matrix
 and an adapter to merge their products (scripts/check_gpu.py)."""
 
+SAMPLING_OPTIONS = COMPILER_OPTIONS | {"xla_disable_hlo_passes": "rematerialization"}
+"""Compiler options of the programs that use the KV cache. XLA counts a cache that a kernel writes in place
+twice. With a cache of more than about half of the memory of a GPU, XLA would therefore compute small
+operations twice to save memory."""
+
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Params:

@@ -36,7 +36,7 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import (
-    COMPILER_OPTIONS,
+    SAMPLING_OPTIONS,
     Params,
     head_logits,
     ropes_of,
@@ -96,7 +96,7 @@ class _LoopState:
     jax.jit,
     static_argnames=("config", "steps", "ends", "tempered", "rolled"),
     donate_argnames=("cache",),
-    compiler_options=COMPILER_OPTIONS,
+    compiler_options=SAMPLING_OPTIONS,
 )
 def decode_steps(
     cache: KVCache,
@@ -112,7 +112,7 @@ def decode_steps(
     rolled: bool = False,
 ) -> tuple[KVCache, DecodeOutputs]:
     """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
-    the dispatch.
+    the dispatch. With `tempered`, logprobs are computed after temperature (see `token_sampling`).
 
     Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
     not exceed the last end. Results are bit-identical for every number of segments. With `ends=None`, each

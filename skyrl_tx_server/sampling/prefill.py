@@ -39,12 +39,14 @@ class Prefiller:
         return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
+        """Compute one chunk for each of the first requests, as many as fit in one prefill batch. Start the
+        sequences whose texts are complete. A paused sequence that still has its pages continues without a
+        chunk.
 
-        The result has one entry per planned request, None if more chunks of its prompt remain. Raises
-        CapacityError if the first request must wait for pages, a LoRA slot or preempted sequences. After any
-        error except SequencesLostError the state of all sequences is unchanged, except that paused sequences
-        may have lost their pages.
+        The result has one entry for each of these requests, in their order: None if more chunks of its text
+        remain, otherwise the result of its prefill. Raises CapacityError if the first request must wait for
+        pages, a LoRA slot or preempted sequences. After any error except SequencesLostError the state of all
+        sequences is unchanged, except that paused sequences may have lost their pages.
         """
         self._check_preempted(requests[0].tenant)
         planned = self.planner.plan(requests)

@@ -159,8 +159,8 @@ class PrefillPlanner:
     def _plan_paused(
         self, request: PrefillRequest, sequence: SequenceState, planned: Sequence[PrefillChunk]
     ) -> PlannedChunk | None:
-        """Plan the next chunk of a paused sequence that has lost its pages, or whose rank has no free
-        slot."""
+        """Plan the next chunk of a paused sequence that has lost its pages, or whose data-parallel rank has
+        no free slot."""
         text = sequence.text
         self.pool.reclaim_paused(sequence.key)
         sequence.adapter_slot = self.adapters.pin(sequence.weights)
@@ -191,11 +191,11 @@ class PrefillPlanner:
     ) -> PrefillChunk | None:
         """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
 
-        With `keep_spare`, one page for each running sequence of a rank and one more page stay available in
-        the rank. Return None if the
-        prefill batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse
-        a longer prefix. If there are too few pages, paused sequences lose theirs. If the pages still do
-        not suffice, raises CapacityError without allocating any page.
+        With `keep_spare`, one page for each running sequence of a data-parallel rank and one more page stay
+        available in that rank. Return None if the prefill batch is full with the `planned` chunks, or if
+        waiting for them would allow the text to reuse a longer prefix. If there are too few pages, paused
+        sequences lose theirs. If the pages still do not suffice, raises CapacityError without allocating any
+        page.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

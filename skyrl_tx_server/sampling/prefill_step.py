@@ -22,7 +22,7 @@ from skyrl_tx_server.model.mesh import on_gpu, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import MIN_DECODE_WIDTH
 from skyrl_tx_server.model.transformer import (
-    COMPILER_OPTIONS,
+    SAMPLING_OPTIONS,
     Params,
     head_logits,
     layer,
@@ -46,9 +46,9 @@ class PrefillBatch:
     adapters: LoraIndices  # one LoRA slot per tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after the computation
-    want_logprobs: ArrayLike  # [] bool
+    want_logprobs: ArrayLike  # [] bool, whether any tile needs the logprobs of `targets`
     lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last prompt token of a new sequence
-    begins: ArrayLike  # [B] bool, by slot: a sequence begins
+    begins: ArrayLike  # [B] bool, by slot: whether a sequence begins
     sequence_adapters: LoraIndices  # one LoRA slot per sequence
 
 
@@ -65,7 +65,7 @@ class PrefillOutputs:
     jax.jit,
     static_argnames=("config", "tempered"),
     donate_argnames=("cache",),
-    compiler_options=COMPILER_OPTIONS,
+    compiler_options=SAMPLING_OPTIONS,
 )
 def prefill(
     cache: KVCache,
@@ -78,7 +78,8 @@ def prefill(
     tempered: bool,
 ) -> tuple[KVCache, PrefillOutputs]:
     """Compute a prefill batch and sample the first token of each sequence that begins in one of the B
-    slots."""
+    slots. With `tempered`, the logprobs of sampled tokens are computed after temperature (see
+    `token_sampling`)."""
     config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, batch.before))
     tokens, tiles = jnp.asarray(batch.tokens), batch.tiles
     x = params.embed[tokens]

@@ -12,6 +12,7 @@ from statistics import fmean
 from src.analyze.markdown import MISSING, change, number, percent, table
 from src.analyze.report import (
     PASS_K,
+    by_task,
     compared,
     difference,
     environments,
@@ -67,8 +68,8 @@ def overview(runs: Sequence[AnalyzedRun]) -> list[str]:
                     percent(signal.share if signal else None),
                 ]
             )
-    header = ["run", "environment", "avg turns", "avg tool calls", f"pass@{PASS_K}", "avg variance", "signal"]
-    return table(header, rows, num_text=2)
+    header = ["run", "environment", "avg turns", "avg tool calls", f"pass@{PASS_K}", "avg variance"]
+    return table([*header, "steps with signal"], rows, num_text=2)
 
 
 def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
@@ -98,10 +99,16 @@ def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
 
 
 def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) -> list[str]:
-    """Return a table that compares the success of two evaluations, with one row per environment."""
+    """Return a table that compares the success of two evaluations on their common tasks, with one row per
+    environment.
+    """
+    common = by_task(first).keys() & by_task(second).keys()
     rows = []
     for name in environments(second):
-        both = [of_environment(trials, name) for trials in (first, second)]
+        both = [
+            [trial for trial in of_environment(trials, name) if trial.task in common]
+            for trials in (first, second)
+        ]
         comparison = compared(*both)
         if comparison is None:
             rows.append([name, "0", *[MISSING] * 5])

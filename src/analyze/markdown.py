@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.records.atomic_io import replace_text
+from src.records.atomic_io import RUN_AGAIN, replace_text
 
 MISSING = "–"  # stands for a value that the files do not contain
 
@@ -37,7 +37,7 @@ def put_section(path: Path, title: str, lines: Sequence[str]) -> None:
     head, has_start, rest = before.partition(start)
     _, has_end, tail = rest.partition(end)
     if has_start and has_end:
-        replace_text(path, head + section + tail.removeprefix("\n"))
+        replace_text(path, head + section + tail.removeprefix("\n"), advice=RUN_AGAIN)
     else:
         gap = "\n" if before and not before.endswith("\n\n") else ""
-        replace_text(path, before + gap + section)
+        replace_text(path, before + gap + section, advice=RUN_AGAIN)

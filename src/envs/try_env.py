@@ -3,8 +3,7 @@
 The command prints each conversation with its reward, and then the pass rate. The option `policy` selects the
 source of the answers:
 
-    policy=model     a model of a Tinker endpoint or of an OpenAI-compatible endpoint; the default with
-                     model_name
+    policy=model     a model of a Tinker or an OpenAI-compatible endpoint; the default with model_name
     policy=typed     the user, at the terminal; the default at a terminal without answers=
     policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
 
@@ -179,11 +178,8 @@ def typed(console: Console) -> Policy:
 
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return a function that returns the scripted policy of a task.
-
-    Raises ConfigError if the file `answers` cannot be read or has no lines. If `answers` is None, the
-    returned function raises ConfigError for a task without a reference answer.
-    """
+    """Return a function that returns the scripted policy of a task. Raises ConfigError if the file `answers`
+    cannot be read or is empty. Without `answers`, the function raises it for a task without a reference."""
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()
@@ -236,9 +232,7 @@ async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]
     chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
     server = await stack.enter_async_context(connect(config))
     limit_s = config.request_timeout_s
-    async with deadline(
-        limit_s, BackendError, f"the server opened no policy within request_timeout_s={limit_s:g}"
-    ):
+    async with deadline(limit_s, BackendError, f"no policy was opened in request_timeout_s={limit_s:g}"):
         return await server.open_policy(checkpoint), chat
 
 

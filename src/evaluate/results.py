@@ -17,7 +17,7 @@ from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
-from src.records.atomic_io import replace_text
+from src.records.atomic_io import RUN_AGAIN, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document, unchanged
 
@@ -220,4 +220,4 @@ def read_results(path: Path) -> Mapping[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=1) + "\n")
+    replace_text(path, json.dumps(content, indent=1) + "\n", advice=RUN_AGAIN)

@@ -184,7 +184,7 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndp
     """Connect to an endpoint.
 
     Raises ConfigError if the endpoint rejects the API key or does not serve the model, and BackendError if it
-    does not answer.
+    does not answer or fails to list its models.
     """
     async with _client(base_url) as client:
         try:
@@ -196,6 +196,16 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndp
         except openai.AuthenticationError as error:
             raise ConfigError(
                 f"{base_url} rejects the API key; set OPENAI_API_KEY (the environment or .env)"
+            ) from error
+        except openai.PermissionDeniedError as error:
+            raise ConfigError(
+                f"{base_url} does not allow the API key to list the models (HTTP 403); set OPENAI_API_KEY to "
+                "a key with this permission (the environment or .env)"
+            ) from error
+        except openai.APIStatusError as error:
+            raise BackendError(
+                f"{base_url} answers GET /models with HTTP {error.status_code}; check the server or correct "
+                "base_url"
             ) from error
         except openai.OpenAIError as error:
             raise BackendError(

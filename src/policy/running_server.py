@@ -11,6 +11,7 @@ import httpx
 
 NO_SERVER = "no server answers"
 TIMEOUT_S = 5.0
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
     function therefore creates an adapter of rank 1, and then ends its session. It does not use the SDK, which
     would retry for minutes.
     """
-    if httpx.URL(url).host not in ("localhost", "127.0.0.1"):
+    if httpx.URL(url).host not in LOCAL_HOSTS:
         return None
     adapter = {"model_seq_id": 0, "base_model": model_name, "lora_config": {"rank": 1}}
     headers = {"X-API-Key": key} if key else {}

@@ -38,7 +38,7 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     if path.is_dir():
         return _with(argv, model_name=f"{LOCAL}{path.resolve().name}", tokenizer=str(path))
     is_local = name.startswith(LOCAL) or "/" not in name or _is_gguf(path)
-    if not is_local or "tokenizer" in values or url is None:
+    if not is_local or _is_set(values, "tokenizer") or url is None:
         return list(argv)
     served = name if name.startswith(LOCAL) else f"{LOCAL}{path.stem if _is_gguf(path) else name}"
     folder = tokenizer_folder(url, model_name=served, key=_key())
@@ -53,7 +53,8 @@ def fitted_to_server[Config: BackendOptions](
     `lengths` has the values of `context_limit` and of the other lengths of the program. Lengths in `argv` are
     kept. Nothing is changed if the context is large enough or `argv` has context_limit.
     """
-    set_by_user = {name: value for name, value in values_of(argv).items() if value.lower() not in UNSET}
+    values = values_of(argv)
+    set_by_user = {name: value for name, value in values.items() if _is_set(values, name)}
     if config.backend != "skyrl-tx" or config.skyrl_tx_url is None or "context_limit" in set_by_user:
         return config
     models = find_server(config.skyrl_tx_url, key=_key())
@@ -78,9 +79,16 @@ def values_of(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _with(argv: Sequence[str], *, model_name: str, tokenizer: str) -> list[str]:
-    kept = [argument for argument in argv if not argument.startswith("model_name=")]
-    has_tokenizer = any(argument.startswith("tokenizer=") for argument in argv)
-    return [*kept, f"model_name={model_name}", *([] if has_tokenizer else [f"tokenizer={tokenizer}"])]
+    """Return `argv` with this name, and with this tokenizer if `argv` sets none."""
+    changes = {"model_name": model_name}
+    if not _is_set(values_of(argv), "tokenizer"):
+        changes["tokenizer"] = tokenizer
+    kept = [argument for argument in argv if argument.partition("=")[0] not in changes]
+    return [*kept, *(f"{name}={value}" for name, value in changes.items())]
+
+
+def _is_set(values: Mapping[str, str], name: str) -> bool:
+    return values.get(name, "").lower() not in UNSET
 
 
 def _is_gguf(path: Path) -> bool:

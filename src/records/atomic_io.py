@@ -16,6 +16,10 @@ from pathlib import Path
 
 from src.core.errors import StorageError
 
+RESUME = "free space or fix the cause, then resume the run"
+"""What to do after an error that ends the run."""
+RUN_AGAIN = "free space or fix the cause, then run the command again"
+"""What to do after an error that ends another command."""
 CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this size
 
 
@@ -58,9 +62,12 @@ def truncate_torn_line(path: Path) -> None:
         file.truncate(0)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a file. After a crash the file has either the old or the new content."""
-    with storage_boundary(path):
+def replace_text(path: Path, text: str, *, advice: str = RESUME) -> None:
+    """Replace the content of a file. After a crash the file has either the old or the new content.
+
+    `advice` is the end of the error message.
+    """
+    with storage_boundary(path, advice=advice):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.new")
         try:
@@ -75,15 +82,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def storage_boundary(path: Path) -> Generator[None]:
-    """Convert OSError to a StorageError that names the file."""
+def storage_boundary(path: Path, *, advice: str = RESUME) -> Generator[None]:
+    """Convert OSError to a StorageError that names the file and ends with `advice`."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise StorageError(
-            f"cannot write {path}: {reason}; free space or fix the cause, then resume the run"
-        ) from error
+        raise StorageError(f"cannot write {path}: {reason}; {advice}") from error
 
 
 def remove(path: Path) -> None:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int], bool], str]  # (token ids, whether to leave out special tokens) -> text
 AGGREGATED = "aggregated_results.jsonl"
 EXAMPLES_EVERY = 10  # steps
+ADVICE = "free space or fix the cause; the run continues without this file"
 NUM_EXAMPLES = 10  # the maximum number of examples of a step
 SHOWN_CHARACTERS = 200  # of an example's response, in the log line
 # DeepSeek's special tokens contain ｜ and ▁. Those of tool calls are kept, because they separate names and
@@ -71,8 +72,9 @@ def dump_evaluation(
             ]
             by_source.setdefault(domain_or_family(group.task), []).extend(lines)
         for source, lines in by_source.items():
-            replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
-        replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))))
+            name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
+            replace_text(folder / name, "".join(lines), advice=ADVICE)
+        replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))), advice=ADVICE)
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
@@ -93,7 +95,9 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
             )
         if examples:
             replace_text(
-                path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, examples))
+                path / "training_examples" / f"step_{step}_examples.jsonl",
+                "".join(map(_line, examples)),
+                advice=ADVICE,
             )
 
 

@@ -99,8 +99,8 @@ class Judge:
         if pending is None or pending.cancelled():
             pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
         verdict = await asyncio.shield(pending)
-        if verdict.failures is None:
-            self._verdicts.pop(key, None)  # the next equal conversation is judged again
+        if verdict.failures is None and self._verdicts.get(key) is pending:
+            del self._verdicts[key]  # the next equal conversation is judged again
         bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._options)
         metrics = {
             "judge_bonus": bonus,

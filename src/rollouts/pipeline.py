@@ -172,7 +172,8 @@ class Pipeline:
     async def take(self, step: int) -> TimedGroup | None:
         """Wait for a finished group that no step has taken, and return the one that ended first.
 
-        Returns None if the schedule has no more groups for `step`. Raises the error of a failed rollout.
+        Returns None if the schedule has no more groups for `step`. Raises the error of a failed rollout, and
+        CancelledError if the rollout was cancelled.
         """
         self._step = step
         self._start_groups()
@@ -239,8 +240,7 @@ class Pipeline:
 
     def _on_end(self, playing: asyncio.Task[TimedGroup]) -> None:
         self._rolling.discard(playing)
-        if not playing.cancelled():
-            self._waiting.append(playing)
-            self._ended.set()
-            if playing.exception() is None:
-                self._start_groups()
+        self._waiting.append(playing)
+        self._ended.set()
+        if not playing.cancelled() and playing.exception() is None:
+            self._start_groups()

@@ -229,6 +229,14 @@ def test_an_unauthenticated_length_allocates_nothing(relay: Relay) -> None:
         relay.channel_1.recv_bytes()
 
 
+def test_a_message_that_is_too_long_is_named_in_the_error(relay: Relay) -> None:
+    relay.channel_0.send_bytes(b"the message")
+    relay.deliver(relay.messages.get(timeout=60))
+    with pytest.raises(TamperedError, match=r"^a message of 11 bytes .* exceeds the limit of 10 bytes"):
+        relay.channel_1.recv_bytes(at_most=10)
+    assert relay.to_1.recv(1) == b"", "the connection is closed"
+
+
 def test_a_replayed_message_ends_the_connection(relay: Relay) -> None:
     relay.channel_0.send_bytes(b"decode")
     message = relay.messages.get(timeout=60)

@@ -28,6 +28,7 @@ from src.envs.sandbox.file_copy import (
     BoundedFile,
     ChunkReader,
     DownloadBudget,
+    TrialDownloads,
     unpack,
 )
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -212,6 +213,15 @@ async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Pa
 
 
 @needs_sandbox
+async def test_a_used_up_number_of_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrialDownloads, "budget_for", lambda *_: DownloadBudget(files=0))
+    async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
+        await sandbox_environment.exec("echo x > /app/a")
+        with pytest.raises(RuntimeError, match="cannot download /app/a: the trial has already downloaded as"):
+            await sandbox_environment.download_file("/app/a", tmp_path / "trial" / "a")
+
+
+@needs_sandbox
 async def test_an_upload_omits_files_that_were_downloaded(tmp_path: Path) -> None:
     async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
         await sandbox_environment.exec(
@@ -322,6 +332,19 @@ def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     folder_state = JobsQuota(limit=1000).enforce(new)
     assert folder_state.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
     assert (old / "agent" / "log").is_file()
+
+
+def test_a_quota_counts_a_trial_that_is_running_once(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / "jobs" / "step_1" / name for name in ("first", "second", "third"))
+    for folder in (first, second):
+        (folder / "agent").mkdir(parents=True)
+        (folder / "agent" / "log").write_bytes(b"x" * 2**20)
+    quota = JobsQuota(limit=5 * 2**19)  # 2.5 times the size of a trial
+    assert not quota.enforce(first).is_essential_only  # The folder of `second`, which runs, is measured here.
+    assert not quota.enforce(second).is_essential_only
+    (third / "agent").mkdir(parents=True)
+    (third / "agent" / "log").write_bytes(b"x" * 2**20)
+    assert quota.enforce(third).is_essential_only
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,21 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from src.config import TrainerConfig
+from src.core.errors import AgentFault
 from src.core.trajectory import StopReason, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import DeadlineAware
 from src.envs.harbor import carried_files
+from src.envs.harbor.carried_files import FileChanges
 from src.envs.harbor.environment import open_harbor
 from src.envs.harbor.sandbox_files import SandboxFiles
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
+from src.envs.sandbox.environment import SandboxEnvironment
 from src.envs.sandbox.run_directory import run_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
@@ -605,4 +609,24 @@ async def test_a_failure_to_unpack_files_gives_no_reward(
 
     monkeypatch.setattr(SandboxFiles, "unpack", fail_to_unpack)
     outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+    assert isinstance(outcome, TrialFailure), outcome
+
+
+@in_sandbox
+async def test_a_failure_to_remove_files_gives_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If no file can be removed in a fresh environment, as in an image without `rm`, this is a failure."""
+    unpack = SandboxFiles.unpack
+
+    async def unpack_without_rm(
+        files: SandboxFiles, fresh: SandboxEnvironment, archive: IO[bytes], changes: FileChanges
+    ) -> None:
+        if changes.removed:
+            raise AgentFault(ZeroReason.FILES_UNREADABLE, "rm: not found")
+        await unpack(files, fresh, archive, changes)
+
+    monkeypatch.setattr(SandboxFiles, "unpack", unpack_without_rm)
+    folder = task(tmp_path / "task", BY_CAT, dockerfile=f"{DOCKERFILE}RUN touch old.txt\n")
+    outcome = await play(tmp_path, folder, "rm old.txt; printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome

@@ -159,6 +159,13 @@ try:
     successes.append("scheduled")
 except PermissionError:
     pass
+for which, who in ((os.PRIO_PROCESS, 1), (os.PRIO_PGRP, 0), (os.PRIO_USER, 0)):
+    try:
+        os.setpriority(which, who, 19)
+        successes.append("priority")
+    except PermissionError:
+        pass
+os.setpriority(os.PRIO_PROCESS, 0, 5)
 buffer = ctypes.create_string_buffer(8)
 class Vector(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]

@@ -78,6 +78,22 @@ def test_calls_of_other_architectures_and_newer_kernels_fail(machine: str) -> No
         assert errno_of_call(program, architecture=machine, number=number) == errno.ENOSYS
 
 
+@pytest.mark.parametrize(("name", "process"), [("setpriority", 0), ("ioprio_set", 1)])
+def test_priorities_of_groups_and_users_are_denied(machine: str, name: str, process: int) -> None:
+    program = seccomp_filter(max_shared_mapping=None)
+    number = number_of(name, machine)
+    assert number is not None
+
+    def errno_of(which: int, process_id: int) -> int:
+        return errno_of_call(program, architecture=machine, number=number, arguments=(which, process_id, 19))
+
+    assert errno_of(process, 0) == errno_of(process, 4321) == 0
+    assert errno_of(process, 1) == errno.EPERM
+    for which in {0, 1, 2, 3} - {process}:
+        for process_id in (0, 1, 4321):
+            assert errno_of(which, process_id) == errno.EPERM
+
+
 @pytest.mark.parametrize("max_bytes", [512 * 2**20, 4 * 2**30, 8 * 2**30 + 4096])
 def test_an_anonymous_shared_mapping_is_bounded(machine: str, max_bytes: int) -> None:
     program = seccomp_filter(max_shared_mapping=max_bytes)

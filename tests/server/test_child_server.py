@@ -1,6 +1,8 @@
 """`serve` runs a server in a child process."""
 
+import asyncio
 import contextlib
+import io
 import subprocess
 import sys
 import time
@@ -13,7 +15,8 @@ import pytest
 from skyrl_tx_server import ServerConfig, serve
 from skyrl_tx_server.config.command_line import parse
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.http.child_server import arguments_of
+from skyrl_tx_server.http import child_server
+from skyrl_tx_server.http.child_server import MAX_LINE_BYTES, arguments_of
 
 TIMEOUT_S = 60
 OPTIONS = {
@@ -45,6 +48,32 @@ async def test_an_invalid_model_gives_an_error_of_one_line(
         async with serve(config):
             pass
     assert "\n" not in str(error.value)
+
+
+class OutputRecorder(io.StringIO):
+    """Keeps the output of a child, and sets `ended` at the line `end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        if text.rstrip() == "end":
+            self.ended.set()
+        return super().write(text)
+
+
+async def test_long_lines_of_output_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "x" * (4 * MAX_LINE_BYTES)
+    program = f"line = 'x' * {len(line)}\n"
+    program += "print(line)\nprint('skyrl-tx server ready: http://child')\nprint(line)\nprint('end')\n"
+    monkeypatch.setattr(child_server, "START", program)
+    output = OutputRecorder()
+    monkeypatch.setattr(sys, "stderr", output)
+    async with asyncio.timeout(TIMEOUT_S), serve(ServerConfig(**OPTIONS)) as url:
+        await output.ended.wait()
+    assert url == "http://child"
+    assert output.getvalue().split() == [line, line, "end"]
 
 
 def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server import export
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, ServerError, UserError
 from skyrl_tx_server.export import main
@@ -376,3 +380,30 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     )
     assert not (tmp_path / "out").exists() and [info.name for info in store.list()] == ["last"]
     assert store.read(SAVED)[0].step == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
+        (SafetensorError("Error while serializing: I/O error: Disk quota exceeded"), "Disk quota exceeded"),
+    ],
+)
+def test_a_failed_write_gives_one_line_and_leaves_no_output(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    message: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
+    monkeypatch.setattr(export, "write_adapter", fail)
+    output = tmp_path / "exports" / "peft"
+    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={output}"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"export: output={output}: ") and message in printed
+    assert printed.count("\n") == 1 and "[Errno" not in printed
+    assert not list(output.parent.iterdir())

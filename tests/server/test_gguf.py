@@ -211,6 +211,19 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_each_file_has_its_own_lock_and_temporary_folder(tmp_path: Path, _cache: Path) -> None:
+    path = write_tiny_gguf(tmp_path)
+    path = path.rename(path.with_name("tiny-0.5b.gguf"))
+    other_temporary = _cache / "tiny-0.incomplete"
+    other_temporary.mkdir(parents=True)
+    directory = convert_gguf(path)
+    assert {entry.name for entry in _cache.iterdir()} == {
+        directory.name,
+        f"{directory.name}.lock",
+        other_temporary.name,
+    }
+
+
 def test_the_alias_of_a_file_is_its_name() -> None:
     assert model_alias("models/tiny.Q8_0.gguf", None) == "local/tiny.Q8_0"
     assert model_alias("smollm2-135m", None) == "local/smollm2-135m"

@@ -40,11 +40,14 @@ from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_to
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
 from skyrl_tx_server.model.layers import rms_norm, rope_tables, rotate
+from skyrl_tx_server.model.lora import lora_math
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import (
     ArrayLike,
     LoraWeights,
+    fused_delta,
     lora_indices,
+    low_rank_deltas,
     project,
     with_joined_factors,
 )
@@ -383,6 +386,39 @@ def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None
     joined = with_joined_factors(module, jnp.dtype("float32"))
     for actual, desired in zip(project(config, x, weight, widths, joined), expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_delta_has_the_values_and_gradients_of_the_parts() -> None:
+    x, parts = normal(0, 2, 5, 16), [normal(2 + part, 3, width) for part, width in enumerate((24, 8, 8))]
+    module = LoraWeights(a=normal(1, 16, 9), b=tuple(parts), scale=np.array(0.5, np.float32))
+    weights = normal(9, 2, 5, 40)  # of the outputs in the loss
+
+    def separate(x: jax.Array, a: ArrayLike, b: tuple[ArrayLike, ...]) -> jax.Array:
+        return jnp.concatenate(low_rank_deltas(x, replace(module, a=a, b=b)), axis=-1)
+
+    def fused(x: jax.Array, a: ArrayLike, b: tuple[ArrayLike, ...]) -> jax.Array:
+        return fused_delta(x, replace(module, a=a, b=b))
+
+    results = [
+        jax.value_and_grad(lambda *inputs, delta=delta: (weights * delta(*inputs)).sum(), argnums=(0, 1, 2))(
+            x, module.a, module.b
+        )
+        for delta in (separate, fused)
+    ]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+    np.testing.assert_allclose(fused(x, module.a, module.b), separate(x, module.a, module.b), atol=1e-5)
+
+
+def test_a_gpu_accumulates_one_delta_per_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One delta for each part would make XLA copy each part of the output."""
+    monkeypatch.setattr(lora_math, "on_gpu", lambda: True)
+    config, widths = tiny_qwen3.CONFIG, (24, 8, 8)
+    module = LoraWeights(
+        a=normal(2, 16, 9), b=tuple(normal(3, 3, width) for width in widths), scale=np.array(1, np.float32)
+    )
+    x, weight = normal(0, 1, 6, 16), normal(1, sum(widths), 16)
+    jaxpr = jax.make_jaxpr(lambda x: project(config, x, weight, widths, module))(x)
+    assert str(jaxpr).count("dot_general") == 3  # with the weight, A and B
 
 
 def test_a_server_with_the_kernel_samples_the_same_tokens(

@@ -330,6 +330,13 @@ def test_unsupported_parameters_have_openais_error_shape(
     assert error.value.type == "invalid_request_error" and message in error.value.message
 
 
+@pytest.mark.parametrize("best_of", [0, 3])
+def test_best_of_must_equal_the_number_of_samples(client: openai.OpenAI, best_of: int) -> None:
+    client.completions.create(model=MODEL, prompt="x", n=2, best_of=2)
+    with pytest.raises(openai.BadRequestError, match="best_of other than n is not supported"):
+        client.completions.create(model=MODEL, prompt="x", n=2, best_of=best_of)
+
+
 def test_a_prompt_over_the_context_has_its_own_error_code(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 400 tokens"

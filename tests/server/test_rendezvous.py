@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import chz
 import pytest
 
 from skyrl_tx_server.config.process_options import ProcessOptions
+from skyrl_tx_server.distributed.channel import accept
 from skyrl_tx_server.distributed.rendezvous import Handshake, join, lead, refusal_of, remove_disconnected
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import channels
@@ -76,6 +78,20 @@ def test_a_silent_listener_at_the_address_times_out(hosts: ProcessOptions) -> No
         join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
+def test_a_silent_process_0_is_not_called_a_wrong_address(
+    hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous.HANDSHAKE_S", 1)
+    with socket.create_server(hosts.address) as server, ThreadPoolExecutor(1) as threads:
+        accepting = threads.submit(lambda: accept(server.accept()[0], hosts.cluster_key, timeout_s=60))
+        with pytest.raises(
+            ConfigError,
+            match=r"127.0.0.1:\d+: process 0 sent no reply within 2 s; see its log and start all",
+        ):
+            join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
+        accepting.result()[1].close()
+
+
 def test_a_disconnected_process_frees_its_process_id() -> None:
     (one, first), (two, _second) = channels(), channels()
     joined = {1: one, 2: two}
@@ -116,7 +132,11 @@ def test_the_error_for_an_unusable_address_is_one_line(hosts: ProcessOptions) ->
             {"max_num_seqs": 4},
             "process 1 has max_num_seqs=4, process 0 has max_num_seqs=6: use equal options",
         ),
-        ({}, {"base_model": str(FIXTURES / "untied")}, "process 1 has model files=.*: use equal options"),
+        (
+            {},
+            {"base_model": str(FIXTURES / "untied")},
+            "process 1 has model files=.*: give every process the same model files",
+        ),
     ],
 )
 def test_a_process_with_other_options_is_refused(
@@ -136,3 +156,11 @@ def test_paths_may_differ_and_process_ids_may_not_repeat() -> None:
     assert refusal_of(mine, theirs, {}) is None
     refusal = refusal_of(mine, theirs, {1: None})  # type: ignore[dict-item]
     assert refusal == "process_id=1 is taken: start each process with its own process_id"
+
+
+def test_another_version_of_jax_is_not_called_an_option() -> None:
+    mine = Handshake(process_id=0, num_processes=2, settings={"jax": "0.10.0"})
+    theirs = replace(mine, process_id=1, settings={"jax": "0.9.0"})
+    assert refusal_of(mine, theirs, {}) == (
+        "process 1 has jax=0.9.0, process 0 has jax=0.10.0: install the same version of jax on every host"
+    )

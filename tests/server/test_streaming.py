@@ -15,14 +15,16 @@ from skyrl_tx_server.http.streaming import StreamWatcher, wait_for_results
 
 async def test_a_refused_sample_withdraws_the_earlier_ones() -> None:
     watchers: list[StreamWatcher] = []
+    future = Future[SampleResult]()
 
     def submit(op: Sample, watcher: StreamWatcher) -> Future[SampleResult]:
         if watchers:
             raise CapacityError("too many tokens")
         watchers.append(watcher)
-        return Future()
+        return future
 
     state = cast("Any", SimpleNamespace(engine=SimpleNamespace(submit=submit)))
     with pytest.raises(CapacityError):
         await wait_for_results(state, cast("Any", None), [cast("Any", None)] * 2)
     assert [watcher.is_waiting() for watcher in watchers] == [False]
+    assert future.cancelled(), "the engine would start the request"

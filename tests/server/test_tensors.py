@@ -5,7 +5,7 @@ import pytest
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.openai_replies import chat_logprobs
-from skyrl_tx_server.http.wire.tensors import parse_tensor
+from skyrl_tx_server.http.wire.tensors import integers, parse_tensor
 
 
 def test_integral_floats_are_accepted_as_integers() -> None:
@@ -17,6 +17,20 @@ def test_integral_floats_are_accepted_as_integers() -> None:
 def test_a_value_that_is_not_an_int64_is_refused(value: float) -> None:
     with pytest.raises(UserError, match="datum 0: data does not match its dtype and shape"):
         parse_tensor({"data": [0, value], "dtype": "int64"}, "datum 0")
+
+
+@pytest.mark.parametrize("shape", [[-1], [1, -1], [-2]])
+def test_a_negative_dimension_is_refused(shape: list[int]) -> None:
+    with pytest.raises(
+        UserError, match=r"^datum 0: the shape \[.*\] has a negative dimension; send the size"
+    ):
+        parse_tensor({"data": [1, 2], "dtype": "int64", "shape": shape}, "datum 0")
+
+
+@pytest.mark.parametrize("values", [[1, True], [1] * 70_000 + [True], [False]])
+def test_booleans_are_not_integers(values: list[object]) -> None:
+    with pytest.raises(UserError, match=r"^prompt: expected a flat list of integers"):
+        integers(values, "prompt")
 
 
 def test_a_part_of_a_character_has_no_bytes() -> None:

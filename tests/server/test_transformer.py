@@ -1,6 +1,7 @@
 """The transformer: logits, YaRN, adapters, gradients, attention and config.json."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,26 @@ def test_yarn_extends_the_context_as_in_qwens_model_cards() -> None:
     assert extended.context_length == 131_072
     with pytest.raises(ConfigError, match="already has rope_scaling"):
         yarn_context(extended, 200_000)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own_length", "length", "factor", "original"),
+    [
+        ("qwen3_moe", 40_960, 131_072, 4.0, 32_768),
+        ("qwen3", 32_768, 65_536, 2.0, 32_768),
+        ("qwen3", 262_144, 300_000, 2.0, 262_144),
+        ("qwen2", 131_072, 131_073, 2.0, 131_072),
+        ("llama", 40_960, 40_961, 2.0, 40_960),
+        ("llama", 8_192, 30_000, 4.0, 8_192),
+    ],
+)
+def test_yarn_starts_from_the_training_length(
+    model_type: str, own_length: int, length: int, factor: float, original: int
+) -> None:
+    plain = replace(CONFIG, model_type=model_type, max_position_embeddings=own_length)
+    scaling = yarn_context(plain, length).rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    assert (scaling.factor, scaling.original_max_position_embeddings) == (factor, original)
 
 
 def test_a_new_adapter_does_not_change_logits() -> None:
@@ -161,6 +182,12 @@ def test_generation_config_overrides_the_stop_tokens(tmp_path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 3]}')
     assert load_model_config(tmp_path).eos_token_ids == (4, 3)
+
+
+def test_null_in_generation_config_keeps_the_stop_tokens(tmp_path) -> None:
+    write_config(tmp_path, eos_token_id=3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert load_model_config(tmp_path).eos_token_ids == (3,)
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,15 @@ def test_an_invalid_sparse_tensor_is_refused(changes: dict[str, list[int]], mess
         parse_training_proto(request.SerializeToString(), LIMITS)
 
 
+@pytest.mark.parametrize("shape", [[-1], [2, -1]])
+def test_a_negative_dimension_in_protobuf_is_refused(shape: list[int]) -> None:
+    request = pb.ForwardBackwardRequest()
+    request.ParseFromString(sdk_bytes(datum([1, 2], weights=[1.0, 0.5])))
+    request.data[0].loss_fn_inputs["weights"].shape[:] = shape
+    with pytest.raises(UserError, match=r"^datum 0: weights: the shape \[.*\] has a negative dimension"):
+        parse_training_proto(request.SerializeToString(), LIMITS)
+
+
 def test_unknown_fields_and_invalid_messages_are_refused() -> None:
     with pytest.raises(UserError, match="unknown protobuf field 99"):
         parse_training_proto(sdk_bytes(datum([1, 2])) + bytes([0x98, 0x06, 0x01]), LIMITS)

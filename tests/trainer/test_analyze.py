@@ -209,6 +209,32 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     assert patterns == {"failed trials": "3 → 1", "false completion": "3 → 1"}
 
 
+def test_a_pair_of_runs_compares_only_common_tasks(tmp_path: Path) -> None:
+    runs = {
+        "first": {"common": (0.0, 0.0, 1.0), "first only": (1.0, 1.0, 1.0)},
+        "second": {"common": (0.0, 0.0, 0.0), "second only": (1.0, 1.0, 1.0)},
+    }
+    for name, scores_by_task in runs.items():
+        records = [
+            {
+                "input_prompt": "find it",
+                "output_response": "done",
+                "score": [score],
+                "stop_reason": "stop",
+                "env_extras": {"task_key": task, "data_source": "web"},
+            }
+            for task, scores in scores_by_task.items()
+            for score in scores
+        ]
+        skyrl_dump(tmp_path / name / "global_step_0" / "web.jsonl", records)
+    text = analyze(f"runs={tmp_path / 'first'},{tmp_path / 'second'}", write_to=tmp_path / "e.md")
+    comparison = text.partition("## first, second")[2]
+    [row] = rows(comparison, "paired by task:")
+    assert (row["tasks"], row["first"], row["second"]) == ("1", "33.3%", "0.0%")
+    assert row["pass@3"] == "100.0% → 0.0%"
+    assert rows(comparison, "\n")[0]["steps with signal"] == "–"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -270,6 +270,12 @@ NO_QUESTION = (
             "FILE:1: mess",
         ),
         (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, '
+            '{"role": "user", "content": "c"}], "answer": "1"}',
+            [],
+            "FILE:1: messages has a system message between the last user messages; move it before",
+        ),
+        (
             '{"question": "a", "answer": "one"}',
             [],
             "FILE:1: the answer 'one' has no number; correct it, or use",

@@ -26,6 +26,8 @@ from src.envs.sandbox.dockerfile import Copy, MakeDirectory, parse_dockerfile
         ("FROM a\nRUN cd / && curl -LsSf https://example.org | sh\n", "cannot reach the network for `curl`"),
         ("FROM a\nUSER alice\n", "cannot run as the user alice"),
         ("FROM a\nCOPY --from=b /x /y\n", "cannot COPY with --from=b"),
+        ("FROM a\nADD --chown=bob x /y\n", "cannot ADD with --chown=bob"),
+        ("FROM a\nCOPY --parents x /y\n", "cannot COPY with --parents;"),
         ("FROM a\nCOPY ../up /y\n", "../up is not in"),
         ("FROM a\nADD https://example.org/x /y\n", "cannot fetch https://example.org/x"),
         ("FROM a\nADD x\n", "ADD needs a source and a destination"),

@@ -157,3 +157,5 @@ def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         dump_examples(tmp_path / "file", 1, [group("a")], decode)
         dump_evaluation(tmp_path / "file", 1, [group("a")], {}, decode, env_class="harbor")
     assert caplog.text.count("the dump failed") == 2
+    assert caplog.text.count("the run continues without this file") == 2
+    assert "resume" not in caplog.text

@@ -94,6 +94,16 @@ def test_a_limit_that_is_not_an_integer_is_refused() -> None:
         environment_options({"override_cpus": "two"})
 
 
+@pytest.mark.parametrize("key", ["delete", "force_build"])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(key: str) -> None:
+    assert environment_options({key: "True"})[key] is True
+    for text in ("1", "yes"):
+        with pytest.raises(
+            ConfigError, match=f"^environment_kwargs {key} needs true or false, not '{text}'$"
+        ):
+            environment_options({key: text})
+
+
 NO_ENGINE = "no engine answers"
 NO_SANDBOX = "bubblewrap cannot start"
 

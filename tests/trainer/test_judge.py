@@ -150,6 +150,17 @@ async def test_an_error_is_not_cached():
     assert len(endpoint.requests) == 3
 
 
+async def test_waiters_of_a_failed_verdict_share_the_next_request():
+    endpoint = ScriptedJudge("?", answer())
+    judge = make_judge(endpoint)
+
+    async def judged_twice() -> list[float]:
+        return [(await judge.judged(graded_trajectory())).bonus for _ in range(2)]
+
+    assert await asyncio.gather(*(judged_twice() for _ in range(3))) == [[0.0, 1.0]] * 3
+    assert len(endpoint.requests) == 2
+
+
 async def test_a_cancelled_waiter_does_not_cancel_the_judge_request():
     judge = make_judge(ScriptedJudge(answer()))
     first = asyncio.create_task(judge.judged(graded_trajectory()))

@@ -1,12 +1,13 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 import openai
 import pytest
 
-from src.core.errors import BackendError
+from src.core.errors import BackendError, ConfigError
 from src.core.trajectory import StopReason
 from src.policy.openai_client import (
     ChatEndpoint,
@@ -107,6 +108,26 @@ async def test_an_unreachable_endpoint_is_reported_in_one_line():
         match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
     ):
         async with connect_endpoint("http://127.0.0.1:9/v1", "m"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (403, ConfigError, r"does not allow the API key to list the models \(HTTP 403\); set OPENAI_API_KEY"),
+        (
+            503,
+            BackendError,
+            r"http://h/v1 answers GET /models with HTTP 503; check the server or correct base_url",
+        ),
+    ],
+)
+async def test_a_refused_model_list_is_reported_with_its_status(monkeypatch, status, error, message):
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json={}))
+    client = httpx.AsyncClient(transport=transport)
+    monkeypatch.setattr(openai, "AsyncOpenAI", partial(openai.AsyncOpenAI, http_client=client))
+    with pytest.raises(error, match=message):
+        async with connect_endpoint("http://h/v1", "m"):
             pass
 
 

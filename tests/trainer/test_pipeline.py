@@ -187,6 +187,16 @@ async def test_an_error_reaches_the_waiting_step_and_stops_new_groups():
         assert stage.under_way == "b"
 
 
+async def test_a_cancelled_rollout_ends_the_waiting_step():
+    stage = Stage("abc", max_groups_in_flight=2)
+    async with stage.pipeline:
+        waiting = asyncio.ensure_future(stage.pipeline.take(1))
+        await settle()
+        stage.playing["a"].cancel()
+        await settle()
+        assert waiting.cancelled() and stage.under_way == "b"
+
+
 REFERENCE = {
     "minutes": lognormal_minutes(10, 0.8),
     "train_minutes": 2,

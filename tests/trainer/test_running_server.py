@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from skyrl_tx_server.http.app_state import HttpSettings
@@ -29,6 +31,18 @@ def test_a_folder_that_is_not_here_is_not_returned(tmp_path: Path) -> None:
     assert tokenizer_folder("http://other-machine:8000", model_name="local/fake", key="") is None
 
 
+def test_a_server_on_the_ipv6_loopback_is_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        data = {"tokenizer_id": str(tmp_path)}
+        return httpx.Response(200, json={"session_id": "s", "model_id": "m", "model_data": data})
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    assert tokenizer_folder("http://[::1]:8000", model_name="local/fake", key="") == str(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["fake", "local/fake", "models/fake.gguf"])
 def test_the_tokenizer_of_a_local_model_comes_from_the_server(tmp_path: Path, name: str) -> None:
     context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=tmp_path))
@@ -46,3 +60,22 @@ def test_the_tokenizer_of_a_local_model_comes_from_the_server(tmp_path: Path, na
             [server[0], "skyrl_tx_url=http://127.0.0.1:9", f"model_name={name}"],
         ):
             assert with_served_model(arguments) == arguments
+
+
+@pytest.mark.parametrize("unset", ["tokenizer=", "tokenizer=None", "tokenizer=null"])
+def test_an_unset_tokenizer_is_replaced_by_that_of_the_model(tmp_path: Path, unset: str) -> None:
+    (tmp_path / "model").mkdir()
+    argv = ["backend=skyrl-tx", unset, f"model_name={tmp_path / 'model'}"]
+    assert with_served_model(argv) == [
+        "backend=skyrl-tx",
+        "model_name=local/model",
+        f"tokenizer={tmp_path / 'model'}",
+    ]
+    context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=tmp_path))
+    with serving(StartupState(state=context)) as url:
+        server = ["backend=skyrl-tx", f"skyrl_tx_url={url}"]
+        assert with_served_model([*server, unset, "model_name=fake"]) == [
+            *server,
+            "model_name=local/fake",
+            f"tokenizer={tmp_path}",
+        ]

@@ -229,3 +229,17 @@ async def test_closing_the_pool_ends_all_workers():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_closing_the_pool_fails_a_pending_request():
+    async with pool_of() as pool:
+        counter = Counter(pool, "one")
+        await counter.add(1)
+        pending = asyncio.create_task(counter.ask("hang"))
+        for _ in range(2):  # the second iteration sends the request
+            await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(SandboxError, match="a worker was stopped before it replied") as error:
+            await pending
+        assert not isinstance(error.value, RequestFailed)
+        assert not pool.pids

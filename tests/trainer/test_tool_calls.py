@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 
@@ -188,6 +189,22 @@ def test_missing_brackets_are_added_and_counted(answer, calls, num_repaired):
         "parse_failures": float(not calls),
         "parse_recovered": num_repaired,
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "get_order", "arguments": {"id": "#1",}}',
+        '{"name": "get_order", "arguments": {}} 5',
+        "{'name': 'get_order'}",
+        "",
+    ],
+)
+def test_invalid_json_without_open_brackets_has_its_json_error(text):
+    with pytest.raises(json.JSONDecodeError) as error:
+        json.loads(text)
+    parsed = parse(f"<tool_call>{text}</tool_call>", TOOLS)
+    assert not parsed.calls and parsed.problem == f"no JSON: {error.value}"
 
 
 def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():

@@ -1,11 +1,11 @@
 """Downloads of adapters in PEFT format, from URLs that are valid for an hour.
 
 The adapter is written in PEFT format when its URLs are first requested (`files.derived`). SDKs up to 0.35
-request both files in one tar. A URL contains its expiry, the generation of the checkpoint and a signature
-with a secret of this process, so a download needs no API key. After a restart of the server the client must
-request new URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are
-downloaded one after the other always belong to the same generation. A running download completes, because it
-keeps its file open.
+request both files in one tar. A URL contains its expiry, the generation of the checkpoint (an identifier of
+its arrays; every save creates a new one) and a signature with a secret of this process, so a download needs
+no API key. After a restart of the server the client must request new URLs. After a checkpoint is saved again
+or deleted, its URLs reply 404, so files that are downloaded one after the other always belong to the same
+generation. A running download completes, because it keeps its file open.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
 """Derived files that were not requested for this time are removed."""
 _SECRET = secrets.token_bytes(32)
 _NEW_URL = "request a new URL with get_external_weights_urls (SDK 0.35 and older: get_checkpoint_archive_url)"
-_ANY_TEXT = ("utf-8", "surrogatepass")  # arguments of `str.encode` for text of a URL, which may be invalid
+_ANY_TEXT = ("utf-8", "surrogatepass")
+"""Arguments of `str.encode` for text of a URL, which may contain lone surrogates."""
 
 
 async def save_weights_external(state: AppState, request: Request) -> Reply:

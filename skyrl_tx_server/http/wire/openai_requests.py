@@ -128,7 +128,7 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     sampling = _sampling(
         fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens")
     )
-    if (fields.optional_integer("best_of") or sampling.num_samples) != sampling.num_samples:
+    if fields.optional_integer("best_of") not in (None, sampling.num_samples):
         raise UserError(
             "completions: best_of other than n is not supported; request n samples and choose one"
         )

@@ -31,7 +31,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import listed
 from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.http.wire.tensors import cells_from_csr, dense_array
+from skyrl_tx_server.http.wire.tensors import cells_from_csr, check_dimensions, dense_array
 from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     check_datum,
@@ -181,6 +181,7 @@ def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
     array = _from_bytes(tensor.dense, _DTYPES[tensor.dtype], where)
     if not tensor.shape:
         return array
+    check_dimensions(tensor.shape, where)
     try:
         return array.reshape(list(tensor.shape))
     except ValueError:

@@ -13,11 +13,15 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 MAX_CELLS = 1 << 24
 """Maximum number of cells of a matrix, because a small sparse request must not allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
+_NUMBERS: frozenset[type] = frozenset((int, float, bool))
 
 
-def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
-    """Return a flat list of numbers or booleans as an array [N]. Raise ValueError for other contents and for
-    fractions if `dtype` is an integer type, and OverflowError for an integer that is too large for `dtype`.
+def to_array(
+    values: list[object], dtype: np.dtype | None = None, *, allowed: frozenset[type] = _NUMBERS
+) -> np.ndarray:
+    """Return a flat list of values of `allowed` types as an array [N]. Raise ValueError for other contents
+    and for fractions if `dtype` is an integer type, and OverflowError for an integer that is too large for
+    `dtype`.
 
     The list is converted in chunks, between which other threads can run, because numpy holds the GIL.
     """
@@ -25,8 +29,8 @@ def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
     for start in range(0, len(values), _CHUNK_SIZE):
         part = values[start : start + _CHUNK_SIZE]
         types = set(map(type, part))
-        if not types <= {int, float, bool}:
-            raise ValueError("not a flat list of numbers")
+        if not types <= allowed:
+            raise ValueError("not a flat list of the allowed types")
         has_floats = float in types and dtype is not None and dtype.kind == "i"
         if has_floats and any(isinstance(value, float) and not value.is_integer() for value in part):
             raise ValueError("not a list of integers")
@@ -37,7 +41,7 @@ def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
 def integers(values: list[object], where: str) -> np.ndarray:
     """Return a flat JSON list of integers as an array [N] int64. Raise UserError for other contents."""
     try:
-        array = to_array(values)
+        array = to_array(values, allowed=frozenset((int,)))
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: expected a flat list of integers") from None
     if array.size == 0:
@@ -97,6 +101,14 @@ def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     return cells.dense()
 
 
+def check_dimensions(shape: Sequence[int], where: str) -> None:
+    """Raise UserError for a negative dimension, which numpy would replace with the one that fits the data."""
+    if min(shape, default=0) < 0:
+        raise UserError(
+            f"{where}: the shape {list(shape)} has a negative dimension; send the size of every dimension"
+        )
+
+
 def parse_cells(body: object, where: str) -> CsrMatrix:
     """Return a two-dimensional JSON TensorData, dense or sparse. Raise UserError if it is invalid."""
     tensor = parse_tensor(body, where)
@@ -119,15 +131,17 @@ def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
     dtype = fields.optional_text("dtype")
     if dtype not in (None, "int64", "float32"):
         raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
-    shape = integers(fields.items("shape"), f"{where}: shape")
+    shape = integers(fields.items("shape"), f"{where}: shape").tolist()
+    if not is_sparse:
+        check_dimensions(shape, where)
     try:
         array = to_array(fields.items("data"), None if dtype is None else np.dtype(dtype))
-        array = array.reshape(shape.tolist()) if shape.size and not is_sparse else array
+        array = array.reshape(shape) if shape and not is_sparse else array
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: data does not match its dtype and shape") from None
     if array.dtype.kind not in "iuf":
         raise UserError(f"{where}: data must be numbers")
     fields.finish()
     if is_sparse:
-        return cells_from_csr(array.reshape(-1), crow_indices, col_indices, shape.tolist(), where)
+        return cells_from_csr(array.reshape(-1), crow_indices, col_indices, shape, where)
     return array

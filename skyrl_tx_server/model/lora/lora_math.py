@@ -159,14 +159,45 @@ def project(
     form = "bti,io->bto" if config.inputs_first else "bti,oi->bto"
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
-    if module is not None and module.joined is not None:
+    if module is not None and (module.joined is not None or _joins_factors(config, module)):
         assert config.mesh is None
-        return split_parts(fused + _joined_delta(x, module.joined), widths, 1)
+        delta = _joined_delta(x, module.joined) if module.joined else fused_delta(x, module)
+        return split_parts(fused + delta, widths, 1)
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
     deltas = low_rank_deltas(x, module, inputs_first=config.inputs_first)
     return tuple(output + delta for output, delta in zip(outputs, deltas, strict=True))
+
+
+def _joins_factors(config: ModelConfig, module: LoraWeights) -> bool:
+    """Return whether `project` adds one delta to the fused output. On a GPU, the product with `weight`
+    accumulates this delta. With one delta per part, XLA would copy each part of the output."""
+    one_slot = module.indices is None or module.indices.max_loras == 1
+    return on_gpu() and config.mesh is None and one_slot
+
+
+def fused_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
+    """Return the delta of one adapter for x [B, T, in], the parts of `low_rank_deltas` in one array
+    [B, T, sum(out)]."""
+
+    def compute(weights: LoraWeights) -> tuple[jax.Array]:
+        inner = _product(x, weights.a.astype(x.dtype))
+        inner = inner * jax.lax.stop_gradient(weights.scale).astype(x.dtype)
+        return (_product(inner, _block_diagonal(weights.b).astype(x.dtype)),)
+
+    return apply_lora(module, compute)[0]
+
+
+def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
+    """Return matrices [..., R, out_part] as one [..., len(parts) * R, sum(out_part)]."""
+    widths = [part.shape[-1] for part in parts]
+    leading = [(0, 0)] * (parts[0].ndim - 1)
+    rows = [
+        jnp.pad(part, [*leading, (sum(widths[:index]), sum(widths[index + 1 :]))])
+        for index, part in enumerate(parts)
+    ]
+    return jnp.concatenate(rows, axis=-2)
 
 
 def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
@@ -180,22 +211,14 @@ def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
     slots = jnp.asarray(indices.distinct)[: indices.max_loras]
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at], jnp.asarray(module.scale)[at]
-    parts = [jnp.asarray(part)[at] for part in module.b]  # [slots, max_rank, out_part] each
-    widths = [part.shape[-1] for part in parts]
-    b = jnp.stack(
-        [
-            jnp.pad(part, ((0, 0), (0, 0), (sum(widths[:index]), sum(widths[index + 1 :]))))
-            for index, part in enumerate(parts)
-        ],
-        axis=1,
-    )
+    b = _block_diagonal([jnp.asarray(part)[at] for part in module.b])  # [slots, parts * max_rank, sum(out)]
     uses = None
     if len(slots) > 1:
         is_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
         uses = jnp.repeat(is_slot.astype(dtype), a.shape[-1], axis=1)[:, None]
     joined = JoinedFactors(
         a=a.astype(dtype).transpose(1, 0, 2).reshape(a.shape[1], -1),
-        b=(b * scale[:, None, None, None]).astype(dtype).reshape(-1, sum(widths)),
+        b=(b * scale[:, None, None]).astype(dtype).reshape(-1, b.shape[-1]),
         uses=uses,
     )
     return replace(module, joined=joined)

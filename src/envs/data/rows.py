@@ -82,9 +82,15 @@ def question_of(record: Record, columns: Columns) -> Question:
         raise ConfigError(f"{record.where}: {column} does not end with a user message; correct it")
     last_answer = max(i for i, message in enumerate(messages) if i == 0 or message["role"] == "assistant")
     last_opening = next(i for i in range(last_answer, len(messages)) if messages[i]["role"] == "user")
+    follow_ups = messages[last_opening + 1 :]
+    if any(message["role"] == "system" for message in follow_ups):
+        raise ConfigError(
+            f"{record.where}: {column} has a system message between the last user messages; "
+            "move it before these or remove it"
+        )
     return Question(
         opening=messages[: last_opening + 1],
-        follow_ups=[str(message["content"]) for message in messages[last_opening + 1 :]],
+        follow_ups=[str(message["content"]) for message in follow_ups],
         reference=reference,
         record=record,
     )

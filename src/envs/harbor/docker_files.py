@@ -119,6 +119,7 @@ class DockerFiles:
         # The stream is closed, because the engine cannot remove a container while it writes an archive of it.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             size = 0
+            first: tarfile.TarInfo | None = None
             for chunk in stream:
                 packed.write(chunk)
                 size += len(chunk)
@@ -126,11 +127,13 @@ class DockerFiles:
                     raise AgentFault(
                         ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
                     )
-                if not is_new and _starts_with_directory(packed):
-                    break
-            if not is_new and _starts_with_directory(packed):
-                filtered.add(_first_member(packed), directory)
-                return False
+                if is_new or first is not None:
+                    continue
+                first = _first_member(packed)
+                if first is not None and first.isdir():
+                    _truncate(packed, first)
+                    filtered.add(packed, directory)
+                    return False
             packed.seek(0)
             filtered.add(packed, directory)
         return is_new
@@ -165,7 +168,13 @@ def _kill(container: Any) -> None:
 
 def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
     for batch in _batches(changes.removed):
-        container.exec_run(["rm", "-rf", "--", *batch], user="root")
+        result = container.exec_run(["rm", "-rf", "--", *batch], user="root")
+        if result.exit_code != 0:
+            reason = result.output.decode("utf-8", "replace").strip()[-200:]
+            raise AgentFault(
+                ZeroReason.FILES_UNREADABLE,
+                f"the agent's deletions cannot be repeated in a fresh container: {reason}",
+            )
     if changes.carried:
         archive.seek(0)
         try:
@@ -178,20 +187,24 @@ def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
             ) from error
 
 
-def _starts_with_directory(packed: IO[bytes]) -> bool:
+def _first_member(packed: IO[bytes]) -> tarfile.TarInfo | None:
+    """Return the first member of the archive, or None if its headers are incomplete or invalid."""
     packed.seek(0)
-    header = packed.read(tarfile.BLOCKSIZE)
-    packed.seek(0, 2)
-    return len(header) == tarfile.BLOCKSIZE and header[156:157] == tarfile.DIRTYPE
+    try:
+        with tarfile.open(fileobj=packed, mode="r:", errors="surrogateescape") as archive:
+            return archive.next()
+    except (tarfile.TarError, ValueError, OverflowError, EOFError):
+        return None
+    finally:
+        packed.seek(0, 2)
 
 
-def _first_member(packed: IO[bytes]) -> IO[bytes]:
+def _truncate(packed: IO[bytes], first: tarfile.TarInfo) -> None:
     """Truncate the archive to its first member, which is a directory."""
-    packed.truncate(tarfile.BLOCKSIZE)
+    packed.truncate(first.offset_data)
     packed.seek(0, 2)
     packed.write(bytes(2 * tarfile.BLOCKSIZE))
     packed.seek(0)
-    return packed
 
 
 def _batches(paths: Sequence[str], size: int = 500) -> Iterator[list[str]]:

@@ -320,7 +320,10 @@ def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, obje
             except ValueError:
                 raise ConfigError(f"environment_kwargs {key} needs an integer, not {text!r}") from None
         elif key in ("force_build", "delete"):
-            options[key] = _parse_scalar(text) is True
+            value = _parse_scalar(text)
+            if not isinstance(value, bool):
+                raise ConfigError(f"environment_kwargs {key} needs true or false, not {text!r}")
+            options[key] = value
         elif key in ("cpu_enforcement_policy", "memory_enforcement_policy"):
             options[key] = text
         else:

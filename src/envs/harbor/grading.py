@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -33,7 +34,7 @@ from harbor.verifier.verifier import Verifier
 
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import FileChanges, probe_changes
+from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
@@ -244,7 +245,7 @@ class Grading:
 
     async def _works_without_agent(self, *, run_verifier: bool) -> bool:
         """Return whether a fresh environment starts, runs a command and, if the trial is graded in a fresh
-        environment, accepts a file.
+        environment, removes a path and accepts a file.
 
         With `run_verifier`, the verifier must also give a reward there, unless the task has a separate
         verifier environment.
@@ -259,7 +260,8 @@ class Grading:
                     return False
                 if self._files is not None:
                     with tempfile.TemporaryFile() as archive:
-                        await self._files.unpack(environment, archive, probe_changes(archive))
+                        changes = replace(probe_changes(archive), removed=(PROBE_FILE,))
+                        await self._files.unpack(environment, archive, changes)
                 if run_verifier and not self._is_separate:
                     await self._verify_without_agent(environment, paths)
             except Exception as error:  # Any error here occurs without the agent.

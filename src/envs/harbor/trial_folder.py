@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ class JobsQuota:
 
     limit: int  # bytes
     _used: int | None = None  # None: not measured yet
+    # Measured bytes of each trial folder, without the trials that have ended since then.
+    _measured: dict[Path, int] = field(default_factory=dict)
     _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -49,10 +52,10 @@ class JobsQuota:
         """Apply the limits to the folder of a trial that has ended. This call blocks; call it in a thread."""
         with self._lock:  # Two trials must not both use the last free bytes.
             if self._used is None:
-                self._used = sum(
-                    entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder.parents[1])
-                )
-                self._used -= sum(entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder))
+                self._measured = _measure(folder.parents[1])
+                self._used = sum(self._measured.values())
+            # The folder of a trial that was running when it was measured is counted again below.
+            self._used -= self._measured.pop(folder, 0)
             if not folder.is_dir():
                 return FolderSummary(size=0, is_complete=True)
             summary = apply_limits(folder)
@@ -121,6 +124,15 @@ def keep_essential(folder: Path) -> FolderSummary:
                 os.truncate(entry.path, MAX_LOG_BYTES)
             size += entry.stat(follow_symlinks=False).st_size
     return FolderSummary(size=size, is_complete=False, is_essential_only=True)
+
+
+def _measure(jobs: Path) -> dict[Path, int]:
+    """Return the bytes in the folder of each trial, `jobs/STEP/TRIAL`, and of each other entry of `jobs`."""
+    sizes: Counter[Path] = Counter()
+    for entry, _ in _entries(jobs):
+        parts = Path(entry.path).relative_to(jobs).parts
+        sizes[jobs.joinpath(*parts[:2])] += entry.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:

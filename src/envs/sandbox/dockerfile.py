@@ -209,10 +209,11 @@ def _copy(
     path: Path, line: int, value: str, variables: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
     """Parse COPY or ADD. With `unpacks`, Docker would unpack archives, so archives are refused."""
-    mode, value = _copy_options(path, line, value)
+    instruction = "ADD" if unpacks else "COPY"
+    mode, value = _copy_options(path, line, value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
     if len(words) < 2:
-        raise ConfigError(f"{path}:{line}: {'ADD' if unpacks else 'COPY'} needs a source and a destination")
+        raise ConfigError(f"{path}:{line}: {instruction} needs a source and a destination")
     *sources, target = words
     into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
     files: list[tuple[Path, str]] = []
@@ -225,7 +226,7 @@ def _copy(
     return Copy(files=tuple(files), mode=mode, line=line)
 
 
-def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
+def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tuple[int | None, str]:
     """Return the mode of --chmod and the text after the options."""
     mode: int | None = None
     while match := re.match(r"--(\w+)(?:=(\S+))?\s+", value):
@@ -236,7 +237,7 @@ def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
         elif option == "chown" and setting and set(setting.split(":")) <= {"root", "0"}:
             pass
         elif option != "link":
-            raise _refusal(path, line, f"COPY with --{option}={setting}")
+            raise _refusal(path, line, f"{instruction} with {match[0].strip()}")
     return mode, value
 
 

@@ -243,10 +243,13 @@ class SandboxEnvironment(BaseEnvironment):
             )
             if not is_whole or budget.files <= 0:
                 self._downloads.record(str(source_path), budget, budget, is_whole=False)
-                raise SandboxError(
-                    f"cannot download {source_path}: it exceeds the download limit of the trial or takes "
-                    f"more than {COLLECT_TIMEOUT_S:g} s"
+                reason = (
+                    "the trial has already downloaded as many files as its limit allows; download fewer files"
+                    if budget.files <= 0
+                    else "it exceeds the download limit of the trial or takes more than "
+                    f"{COLLECT_TIMEOUT_S:g} s"
                 )
+                raise SandboxError(f"cannot download {source_path}: {reason}")
             remaining.files -= 1
             remaining.size -= received.tell()
             self._downloads.record(str(source_path), budget, remaining, is_whole=True)

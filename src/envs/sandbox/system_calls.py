@@ -114,9 +114,10 @@ OF_ANOTHER_PROCESS = {
     "sched_setattr": 0,
     "sched_setparam": 0,
     "sched_setscheduler": 0,
-    "setpriority": 1,
-    "ioprio_set": 1,
 }
+# Calls that change a process, a process group or all processes of a user, selected by the first argument; the
+# second is the id -> the value that selects a process. The filter denies groups, users and pid 1.
+OF_SEVERAL_PROCESSES = {"setpriority": 0, "ioprio_set": 1}
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -160,6 +161,13 @@ def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
     for name, position in OF_ANOTHER_PROCESS.items():
         for number in call_numbers((name,)):
             program += _when(number, [_low_word(position), (_EQUAL, 0, 1, 1), _fail(errno.EPERM), _allow()])
+    for name, selects_process in OF_SEVERAL_PROCESSES.items():
+        steps = [
+            *(_low_word(0), (_EQUAL, 1, 0, selects_process), _fail(errno.EPERM)),
+            *(_low_word(1), (_EQUAL, 0, 1, 1), _fail(errno.EPERM), _allow()),
+        ]
+        for number in call_numbers((name,)):
+            program += _when(number, steps)
     if max_shared_mapping is not None:
         (mmap,) = call_numbers(("mmap",))
         program += _when(mmap, _bounded_shared_mapping(max_shared_mapping))

@@ -73,7 +73,8 @@ class Worker:
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> WorkerReply | None:
         """Return the reply, or None if the worker was lost before it received the request.
 
-        Raises WorkerLost if this request caused the loss.
+        Raises WorkerLost if this request caused the loss, and SandboxError if the worker was killed before it
+        replied.
         """
         # Shielded, so that the reply is read even if the caller is cancelled.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))
@@ -129,8 +130,10 @@ class Worker:
         await self.kill()
         raise WorkerLost(f"a worker sent an invalid reply: {line[:200]!r}")
 
-    async def _exit_error(self, timeout_s: float) -> WorkerLost:
+    async def _exit_error(self, timeout_s: float) -> SandboxError:
         status = await self._process.wait()
+        if self.is_lost:  # `kill` was called, which closes `_stderr`
+            return SandboxError("a worker was stopped before it replied")
         self._stderr.seek(0)
         last_line = self._stderr.read().decode(errors="replace").strip().rpartition("\n")[2][:300]
         await self.kill()
@@ -181,7 +184,7 @@ class WorkerSession:
         if worker is None:
             return
         worker.num_sessions -= 1
-        with suppress(WorkerLost):
+        with suppress(SandboxError):
             await worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:

@@ -308,7 +308,9 @@ def _json(text: str) -> tuple[object, int]:
 
 
 def _missing_brackets(text: str) -> str:
-    """Return the brackets that close the text. Raises ParseError if the completion is ambiguous."""
+    """Return the brackets that close the text, "" if none is open. Raises ParseError if the completion is
+    ambiguous.
+    """
     open_brackets: list[str] = []
     in_string = escaped = False
     for character in text:
@@ -320,8 +322,8 @@ def _missing_brackets(text: str) -> str:
             open_brackets.append("}" if character == "{" else "]")
         elif open_brackets and character == open_brackets[-1]:
             open_brackets.pop()
-    if in_string or text[-1:].isdigit():
+    if in_string or (open_brackets and text[-1:].isdigit()):
         raise ParseError(f"it ends inside a {'string' if in_string else 'number'}")
-    if not 1 <= len(open_brackets) <= MAX_ADDED_BRACKETS:
+    if len(open_brackets) > MAX_ADDED_BRACKETS:
         raise ParseError(f"{len(open_brackets)} brackets are open")
     return "".join(reversed(open_brackets))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import tinker
 
 from src.evaluate.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy, datum, expect, near
 
@@ -86,8 +87,11 @@ def check_unknown_is_refused(probe: Probe) -> str:
             lambda client: client.forward_backward([data], "ppo", {"no_such_setting": 1.0}),
         ),
     ):
+        client = probe.client()
         try:
-            call(probe.client()).result()
+            call(client).result()
+        except (tinker.APIConnectionError, tinker.InternalServerError):
+            raise  # the endpoint failed and has not rejected the request
         except Exception:  # any rejection is correct, including one by the SDK
             continue
         raise Defect(f"{label} was accepted")

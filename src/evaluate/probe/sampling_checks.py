@@ -102,7 +102,7 @@ def check_stops(probe: Probe) -> str:
         ", not 24 tokens and the stop reason length",
     )
     tokens = list(whole.tokens)
-    stop = next(token for token in tokens[2:] if token not in tokens[:2])
+    stop = next((token for token in tokens[2:] if token not in tokens[:2]), tokens[1])
     cut = probe.sample(sampler, stop=[stop])
     expected = tokens[: tokens.index(stop) + 1]
     expect(
@@ -130,6 +130,8 @@ def check_context(probe: Probe) -> str:
     prompt = (TEXT * (limit // len(TEXT) + 1))[: limit - 4]
     try:
         sequence = probe.sample(sampler, prompt, max_tokens=16)
+    except (tinker.APIConnectionError, tinker.InternalServerError):
+        raise  # the endpoint failed and has not rejected the prompt
     except Exception:
         return f"{len(prompt)} + 16 tokens are rejected with a limit of {limit}"
     raise Defect(

@@ -1,0 +1,59 @@
+"""Measure how long each kernel of a GPU runs, with JAX's profiler."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.profiler import ProfileData
+
+GPU_PLANE, STREAM_LINE = "/device:GPU", "Stream"
+"""Beginnings of the names of the plane of a GPU and of the lines with its kernels, one per CUDA stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    name: str  # without the numbers that XLA appends
+    count: int
+    total_s: float
+
+
+def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
+    """Call `run` with the profiler. Return the kernels that ran on a GPU, the longest total time first.
+
+    XLA launches each kernel separately while the profiler runs, so the program takes longer than its kernels.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        assert files, "the profiler wrote no file"
+        return summed(event for path in files for event in _events(path))
+
+
+def summed(events: Iterator[tuple[str, float]]) -> list[KernelTime]:
+    """Return the sums of events (name, seconds) by kernel.
+
+    >>> summed(iter([("fusion_12", 1.0), ("fusion_7", 2.0), ("paged_attention", 4.0)]))[1]
+    KernelTime(name='fusion', count=2, total_s=3.0)
+    """
+    durations_s: dict[str, list[float]] = defaultdict(list)
+    for name, duration_s in events:
+        durations_s[re.sub(r"([._]\d+)+$", "", name)].append(duration_s)
+    kernels = [
+        KernelTime(name=name, count=len(values), total_s=sum(values)) for name, values in durations_s.items()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.total_s)
+
+
+def _events(path: Path) -> Iterator[tuple[str, float]]:
+    for plane in ProfileData.from_file(str(path)).planes:
+        if plane.name.startswith(GPU_PLANE):
+            for line in plane.lines:
+                if line.name.startswith(STREAM_LINE):
+                    yield from ((event.name, event.duration_ns / 1e9) for event in line.events)

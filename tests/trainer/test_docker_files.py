@@ -1,0 +1,101 @@
+"""Tests which files of a container are exported, and the removal of files, with fake containers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from src.core.errors import AgentFault
+from src.core.trajectory import ZeroReason
+from src.envs.harbor.carried_files import FileChanges
+from src.envs.harbor.docker_files import MODIFIED, DockerFiles
+
+FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
+
+
+class FakeContainer:
+    """A container in which the directory `path` of the image was modified and has one unchanged file."""
+
+    def __init__(self, path: str, *, tar_format: int, headers: Mapping[str, str], chunk_size: int) -> None:
+        self.attrs = {"Config": {"Env": []}, "Mounts": []}
+        self._path = path
+        self._tar_format = tar_format
+        self._headers = headers
+        self._chunk_size = chunk_size
+
+    def diff(self) -> list[dict[str, object]]:
+        return [{"Path": self._path, "Kind": MODIFIED}]
+
+    def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, object]]:
+        assert path == self._path
+        name = path.rpartition("/")[2]
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=self._tar_format) as archive:
+            directory = tarfile.TarInfo(name)
+            directory.type, directory.mode = tarfile.DIRTYPE, 0o755
+            directory.pax_headers = dict(self._headers)
+            archive.addfile(directory)
+            unchanged = tarfile.TarInfo(f"{name}/unchanged")
+            unchanged.size = 2000
+            archive.addfile(unchanged, io.BytesIO(bytes(2000)))
+        data = packed.getvalue()
+        return (data[start : start + self._chunk_size] for start in range(0, len(data), self._chunk_size)), {}
+
+
+@pytest.mark.parametrize("chunk_size", [100, 512, 2**20])
+@pytest.mark.parametrize("tar_format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "headers"),
+    [("plain", {}), ("größe", {}), ("n" * 120, {}), ("dated", {"mtime": "1.5"})],
+    ids=["plain", "non-ascii", "long", "dated"],
+)
+async def test_a_modified_directory_is_exported_without_its_files(
+    monkeypatch: pytest.MonkeyPatch, name: str, headers: Mapping[str, str], tar_format: str, chunk_size: int
+) -> None:
+    container = FakeContainer(
+        f"/app/{name}", tar_format=FORMATS[tar_format], headers=headers, chunk_size=chunk_size
+    )
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    exported = io.BytesIO()
+    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s"))).export(exported)
+    exported.seek(0)
+    with tarfile.open(fileobj=exported) as archive:
+        assert [(member.name, member.isdir(), member.mode) for member in archive] == [
+            (f"app/{name}", True, 0o755)
+        ]
+    assert list(changes.carried) == [f"/app/{name}"]
+
+
+async def remove_with_result(monkeypatch: pytest.MonkeyPatch, exit_code: int, output: bytes) -> list[object]:
+    """Remove a file in a fresh container in which each command ends with this result. Return the commands."""
+    commands: list[object] = []
+
+    def run(command: list[str], *, user: str) -> SimpleNamespace:
+        commands.append((user, command))
+        return SimpleNamespace(exit_code=exit_code, output=output)
+
+    container = SimpleNamespace(exec_run=run)
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    fresh = cast(Any, SimpleNamespace(session_id="s"))
+    await DockerFiles(fresh).unpack(fresh, io.BytesIO(), FileChanges(removed=["/app/old"]))
+    return commands
+
+
+async def test_removed_files_are_removed_in_a_fresh_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = await remove_with_result(monkeypatch, 0, b"")
+    assert commands == [("root", ["rm", "-rf", "--", "/app/old"])]
+
+
+async def test_a_failed_removal_in_a_container_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "rm: cannot remove '/app/old': Operation not permitted"
+    with pytest.raises(AgentFault, match=message) as error:
+        await remove_with_result(monkeypatch, 1, f"{message}\n".encode())
+    assert error.value.reason is ZeroReason.FILES_UNREADABLE
