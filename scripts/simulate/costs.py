@@ -150,6 +150,6 @@ DEVICES: dict[str, Costs] = {
 
 The rates and launches of `h200` give the times that `compiled_costs` calculates for the compiled programs:
 within 5 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training of 4,096 tokens, and
-within 10 % for a prefill batch of 1,024 tokens. The rates are 74 % of the bandwidth (4.3 TB/s) and 51 % of the arithmetic (790 TFLOP/s) that
-are reachable on an H200 (not measured by this project). The times of `h200-fixed` do not depend on the
-context."""
+within 10 % for a prefill batch of 1,024 tokens. The rates are 74 % of the bandwidth (4.3 TB/s) and 51 % of
+the arithmetic (790 TFLOP/s) that are reachable on an H200 (not measured by this project). The times of
+`h200-fixed` do not depend on the context."""

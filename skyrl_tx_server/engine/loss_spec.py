@@ -31,7 +31,8 @@ class LossFn(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
-    """The `loss_fn_config` of a request: every option of every loss, with its default."""
+    """The `loss_fn_config` of a request. The fields are the options of all losses, with their defaults. A
+    request may set only those of its own loss (`LossSpec.options`)."""
 
     clip_low_threshold: float = 0.8  # the minimum of the probability ratio, not its distance from 1
     clip_high_threshold: float = 1.2  # the maximum of the probability ratio
@@ -56,16 +57,17 @@ class OptionRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """The inputs and options of a loss, and the preparation of its data."""
+    """The inputs and options of a loss, the positions where it has a gradient, and for gspo the function that
+    computes its sequence term."""
 
     inputs: frozenset[str]  # names of `loss_fn_inputs`
     optional_inputs: frozenset[str] = frozenset()  # a subset of `inputs`
     options: Mapping[str, OptionRange]  # names of `LossSettings` fields
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
-    # For a loss with a term over the whole sequence: return the datum with this term in place of the
-    # sampler's logprobs. The term is computed from the model's own logprobs [N], which require a forward pass
-    # before the forward-backward pass.
+    # Only for a loss whose ratio belongs to the whole sequence (gspo), else None. The arguments are a datum
+    # and the model's logprobs [N], which need an extra forward pass before the forward-backward pass. The
+    # result is a copy of the datum whose `logprobs` are the sequence term, not the sampler's logprobs.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 
@@ -85,8 +87,9 @@ def _everywhere(datum: TrainDatum) -> np.ndarray:
 
 
 def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
-    """Replace the sampler's logprobs by gspo's sequence term: at every token the mean of (`logprobs` -
-    sampler's logprobs) over the tokens of the mask. `logprobs` is [N] float32."""
+    """Return a copy of the datum whose `logprobs` are all the same number, gspo's sequence term. It is the
+    mean of (`logprobs` - `datum.logprobs`) over the tokens whose `sequence_ratio_mask` is not 0, or 0 if
+    there are none. The argument `logprobs` [N] float32 contains the model's logprobs."""
     assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
         "the request parser requires both"
     )

@@ -43,7 +43,9 @@ class Sampler:
     sampler_id: str
     session_id: str
     model_path: str | None  # tinker:// path; None for the base model and for a snapshot in memory
-    weights: str | None  # `operations.Sample.weights`; None is the base model
+    # As in `operations.Sample`: the sampler's own id for a snapshot in memory, the tinker:// path of a
+    # sampler checkpoint, or None for the base model.
+    weights: str | None
 
     @property
     def is_snapshot(self) -> bool:
@@ -135,8 +137,8 @@ class Registry:
         return self._find(session_id) is not None
 
     def heartbeat(self, session_id: str) -> None:
-        """Record that the client is alive. Raise FutureLostError (410) for a session that has ended: the SDK
-        then stops its heartbeats.
+        """Record that the client is alive. Raise FutureLostError (410) if the session does not exist, because
+        it has ended or was never created: the SDK then stops its heartbeats.
         """
         try:
             self.session(session_id)

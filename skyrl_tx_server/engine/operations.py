@@ -92,7 +92,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsrMatrix:
-    """A dense or sparse (CSR) matrix. A reply has the layout of its request."""
+    """A dense or sparse (CSR) matrix. The matrix of a reply is dense if that of the request is dense.
+    Otherwise it stores the same cells as that of the request."""
 
     values: np.ndarray  # flat: all cells in row-major order, or the stored cells
     shape: tuple[int, int]
@@ -178,7 +179,8 @@ class SaveWeights(Operation["WeightsSaved"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSampler(Operation["WeightsSaved"]):
-    """Save the model's adapter as a sampler snapshot under the name `weights`. Result: `WeightsSaved`."""
+    """Save the model's adapter as a sampler snapshot. The field `weights` is the name of the snapshot.
+    Result: `WeightsSaved`."""
 
     model_id: str
     weights: str
@@ -280,8 +282,8 @@ class WeightsSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkLogprobs:
-    """The k most likely tokens at each of n positions, most likely first. The first position of a prompt, and
-    positions before the last `prompt_logprobs_last_n`, have only token 0 with `NO_LOGPROB`."""
+    """The k most likely tokens at each of n positions, most likely first. The first token of a prompt, and
+    all tokens before its last `prompt_logprobs_last_n` tokens, have only token 0 with `NO_LOGPROB`."""
 
     token_ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32
@@ -298,7 +300,8 @@ class SampledSequence:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
     sequences: tuple[SampledSequence, ...]
-    # [P] float32; NaN for the first token and before the last `prompt_logprobs_last_n`; None if not requested
+    # [P] float32; NaN for the first token and for all before the last `prompt_logprobs_last_n` tokens; None
+    # if not requested
     prompt_logprobs: np.ndarray | None
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None if not requested

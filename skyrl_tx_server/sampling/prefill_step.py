@@ -146,10 +146,11 @@ def _first_tokens(
     """Return the first token [B] of each sequence that begins and its logprob [B], from hidden states
     [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
 
-    If one sequence begins per prompt, at most N sequences begin. On a CPU without a mesh, the head is then
-    computed for N sequences (at least MIN_DECODE_WIDTH) instead of B. On a GPU the head takes little time,
-    and the additional branch would make the device wait for the host. With a mesh, the slots are divided over
-    the devices.
+    On a CPU without a mesh, the head is computed for only max(N, MIN_DECODE_WIDTH) of the B slots if at most
+    that many sequences begin. This is always the case if each prompt begins only one sequence, because every
+    prompt whose last token is in the batch has at least one of the N tiles. On a GPU the head is computed for
+    all B slots: it takes little time there, and the additional branch would make the device wait for the
+    host. With a mesh it is also computed for all B slots, because they are divided over the devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))

@@ -60,8 +60,8 @@ def sample_tokens(
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """Return the first index [B] of each maximum. Two plain reductions replace XLA's argmax, which is 10x
-    slower on a CPU."""
+    """Return the index [B] of the maximum of each row, the first one if several scores are equal. Two plain
+    reductions replace XLA's argmax, which is 10x slower on a CPU."""
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)

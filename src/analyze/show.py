@@ -7,8 +7,9 @@ show RUN my-task    the trials of a task in all steps and evaluations
 show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantage and how it ended
 show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
 
-Except for Harbor tasks, the trials of a task have the same names in all evaluations. Without a second STEP,
-the latest trial of a name is printed, with a line that lists the other trials of this name.
+`show RUN TRIAL` without a STEP prints the latest trial of this name, and a line that lists the steps and
+evaluations of the others. Several trials can have one name, because a task that is not a Harbor task has the
+same trial names in every evaluation.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def shown(run: str, selected: str | None = None, step: str | None = None) -> Iterator[RenderableType]:
-    """Yield the contents to print. `step` limits them to one step or evaluation; None selects all.
+    """Yield the contents to print. `step` limits the trials: a file name such as eval_000012 to one step or
+    evaluation, a number to a step and the evaluation after it. None selects all trials.
 
     Raises ConfigError if there is no such run, step, task or trial.
     """
@@ -128,7 +130,10 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     key, result = stored[-1]
     yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
     if others := [_file_name(other) for other, _ in stored[:-1]]:
-        yield Text(f"other trials of this name: {', '.join(others)}; write show RUN TRIAL {others[-1]}")
+        yield Text(
+            f"trials of this name are also in {', '.join(others)}; to print one of them: "
+            f"agent-trainer show {run} {selected} {others[-1]}"
+        )
     named = [trial for trial in trials if (trial.line["trial"], trial.name) == (selected, _file_name(key))]
     yield from rollout(result, named[0] if named else None)
 
@@ -220,13 +225,14 @@ def turn_lines(number: int, turn: Turn) -> Iterator[Text]:
 
 
 def _is_in(step: str, name: str, number: int) -> bool:
-    """Return whether `step`, a number or the name of a file, selects the file `name` of step `number`."""
+    """Return whether the argument `step` selects the file `name`, which belongs to step `number`. The
+    argument is the number of a step or the name of a file without suffix."""
     return step == name or (step.isdecimal() and int(step) == number)
 
 
 def _file_name(key: RolloutKey) -> str:
-    """Return the name of the rollout's file in rollouts/. Refills of a step, which are its further
-    batches of dynamic sampling, are in the file of the step."""
+    """Return the name of the rollout's file in rollouts/, without suffix. If dynamic sampling plays further
+    batches for a step (refills), their rollouts are also in the file of the step."""
     return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
 
 

@@ -16,7 +16,9 @@ from statistics import NormalDist, fmean, stdev, variance
 import numpy as np
 
 LEVEL = 0.95  # confidence level of the intervals
-MAX_SUMS = 2**20  # largest number of distinct sums on either side of 0 in the sign-flip test
+MAX_SUMS = 2**20
+"""The sign-flip test computes the sum of the signed differences on a grid of at most this many steps between
+0 and the largest sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +101,10 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     """Return the mean of one rate per task with Wilson's interval at the effective number of trials.
 
     The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
-    whose mean would vary as much as this mean does between tasks. It is at most `num_trials`, and equals the
-    number of tasks if the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and
-    compares it with the bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close
-    to 0 or 1.
+    whose mean would have the same variance as this mean. The variance of this mean is estimated from the
+    spread of the rates over tasks. The effective number is at most `num_trials`, and equals the number of
+    tasks if the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and compares it
+    with the bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close to 0 or 1.
     """
     num_tasks, mean = len(rates_P), fmean(rates_P)
     if num_tasks == 1:  # one task gives no information about others
@@ -155,10 +157,13 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
 def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     """Return the two-sided p-value of the sign-flip (permutation) test, over all 2^P sign patterns.
 
-    The distribution of the sum is computed by convolution, which stays exact for any number of tasks, while
-    `scipy.stats.permutation_test` by default draws samples from 14 tasks on. If the common denominator of the
-    differences gives more than `MAX_SUMS` sums, the differences are rounded to a grid of that size, and sums
-    within the rounding error count as equally far from 0. The result is then a tight upper bound.
+    The distribution of the sum is computed by convolution, without random sampling, for any number of tasks.
+    With 14 tasks or more, `scipy.stats.permutation_test` by default draws random sign patterns instead.
+
+    Sums are multiples of 1 / (common denominator of the differences). If more than `MAX_SUMS` such steps lie
+    between 0 and the largest sum, the differences are rounded to a grid of `MAX_SUMS` steps. A sum that is
+    nearer to 0 than the observed sum by at most the rounding error then counts as equally far. The result is
+    then equal to the exact p-value or slightly above it, never below it.
 
     >>> sign_flip_p_value([Fraction(1), Fraction(1), Fraction(1)])
     0.25

@@ -1,8 +1,10 @@
 """Dumps of conversations from evaluations and from some training steps, one JSON line per trajectory.
 
-    dumped_evals/global_step_<N>_evals/<data source>.jsonl  all trajectories, and aggregated_results.jsonl
-    training_examples/step_<N>_examples.jsonl               in steps 1, 11, 21, ...: one trajectory of each of
-                                                            up to ten tasks
+    dumped_evals/global_step_<N>_evals/<data source>.jsonl        all trajectories of the evaluation after
+                                                                  step N
+    dumped_evals/global_step_<N>_evals/aggregated_results.jsonl   the metrics of this evaluation
+    training_examples/step_<N>_examples.jsonl                     in steps 1, 11, 21, ...: one trajectory of
+                                                                  each of up to ten tasks
 
 The fields have the names and contents of SkyRL's dumps:
 

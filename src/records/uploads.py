@@ -1,7 +1,8 @@
 """Upload the dumps of a run to the storage behind an fsspec URL, such as s3://bucket/evals.
 
-    <url>/<run>/global_step_<N>/<data source>.jsonl  the evaluation after step N, and aggregated_results.jsonl
-    <url>/<run>/training_examples/step_<N>_examples.jsonl
+    <url>/<run>/global_step_<N>/<data source>.jsonl         the trials of the evaluation after step N
+    <url>/<run>/global_step_<N>/aggregated_results.jsonl    the metrics of this evaluation
+    <url>/<run>/training_examples/step_<N>_examples.jsonl   the training examples of step N
 
 A failed upload logs a warning. The local files stay.
 """

@@ -27,6 +27,7 @@ from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.chat_format import load_tokenizer
+from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content
 from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
@@ -150,6 +151,31 @@ def test_streamed_and_whole_replies_are_equal(
         reason,
     )
     assert streamed(client, tools=[LS]) == (content, reasoning, whole_calls, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("ls", r'{"path": "\ud800/\ud83d\ude00"}', {"name": "ls", "arguments": '{"path": "?/😀"}'}),
+        ("ls", r'"\ud800"', {"name": "ls", "arguments": "?"}),
+        (r"ls\ud800", "{}", {"name": "ls?", "arguments": "{}"}),
+    ],
+)
+def test_an_unpaired_surrogate_of_a_call_is_replaced(
+    client: openai.OpenAI, engine: TextEngine, name: str, arguments: str, expected: dict[str, str]
+) -> None:
+    engine.texts = [f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>']
+    message = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS]).choices[0].message
+    functions = [call.function for call in message.tool_calls or [] if call.type == "function"]
+    assert [function.model_dump() for function in functions] == [expected]
+    assert streamed(client, tools=[LS])[2] == [expected]
+
+
+def test_a_call_with_too_deeply_nested_arguments_is_content() -> None:
+    nested = "[" * 100_000 + "]" * 100_000
+    text = f'<tool_call>{{"name": "ls", "arguments": {nested}}}</tool_call>'
+    parser = AnswerParser(parses_calls=True)
+    assert [*parser.add(text), *parser.flush()] == [Content(text=text)]
 
 
 def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, engine: TextEngine) -> None:

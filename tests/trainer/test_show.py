@@ -103,11 +103,12 @@ def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
         )
     latest = printed(run, "a__e")
     assert "a__e: task a, eval 3, member 0" in latest and "reward 0.75" in latest and "advantage 3" in latest
-    assert "other trials of this name: eval_000000; write show RUN TRIAL eval_000000" in latest
+    advice = f"also in eval_000000; to print one of them: agent-trainer show {run} a__e eval_000000"
+    assert f"trials of this name are {advice}" in " ".join(latest.split())
     assert "advantage 0.5" in printed(run, "a__1", "step_000001")
     for selection in ("eval_000000", "0"):
         first = printed(run, "a__e", selection)
-        assert "reward 0.25" in first and "advantage 0" in first and "other trials" not in first
+        assert "reward 0.25" in first and "advantage 0" in first and "trials of this name" not in first
     assert [row[:2] for row in rows(printed(run, "a", "eval_000003"))[1:]] == [["eval_000003", "a__e"]]
 
 

@@ -11,7 +11,9 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_TOP_K = 1024
-"""Maximum number of tokens per position in a top-k or a list of targets."""
+"""Maximum number of tokens per position: in the top-k logprobs of a sample request, in its
+`target_prompt_logprobs`, and in the `target_tokens` of a datum. It does not limit the sampling filter
+`top_k`."""
 MAX_SEED = 2**63 - 1
 TEN_YEARS_S = 315_360_000
 

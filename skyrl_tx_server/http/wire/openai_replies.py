@@ -105,8 +105,8 @@ class Choices:
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
         """Yield a chunk with the new text and, at the end of a choice, a chunk with the finish reason.
 
-        Without new text, the chunk with the text is sent only if the request asks for logprobs or token ids
-        and there are new tokens.
+        If new tokens give no new text, a chunk without text is sent only if the request asks for logprobs or
+        token ids.
         """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (

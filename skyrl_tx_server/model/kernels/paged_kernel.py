@@ -1,11 +1,13 @@
 """Pallas kernels for attention over KV pages on GPUs, compiled by Triton.
 
-Decoding: a program processes several KV splits (`kv_splits`) in order. For each split it computes the queries
-of one key-value head of all sequences of the split. The parts of a long sequence run in parallel
+Decoding: a KV split (`kv_splits`) is one part of the pages of one or more sequences. A program processes
+several splits in order. For each split, it computes the attention of the queries of all its sequences, for
+one key-value head. The parts of a long sequence are in different splits, which can run in parallel
 (FlashDecoding). The KV pages of a shared prompt are read once for several sequences, whose queries fill one
 matrix product. Each bit of a result depends only on the length and the pages of its sequence.
 
-Prefill: a program processes one tile of a prompt for one or two heads, in the order of the pages.
+Prefill: a program computes the attention of one tile of a prompt for one or two heads. It reads the pages of
+the prompt one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ several programs."""
 
 MANY_TILES = 512
 """From this number of (tile, head) pairs on, a program processes two heads and reads the pages once for both.
-With fewer pairs, half as many programs would not use the whole GPU."""
+With fewer pairs, two heads per program would leave too few programs to use the whole GPU."""
 
 
 def supports_head_dim(head_dim: int) -> bool:
@@ -82,7 +84,8 @@ def paged_attention(
         out_shape=tuple(
             jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
         ),
-        # page numbers are loaded two stages before the pages; with four stages no load overlaps a product
+        # Five stages, because page numbers are loaded two stages before their pages: with four stages, no
+        # load overlaps a product.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
         interpret=interpret,
         name="paged_attention",
@@ -180,8 +183,8 @@ def _decode_kernel(
     programs: int,
     scale: float,
 ) -> None:
-    """Write the state of `_over_pages` of each part. A part with several sequences does not extend
-    beyond the end of any of them."""
+    """Write the state of `_over_pages` of each part. If several sequences share a part, all of them have the
+    same number of positions in it, so the length of the first one (`leader`) limits the part for all."""
     head, program = pl.program_id(0), pl.program_id(1)
     (batch, _, width), num_queries = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * num_queries)

@@ -1,12 +1,15 @@
-"""The parser of tool calls in answers, for service domains and env=fleet. It tries these strategies in order:
+"""The parser of tool calls in the agent's answers, for env=fleet and for service domains (tasks with tools
+and a simulated user, as in env=tau_bench). It tries these strategies in order:
 
     whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
     tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes
-    deepseek   <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, as in those of DeepSeek
-    function   <function=f>{...}</function>, a form of Llama 3.1, or one <parameter=id>#1</parameter> for each
-               argument in place of the object, as in the templates of Qwen3-Coder and Qwen3.5
-    fenced     the same object between ``` and ```
-    embedded   the same object inside other text
+    deepseek   <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>,
+               as in the chat templates of DeepSeek
+    function   <function=f>{...}</function>, as in Llama 3.1, or
+               <function=f><parameter=id>123</parameter></function>, with one <parameter> for each argument,
+               as in the chat templates of Qwen3-Coder and Qwen3.5
+    fenced     the JSON of `whole` between ``` and ```
+    embedded   the JSON of `whole` inside other text
     react      Action: f / Action Input: {...}
     code       f(id="#1") on a line of its own, for a known tool
     bare_name  the name of a known tool and nothing else
@@ -96,10 +99,12 @@ def parse(
 ) -> ParsedAnswer:
     """Parse an answer with the first strategy that finds an attempted call.
 
-    `tools` are the names that may be called without JSON. `text_parameters` has, for each tool, the
-    parameters whose values are text, so that `<parameter=id>123</parameter>` is not read as a number.
+    `tools` are the names of the known tools. The strategies `code` and `bare_name` find only calls of these
+    tools. So do `whole`, `fenced` and `embedded` if the JSON has a name and no arguments. In all other
+    cases, a call of an unknown tool is returned too: the environment reports the error.
 
-    A JSON call of an unknown tool is returned too: the environment reports the error.
+    `text_parameters` has, for each tool, the parameters whose values are text, so that
+    `<parameter=id>123</parameter>` is not read as a number.
 
     >>> parse('One moment.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', {"f"}).calls
     [ToolCall(name='f', arguments={'n': 1})]
@@ -133,7 +138,7 @@ def parse(
 
 
 def without_thoughts(answer: str) -> str:
-    """Return the answer without special tokens and thoughts, including an unfinished thought."""
+    """Return the answer without special tokens and thoughts. A thought that is not closed is also removed."""
     text = THOUGHT.sub("", answer)
     return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
@@ -308,8 +313,10 @@ def _json(text: str) -> tuple[object, int]:
 
 
 def _missing_brackets(text: str) -> str:
-    """Return the brackets that close the text, "" if none is open. Raises ParseError if the completion is
-    ambiguous.
+    """Return the brackets that close the text, "" if none is open.
+
+    Raises ParseError if the text ends inside a string, if it ends with a digit while brackets are open,
+    because the number may be incomplete, or if more than MAX_ADDED_BRACKETS brackets are open.
     """
     open_brackets: list[str] = []
     in_string = escaped = False
