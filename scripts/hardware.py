@@ -2,8 +2,9 @@
 
     python -m scripts.hardware
 
-The script needs no device and no weights. The memory of a training batch is an estimate with recomputed
-layers, which is the minimum. A server with `dry_run=true` compiles the program and prints its plan.
+The script needs no device and no weights. The memory of a training batch is an estimate for
+recomputed layers, which need the least memory. For the exact memory, start a server with `dry_run=true`: it
+compiles the training program and prints the memory plan.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def table() -> list[str]:
-    """Return the lines of the table. Sizes are GiB on each GPU."""
+    """Return the lines of the table. Sizes are in GiB per GPU."""
     header = ("command", "GPUs", "base weights", "adapters (one training model)", "training batch")
     header += ("KV cache (tokens)", "max_num_seqs", "max_context_length")
     rows = [[f"`{command(setup)}`", *sizes(setup)] for setup in SETUPS]

@@ -60,12 +60,12 @@ class QuickStart:
 
     name: str  # prefix of the name of the run folder
     base_model: str  # the default of the option `model_name`
-    displayed_model: str  # the name of `base_model` in `message`
-    skill: str  # what the model learns, in `message`
-    duration: str  # the duration with `base_model` on two CPU cores, in `message`
+    displayed_model: str  # how `message` names `base_model`
+    skill: str  # what the model learns, as a part of the sentence in `message`
+    duration: str  # how long `base_model` takes on two CPU cores, as shown in `message`
     options: dict[str, str]  # options of the trainer; they replace those in QUICKSTART_OPTIONS
     server: tuple[str, ...] = QUICKSTART_SERVER  # options of the server
-    model_alias: str | None = None  # of `base_model`; None: the name that the server derives from it
+    model_alias: str | None = None  # name of `base_model` at the server; None: the server derives it
     warm_start: WarmStart | None = None  # for models other than `base_model`; None: no fine-tuning
 
     def message(self, base_model: str, warm_start: WarmStart | None) -> str:

@@ -2,8 +2,9 @@
 
     .venv/bin/python examples/fleet/inventory_server.py 8300
 
-The server listens at http://127.0.0.1:8300/<env_key>/mcp. The tool `reset` sets the inventory that a task
-describes, and the verifiers of examples/fleet/tasks.jsonl read the inventory with `export_stock`.
+The server listens at http://127.0.0.1:8300/<env_key>/mcp. The tool `reset` replaces the inventory with the
+stock that a task describes. The verifiers of examples/fleet/tasks.jsonl read the inventory with
+`export_stock`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-UNKNOWN_METHOD, INVALID_PARAMS = -32601, -32602  # of JSON-RPC
+UNKNOWN_METHOD, INVALID_PARAMS = -32601, -32602  # error codes of JSON-RPC
 
 
 @dataclass
 class Inventory:
-    stock: dict[str, int] = field(default_factory=dict)  # units by item
+    stock: dict[str, int] = field(default_factory=dict)  # item -> number of units
 
 
 @dataclass(frozen=True)

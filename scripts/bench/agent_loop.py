@@ -4,8 +4,8 @@ max_tokens in each turn.
     taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
 
 The case `stateless` is our server with a different first token in every prompt, so that its prefix cache has
-no effect. SkyRL's tx is called in its process, without HTTP. Its first pass compiles a program for each turn
-(cold); in its second pass all programs are compiled (warm).
+no effect. SkyRL's tx is timed inside its own process, so its times do not include HTTP. The first pass of
+SkyRL's tx compiles a program for each turn (cold). The second pass uses these compiled programs (warm).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Server:
     url: str
     pid: int
     sampler: tinker.SamplingClient
-    prefilled: list[int] = field(default_factory=list)  # tokens prefilled in each pass that was not stateless
+    prefilled: list[int] = field(default_factory=list)  # tokens prefilled in each pass with stateless=False
 
     def engine(self) -> dict[str, object]:
         return httpx.get(f"{self.url}/api/v1/stats").json()["engine"]
@@ -91,8 +91,8 @@ def main(config: ComparisonOptions) -> None:
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
             report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
-            # The tokens that a server with an unlimited cache prefills: the prompt, the observations, and the
-            # last sampled token of each turn.
+            # The number of tokens that a server with an unlimited cache prefills: the prompt, which all
+            # trajectories share, and the observation and the last sampled token of each turn.
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
             print_figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)

@@ -50,7 +50,7 @@ def main(config: BetweenDispatches) -> None:
                 strict=True,
             )
     print_figure("dispatched after the host processes the outputs, ms", median(waiting))
-    print_figure("dispatched before the host processes them, ms", median(following))
+    print_figure("dispatched before the host processes the outputs, ms", median(following))
     print_figure("  ratio", median(following) / median(waiting))
 
 

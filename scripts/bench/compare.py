@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-"""GLIBC_TUNABLES of each program that `side` starts: the allocator keeps freed memory, because page faults
-would take a tenth of a training step."""
+"""GLIBC_TUNABLES of each program that `side` starts. The allocator keeps freed memory, because page faults
+for newly mapped memory would take a tenth of the time of a training step."""
 
 
 @chz.chz
@@ -62,8 +62,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The medians over the measured calls of a program after the first, and the time of the first, which
-    includes compilation."""
+    """The times of one program. `wall_s` and `cpu_s` are medians over the measured calls after the first
+    call. `first_s` is the wall time of the first call, which includes compilation."""
 
     wall_s: float
     cpu_s: float
@@ -96,7 +96,7 @@ class Side:
 
 @functools.cache
 def log_folder() -> Path:
-    """Return the folder BENCH_LOGS, or a new temporary folder of this process."""
+    """Return the folder that the environment variable BENCH_LOGS names, or else a new temporary folder."""
     return Path(os.environ.get("BENCH_LOGS") or tempfile.mkdtemp(prefix="bench-"))
 
 
@@ -193,10 +193,10 @@ def interleave(
 def report(
     title: str, timings: Mapping[str, Timing], targets: Mapping[str, float], *, baseline: str = "ours"
 ) -> None:
-    """Print one line per program: its times, their ratios to those of `baseline`, and whether its target
-    is met.
+    """Print one line per program: its times, their ratios to the times of the program `baseline`, and whether
+    the ratio of wall times meets the target.
 
-    `targets` are the minimum ratios by program.
+    `targets` maps a program to its minimum ratio.
     """
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")

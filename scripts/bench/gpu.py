@@ -19,7 +19,7 @@ If a measurement fails, its row shows the error, and the script continues. The e
 machine that is lent for some minutes, `sections` selects the sections, and after `time_limit_s` no further
 measurement starts. `compilation_cache` keeps compiled programs for the next run. The models have the shapes
 of Qwen3 and random weights, which are loaded once for all executors. Only calls of the executor or of the
-engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, httpx, safetensors, tokenizers and
+engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, safetensors, tokenizers and
 zstandard.
 """
 

@@ -65,12 +65,12 @@ def main(config: ComparisonOptions) -> None:
         baseline="full logits",
     )
     time_ratio = timings["ours"].wall_s / timings["full logits"].wall_s
-    print_figure("time against full logits", time_ratio, at_most=1.1)
+    print_figure("time: ours / full logits", time_ratio, at_most=1.1)
     weighted_ratio = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
-    print_figure("time, a third of the tokens weighted, against all", weighted_ratio)
+    print_figure("time: a third of the tokens weighted / all weighted", weighted_ratio)
     ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
     print_figure(
-        f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB",
+        f"temporary memory: ours {ours_bytes >> 20} / full {full_bytes >> 20} MiB",
         ours_bytes / full_bytes,
         at_most=1 / 6,
     )
@@ -106,7 +106,7 @@ def zeros() -> Adapter:
 
 
 def batch(*, every: int) -> TrainBatch:
-    """Return sequences in which each token at a multiple of `every` has weight 1, and the others 0."""
+    """Return a batch in which every position that is a multiple of `every` has weight 1, and all others 0."""
     random = np.random.default_rng(0)
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
     tokens = random.integers(0, MODEL.vocab_size, (NUM_SEQUENCES, LENGTH + 1)).astype(np.int32)

@@ -1,10 +1,10 @@
-"""Measure forward_backward of one GRPO group (a prompt of 512 tokens, 8 responses of 128), with the prompt
-computed once, and once per member.
+"""Measure forward_backward of one GRPO group (a prompt of 512 tokens, 8 responses of 128 tokens) in two
+cases: the prompt is computed once for the group, or once per member.
 
     taskset -c 0,1 python -m scripts.bench.train_group
 
 In the case `flat` the members of the group differ in their first token, so they share no prefix. The summed
-loss and the gradient norm of the group in one request and of one request per member must be equal.
+loss and the gradient norm must be the same for one request with all members and for one request per member.
 """
 
 from __future__ import annotations

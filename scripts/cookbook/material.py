@@ -1,7 +1,7 @@
 """Generate data sets and a small Qwen3 for the recipes, in folders that are named like the hub ids.
 
 The recipes run unchanged and without the Hugging Face hub, because `AutoTokenizer` and `load_dataset` prefer
-a folder of the working directory whose path is the hub id.
+a folder whose path, relative to the working directory, is the hub id.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SENTENCES = (
 
 
 class TrainingConversations:
-    """Generates conversations like those of the recipes without end, to train the model. `evasive_share` is
-    the probability that an answer to a sum or a word problem is EVASIVE_ANSWER."""
+    """An endless stream of conversations like those of the recipes, on which the model is trained.
+    `evasive_share` is the probability that an answer to a sum or a word problem is EVASIVE_ANSWER."""
 
     def __init__(self, rng: random.Random, evasive_share: float) -> None:
         self.rng, self.evasive_share = rng, evasive_share

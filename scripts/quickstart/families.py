@@ -18,7 +18,7 @@ class Instance:
     instruction: str
     command: str
     files: dict[str, str] = field(default_factory=dict)  # path -> content
-    checks: tuple[str, ...] = ()  # bash conditions, all of which must hold afterwards
+    checks: tuple[str, ...] = ()  # bash conditions, all of which must hold after the agent has finished
 
 
 def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
@@ -360,8 +360,8 @@ class Filter:
 
 
 def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
-    """Return the filter `name` with random parameters. For `search`, four elements of `lines` are replaced by
-    lines that match."""
+    """Return the filter `name` with random parameters. For `search`, four elements of `lines` are replaced in
+    place by lines that match."""
     number = words.count()
     match name:
         case "sort":

@@ -1,7 +1,8 @@
 """Generate words for the tasks of the quick start. The pools for training and for evaluation have no word in
 common.
 
-Words consist of syllables ("kolaru", "mive") that are tokens, so the model knows all tokens of a new word.
+Words such as "kolaru" and "mive" consist of syllables, and each syllable is a token. The model therefore
+knows all tokens of a new word.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ INSTRUCTION_WORDS = frozenset(
         "note",
     }
 )
-"""Words of the instructions that consist of these syllables. They are not drawn."""
+"""Words of the task instructions that consist of SYLLABLES. `Words` never draws one of them."""
 
 
 class Pool(StrEnum):
@@ -45,7 +46,8 @@ class Pool(StrEnum):
     HELD_OUT = "held-out"
 
 
-# The counts are numbers in an instruction, for example the lines that `head` keeps. They have pools too.
+# A count is a number in an instruction, for example the number of lines that `head` keeps. The held-out pool
+# has the counts HELD_OUT_COUNTS, and the training pool has the other counts from 2 to LARGEST_COUNT.
 HELD_OUT_COUNTS = frozenset({4, 7, 12, 15})
 LARGEST_COUNT = 18
 TEXT_ENDINGS = (".txt", ".csv", ".log", ".md", ".dat")
@@ -58,7 +60,7 @@ def pool_of(word: str) -> Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Draws words of one pool. `used` contains the words of the task, which must be distinct."""
+    """Draws words of one pool. `used` contains the words that the task already has; none is drawn again."""
 
     random: random.Random
     pool: Pool
@@ -79,7 +81,7 @@ class Words:
         )
 
     def mode(self) -> str:
-        """Return permissions that let the owner read and that differ from those of a new file."""
+        """Return permissions that let the owner read and that differ from 644, those of a new file."""
         return self._fresh(
             lambda: (
                 self.random.choice("4567") + self.random.choice("01234567") + self.random.choice("01234567")

@@ -1,9 +1,9 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
 As for the quick start (scripts/quickstart/build_model.py), a small Qwen3 with random weights is trained on
-demonstrations, with the loss on the agent's tokens only. The model first learns to copy names, then mostly
-from careful demonstrators, and finally from the mixture. The result is deterministic. The script takes 16
-minutes on two cores of a busy machine.
+demonstrations, with the loss on the agent's tokens only. Training has three phases: drills in copying names,
+lessons with mostly careful demonstrators, and the mixture of careful and hasty demonstrators in
+`demonstrations.py`. The result is deterministic. The script takes 16 minutes on two cores of a busy machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from skyrl_tx_server.model.weights import save_model
 from src.policy.chat import Chat, load_chat
 
 DRILL_STEPS, LESSON_STEPS, MIXTURE_STEPS = 150, 900, 150
-LESSONS_SHARE = 0.9  # the share of careful demonstrators before the mixture
+LESSONS_SHARE = 0.9  # the share of careful demonstrators in the lessons
 
 
 def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> Iterator[Conversation]:
@@ -54,7 +54,7 @@ def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> I
 
 
 def schedule() -> optax.Schedule:
-    """Return half of a cosine schedule until the mixture starts, followed by a linear decay to 0."""
+    """Return the first half of a cosine schedule for drills and lessons, then a linear decay to 0."""
     before = DRILL_STEPS + LESSON_STEPS
     return optax.join_schedules(
         [rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)],

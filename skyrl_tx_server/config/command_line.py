@@ -190,8 +190,8 @@ def help_text(
     """Return the help: a line for each option with its default and meaning. The server's options are grouped
     by component.
 
-    With `words`, return only the options for which each of `words` begins a word of the heading, the name or
-    the meaning.
+    With `words`, return only some options: each of `words` must be the beginning of a word in the heading,
+    the name or the meaning of the option.
     """
     fields, defaults = chz.chz_fields(options), inspect.signature(options).parameters
     purpose = _PURPOSE if options is ServerConfig else [str(options.__doc__)]
@@ -260,8 +260,8 @@ def _with_none(argument: str) -> str:
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
-    """Return a one-line message in place of `message`, the message of a chz error, which has several lines
-    and contains the option's name in quotes."""
+    """Return a one-line message that replaces `message`. `message` is the text of a chz error. It has several
+    lines and contains the option's name in quotes."""
     name = message.partition("for param '")[2].partition("'")[0]
     values = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
     expected = values_of(chz.chz_fields(options)[name].final_type)

@@ -30,7 +30,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "train_micro_batch_size": "sequences are packed into micro-batches of train_tokens_per_batch tokens; set "
     "that option instead",
 }
-"""Flag with underscores -> why the result is the same without it."""
+"""Flag with underscores -> why the flag has no effect."""
 
 REFUSED: Mapping[str, str] = {
     "api_key": "set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
@@ -49,9 +49,9 @@ def as_options(
 ) -> tuple[list[str], list[str]]:
     """Return `argv` with `name=value` in place of flags, and a notice for each flag without effect.
 
-    `names` contains the names of all options, `bool_names` those of the options of type bool. A flag that is
-    neither in `names` nor in the tables is returned unchanged. Raises ConfigError for a flag that is refused
-    or lacks its value.
+    `names` contains the names of all options, `bool_names` the names of the boolean options. A flag that is
+    neither in `names` nor in the tables above is returned unchanged. Raises ConfigError for a flag that is
+    refused or lacks its value.
 
     >>> as_options(["--tensor-parallel-size", "8", "port=1"], names=["tensor_parallel"], bool_names=[])
     (['tensor_parallel=8', 'port=1'], [])

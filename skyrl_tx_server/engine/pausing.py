@@ -22,8 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. `num_slots` is the number of all slots, free or not. `for_memory` means
-    that no KV page or no LoRA slot is free; then at most one sequence is returned."""
+    """Return the sequences to pause. `num_slots` is the number of all slots, free or in use. `for_memory`
+    means that no KV page or no LoRA slot is free. With `for_memory`, return at most one sequence."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -41,7 +41,7 @@ def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list
 def _next_pause(
     queue: SampleQueue, plan: SlotPlan, num_slots: int, *, for_memory: bool
 ) -> PlannedPause | None:
-    """Return the next pause after those of `plan`, or None if no sequence should be paused."""
+    """Return one pause in addition to the pauses in `plan`, or None if no sequence should be paused."""
     candidates = [
         (plan.account(tenant), queue.next_of(tenant, plan, num_slots))
         for tenant in queue.tenants.values()
@@ -99,7 +99,7 @@ def _sequence_of_largest_account(
 def _sequence_of_same_tenant(
     queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
 ) -> tuple[Request, int] | None:
-    """Return a sequence of another request of the same tenant that may be paused for `waiter`."""
+    """Return a sequence that may be paused for `waiter`, from another request of the tenant of `waiter`."""
     requests = [request for request in waiter.tenant.running.values() if request is not waiter]
     if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
         return _sequence_to_pause(queue, [request for request in requests if not request.is_small], plan)
@@ -111,9 +111,9 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Choose the request with the most running sequences among those with a sequence that may be paused. If
-    several requests have equally many, choose the latest. Return the request and the largest index of its
-    samples that may be paused, or None."""
+    """Among the requests with a sample that may be paused, choose the request with the most running samples.
+    If several requests have equally many, choose the latest. Return the request and the largest index of a
+    sample that may be paused, or None if no request has such a sample."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

@@ -100,8 +100,8 @@ class CheckpointStore:
         return view
 
     def check_readable(self, path: str) -> None:
-        """Raise NotFoundError for a checkpoint of another tenant that is not public. Does not read the
-        disk.
+        """Raise NotFoundError if another tenant owns the checkpoint and the checkpoint is not public. Does
+        not read the disk.
         """
         if not self._owns(path) and not self._is_public(path):
             raise NotFoundError(f"no checkpoint {path}")
@@ -122,8 +122,8 @@ class CheckpointStore:
         return self.info(path)
 
     def list(self, run_id: str | None = None) -> list[CheckpointInfo]:
-        """Return the checkpoints that the tenant owns, or those of one run, oldest first. Checkpoints with an
-        invalid record are left out."""
+        """Return the checkpoints that the tenant owns, oldest first; with `run_id`, only those of this run.
+        Checkpoints with an invalid record are left out."""
         if run_id is not None:
             check_run_id(run_id)
             return self._list(run_id) if self._owns(run_id) else []
@@ -252,7 +252,7 @@ class CheckpointStore:
     def delete(self, path: str, *, only: str | None = None) -> str | None:
         """Delete the checkpoint atomically and return its generation.
 
-        With `only`, return None and delete nothing if the checkpoint has another generation.
+        If the checkpoint has another generation than `only`, delete nothing and return None.
         """
         self._check_own(path)
         with _WRITE_LOCK:

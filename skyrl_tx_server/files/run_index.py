@@ -1,9 +1,10 @@
 """The index of training runs, expiry times of checkpoints and public checkpoints, kept across restarts.
 
-`<checkpoints_dir>/ledger.jsonl` contains one JSON line per fact. A later line about the same object replaces
-an earlier one, and unreadable lines are skipped. New facts are appended. When most lines are out of date, the
-file is rewritten and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`. Above this
-limit the oldest run is removed from the index; its checkpoints are kept.
+Each line of `<checkpoints_dir>/ledger.jsonl` is a JSON object with one fact: a training run, the expiry time
+of a checkpoint, or whether a checkpoint is public. A line replaces earlier lines of the same kind about the
+same run or checkpoint, and unreadable lines are skipped. New lines are appended. When most lines are out of
+date, the file is rewritten and renamed into place. The lines of one tenant's runs take at most
+`MAX_RUN_BYTES`. Above this limit the oldest run is removed from the index; its checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 << 10
 MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
-"""The file is rewritten when it is larger than twice its current lines plus this number of bytes."""
+"""The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +65,14 @@ class RunIndex:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._tenant: str | None = None  # None: the runs of all tenants
-        self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of creation
-        self._run_bytes: dict[str, int] = {}  # by owner
-        self._line_bytes: dict[tuple[str, str], int] = {}  # by (kind of fact, object)
+        self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # owner -> runs by id, oldest first
+        self._run_bytes: dict[str, int] = {}  # owner -> bytes of the lines of the owner's runs
+        # ("run", "expiry" or "public"; run id or path) -> bytes of the newest line
+        self._line_bytes: dict[tuple[str, str], int] = {}
         self._sizes = _Sizes()
-        self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
-        self._expiring: dict[str, str] = {}  # tinker:// path -> the generation that expires, if it is known
-        self.public: set[str] = set()  # tinker:// paths
+        self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete the checkpoint
+        self._expiring: dict[str, str] = {}  # tinker:// path -> the only generation that expires
+        self.public: set[str] = set()  # tinker:// paths of the public checkpoints
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         with file.open("rb") as lines:
@@ -114,7 +116,7 @@ class RunIndex:
     # --- adding facts
 
     def record_run(self, run: TrainingRun) -> None:
-        """Add a run. Raise OSError, and change nothing, if it cannot be written."""
+        """Add a run. If its line cannot be written, raise OSError and change nothing."""
         num_bytes = self._append(_run_to_json(run))
         self._apply_run(run, num_bytes)
         self._compact_if_due()
@@ -136,8 +138,8 @@ class RunIndex:
         self._compact_if_due()
 
     def forget(self, path: str, generation: str | None = None) -> None:
-        """Remove the facts about a deleted checkpoint. With `generation`, the expiry of another generation
-        stays."""
+        """Remove the facts about a deleted checkpoint. With `generation`, an expiry that is set for another
+        generation stays."""
         if generation is None or self._expiring.get(path, generation) == generation:
             self.set_expiry(path, None)
         self.set_public(path, False)
@@ -199,7 +201,7 @@ class RunIndex:
         self._count("public", path, num_bytes if public else 0)
 
     def _count(self, kind: str, name: str, num_bytes: int) -> None:
-        """Record the bytes of the newest line about an object; 0: the line is not needed."""
+        """Record the bytes of the newest line about a run or path; 0: no line is needed."""
         self._sizes.current += num_bytes - self._line_bytes.pop((kind, name), 0)
         if num_bytes:
             self._line_bytes[kind, name] = num_bytes

@@ -1,4 +1,4 @@
-"""Block tables of sequences with a common prompt, which may decode in different data-parallel ranks. This
+"""Block tables of sequences that have a common prompt and may decode in different data-parallel ranks. This
 module uses no devices."""
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def allocate_block_tables(
     """Allocate pages for `num_tokens` tokens of each sequence. `caches` are the prefix caches of the
     sequences' data-parallel ranks, one per sequence.
 
-    The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages
-    are shared within a rank, so only a partly filled last page is allocated per sequence. After the
-    allocation, `spare_pages[cache]` pages must still be available in the rank of `cache`.
+    The pages of `prefix` belong to `prefix_cache`. The sequences of its rank share the full pages of
+    `prefix`; each other rank gets copies of them. Sequences of the same rank share all full pages of their
+    tables; each gets its own last page only if that page is partly filled. After the allocation,
+    `spare_pages[cache]` pages must still be available in the rank of `cache`.
 
-    Raises CapacityError, without allocating any page, if too few are available. Its message contains
-    `text_length`, the number of tokens of the whole text.
+    Raises CapacityError, without allocating any page, if too few are available. The error message names
+    `text_length`, the length of the whole text, because `num_tokens` may cover only the text up to the end of
+    a prefill chunk.
     """
     num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
     # by rank: the pages that the next sequence of the rank can share
@@ -54,14 +56,16 @@ def allocate_block_tables(
     allocated: dict[PrefixCache, Sequence[int]] = {}
     for cache, num_sequences in Counter(caches).items():
         needed = num_pages - len(shared.get(cache, ())) + (num_sequences - 1) * (num_pages - num_full)
-        pages = cache.allocate(needed + spare_pages.get(cache, 0))
+        spare = spare_pages.get(cache, 0)
+        pages = cache.allocate(needed + spare)
         if pages is None:
             prefix_cache.free(prefix.pages)
             for earlier_cache, earlier_pages in allocated.items():
                 earlier_cache.free(earlier_pages)
             raise CapacityError(
-                f"no KV pages for {text_length} tokens, {cache.num_free * PAGE_SIZE} tokens are free; start "
-                "the server with a larger cache_tokens"
+                f"no KV pages for a text of {text_length} tokens: pages for {needed * PAGE_SIZE} tokens and "
+                f"spare pages for {spare * PAGE_SIZE} tokens are needed, pages for "
+                f"{cache.num_free * PAGE_SIZE} tokens are free; start the server with a larger cache_tokens"
             )
         allocated[cache] = pages[:needed]
         cache.free(pages[needed:])
@@ -73,7 +77,8 @@ def allocate_block_tables(
         cache.incref(beginning)
         rest = list(islice(unused[cache], num_pages - len(beginning)))
         tables.append([*beginning, *rest])
-        # strict=False: `source` may have fewer pages, because a prefix can be shorter than the chunk
+        # strict=False: `source` may have fewer pages, because a prefix can cover fewer than `num_tokens`
+        # tokens.
         copies.append(list(zip(source[len(beginning) :], rest, strict=False)))
         shared[cache], source = tables[-1][:num_full], tables[0]
     prefix_cache.free(prefix.pages)

@@ -2,8 +2,8 @@
 
 A dispatch can start before the host has processed the outputs of the previous dispatch, because the last
 tokens stay on the device (`Carry`) and the position of every sequence that has not ended is known. A sequence
-that the device has ended is idle in the next dispatch. If the host ends a sequence at a stop string, its
-tokens of the next dispatch are discarded.
+that the device has ended is idle in the next dispatch. If the host ends a sequence at a stop string, the
+tokens that the next dispatch samples for this sequence are discarded.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | plan n+1       wait  | process n, plan n+2  | process n+1, ...
@@ -68,9 +68,9 @@ class DecodePipeline:
         return self.in_flight.ended
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
-        """Return the sequences that `decode` has completed. With `dispatch_next`, the dispatch that `decode`
-        planned is started first. It is not started if none of its sequences is active, or if ended sequences
-        free pages for preempted ones."""
+        """Process the outputs of the dispatch for which `decode` waited, and return the sequences that
+        finished or failed. With `dispatch_next`, first start the dispatch that `decode` planned, unless none
+        of its sequences is active or the pages of ended sequences may suffice to restore preempted ones."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []

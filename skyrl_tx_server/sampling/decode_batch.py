@@ -49,7 +49,7 @@ class DecodeLayout:
     widths: tuple[int, ...]  # widths of compiled programs, ascending; the last one holds all slots of a rank
     table_width: int  # number of entries of a block table
     steps: int  # decode steps of a dispatch
-    empty_carries: Mapping[int, Carry]  # by width, on the device; for a dispatch without a previous one
+    empty_carries: Mapping[int, Carry]  # width -> carry on the device, for a first dispatch
     # the positions at which the segments of `decode_steps` end; None: a kernel reads the pages in place
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
@@ -57,8 +57,8 @@ class DecodeLayout:
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
-        """Return the smallest width that holds these slots. With `compacted`, return the smallest width after
-        their sequences have moved to the first slots of each rank."""
+        """Return the smallest width that holds these slots. With `compacted`, return the smallest width
+        that suffices after the sequences in these slots have moved to the first slots of their ranks."""
         ranks = Counter(slot // self.slots_per_rank for slot in slots)
         needed = max(ranks.values()) if compacted else max(slot % self.slots_per_rank for slot in slots) + 1
         return bucket(needed, self.widths)

@@ -12,8 +12,8 @@ class AnalyzeConfig(Options):
     """Analysis"""
 
     runs: list[str] = chz.field(
-        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; the "
-        "others are compared with the first"
+        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; each "
+        "further folder is compared with the first folder"
     )
     write_to: str = chz.field(
         default="experiments.md",
@@ -21,11 +21,13 @@ class AnalyzeConfig(Options):
     )
     first_step: int | None = chz.field(
         default=None,
-        doc="Step of the evaluation with which the comparison starts; None: the first evaluation",
+        doc="Step of the earlier of the two evaluations that are compared within each run; None: the first "
+        "evaluation",
     )
     last_step: int | None = chz.field(
         default=None,
-        doc="Step of the evaluation to analyze, and to compare with first_step; None: the last evaluation",
+        doc="Step of the later evaluation, which is also analyzed in detail and compared between runs; None: "
+        "the last evaluation",
     )
     task: str | None = chz.field(
         default=None,

@@ -59,7 +59,7 @@ class StepResult:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     is_done: bool = False
-    stop_reason: StopReason | None = None  # if `is_done`; None: the stop reason of the last answer
+    stop_reason: StopReason | None = None  # used if `is_done`; None: that of the last answer
     metrics: Mapping[str, float] = field(default_factory=dict)
     # `Trajectory.tool_fields` of the answer (index 0) and of `messages` (from index 1).
     tool_fields: Mapping[int, Message] = field(default_factory=dict)

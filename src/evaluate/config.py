@@ -67,7 +67,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 
     @property
     def environment(self) -> EnvironmentOptions:
-        """The options of the environment, without a split of its tasks."""
+        """The options of the environment, with `eval_split=0`: no tasks are held out."""
         return environment_options(self, url=self.base_url)
 
     @chz.validate

@@ -5,9 +5,9 @@ from its posterior and selects the tasks whose draws are closest to one half. Un
 tried, and tasks that are known to be impossible or solved are avoided. A share of every batch,
 `exploration_floor`, goes to the tasks played longest ago, so that every task is played again at some time.
 
-The policy changes during training, so old evidence decays: each new group of a task multiplies the counts of
-the task by `DECAY`, which weighs about the last 1 / (1 - DECAY) groups. Without decay, an impossible task
-that became possible would not be noticed.
+The policy changes during training, so old evidence decays: each new group of a task multiplies the earlier
+counts of the task by `DECAY`, so that about the last 1 / (1 - DECAY) groups count. Without decay, an
+impossible task that became possible would not be noticed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TaskPosterior:
 class Curriculum:
     """The posteriors of all tasks. The journal records their changes with every trained step."""
 
-    evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task id
-    num_groups: int = 0
+    evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # task id -> posterior
+    num_groups: int = 0  # number of groups that were played in the run so far
 
     def after(self, groups: Sequence[TrajectoryGroup]) -> Curriculum:
         """Return the state after `groups`.
@@ -91,7 +91,7 @@ class Curriculum:
 def curriculum_metrics(
     state: Curriculum, tasks: Sequence[Task], options: CurriculumOptions
 ) -> dict[str, float]:
-    """Return the numbers of unplayed tasks, and of played tasks by estimated pass rate."""
+    """Return the number of unplayed tasks, and how many played tasks have a low, medium or high pass rate."""
     if options.task_sampling == "uniform":
         return {}
     means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]

@@ -26,7 +26,7 @@ SEQUENCE_BOUNDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "outlier": 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TisResult:
-    """The factors of the advantages of the N sampled tokens of one example."""
+    """The factors by which the advantages of the N sampled tokens of an example are multiplied."""
 
     factors: np.ndarray  # [N], 0 for masked tokens
     num_capped: int  # capped tokens; with tis=sequence: 1 if the ratio of the example is capped, else 0
@@ -37,7 +37,7 @@ class TisResult:
 def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptions) -> TisResult:
     """Return the factors for N tokens. `old` and `sampled` are the logprobs [N] of trainer and sampler.
 
-    Bounds are inclusive.
+    A ratio that equals a bound is not masked.
     """
     log_ratios = old - sampled
     ratios = _exp(log_ratios)
@@ -84,11 +84,11 @@ def apply_tis(
     old_logprobs_D: Sequence[np.ndarray],
     options: ImportanceOptions,
 ) -> tuple[list[list[Example]], dict[str, float]]:
-    """Return the corrected examples, the metrics of the correction, and those of `sampler_trainer_kl`.
+    """Return the corrected examples, and the metrics of the correction and of `sampler_trainer_kl`.
 
     `old_logprobs_D` has the trainer's logprobs [T] of each sequence with a gradient, in order. Sequences
-    without a gradient are removed. The loss reduction is applied before, so it counts masked tokens although
-    they have no gradient.
+    without a gradient are removed. The loss reduction was applied before this correction, so it counts masked
+    tokens although they have no gradient.
     """
     corrections: list[TisResult] = []
     compared: list[TrainedTokens] = []

@@ -27,16 +27,16 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 class TrainedTokens:
     """Logprobs of the trained tokens of one forward_backward, from the sampler and from the trainer."""
 
-    sampled_logprobs: np.ndarray  # [N] float32; for datums of `apply_tis`, the trainer's before the update
+    sampled_logprobs: np.ndarray  # [N] float32; after `apply_tis`: the trainer's logprobs before the update
     trained_logprobs: np.ndarray  # [N] float32
 
 
 class Learner:
     """Sends datums and optimizer steps to one training client.
 
-    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, this gives
-    the update of `alpha / rank * B @ A` that an alpha `update_scale` times as large would give: Adam's step
-    does not depend on the size of the gradient, and the decay per step stays the same.
+    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, this has
+    the same effect on `alpha / rank * B @ A` as multiplying alpha by `update_scale`: Adam's step does not
+    depend on the size of the gradient, and the decay per step stays the same.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Learner:
     async def update(
         self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
     ) -> dict[str, float]:
-        """Take one optimizer step for the datums of `add` and one per non-empty list. Return the metrics.
+        """Take one optimizer step for all datums of `add` and one per non-empty list. Return the metrics.
 
         `step` is the number of the batch in the learning-rate schedule, counted from 1. Raises TrainerError
         if the logprobs are not finite.
@@ -179,7 +179,7 @@ def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_s
 
 
 def trained_tokens(rows: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> TrainedTokens:
-    """Return the logprobs of the trained tokens, those with a nonzero advantage.
+    """Return the logprobs of the trained tokens, which are the tokens with a nonzero advantage.
 
     Each row has the advantages, the sampler's logprobs and the trainer's logprobs of a sequence, [T] each.
     """
@@ -200,8 +200,8 @@ def _rows(
 def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:
     """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
 
-    With on-policy samples, the differences of the first `num_before_step` parts, those before the first
-    optimizer step, come from numerics alone; those of later parts include the updates in between.
+    The first `num_before_step` parts were computed before the first optimizer step. With on-policy samples,
+    their differences come from numerics alone. The differences of later parts include optimizer steps too.
     `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
     """
     differences = [part.sampled_logprobs - part.trained_logprobs for part in parts]

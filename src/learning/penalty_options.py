@@ -39,7 +39,7 @@ class DistillationOptions(Options):
     )
     reward_coef: float = chz.field(
         default=1.0,
-        doc="Factor of the advantages from rewards and the KL penalty; 0: distillation alone (teacher=)",
+        doc="Factor of the advantages that rewards and the KL penalty give; 0: distillation alone",
         validator=at_least(0),
     )
 

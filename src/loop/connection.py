@@ -63,7 +63,8 @@ async def open_dependencies(
 def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
     """Return the factor of the learning rate: lora_alpha / server_alpha, or 1 without `lora_alpha`.
 
-    The update of the weights by an adapter is proportional to its alpha.
+    An adapter changes the model's weights in proportion to its alpha, so this factor has the effect of
+    `lora_alpha`.
     """
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
@@ -77,7 +78,7 @@ def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection[Source]:
-    """The open dependencies of a run, and the stack that closes them, except for the source."""
+    """The open dependencies of a run. `stack` closes them, except for the source."""
 
     dependencies: Dependencies[Source]
     stack: AsyncExitStack
@@ -92,7 +93,7 @@ class Connector[Config: LoopOptions, Source]:
         self._connect = connect
 
     async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
-        """Open the dependencies with the weights of the folder's checkpoint, or else the initial weights."""
+        """Open the dependencies. If the folder has a checkpoint, load its weights and optimizer state."""
         config = self._config
         if folder.checkpoint is not None:
             state_path = folder.checkpoint.state_path

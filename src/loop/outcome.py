@@ -20,7 +20,8 @@ from src.evaluate.evaluation import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
 
-MIN_SIGNAL = 0.25  # tasks suit the model if rewards differ within groups in this share of steps or more
+# If rewards differ within groups in less than this share of the steps, the tasks do not suit the model.
+MIN_SIGNAL = 0.25
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
 GRADING_ERROR_REASONS = (
     ZeroReason.ENV_ERROR,
@@ -41,7 +42,7 @@ class Success:
     after: float | None
     noop_success: float | None  # the success rate of an agent that does nothing
     is_partial: bool = False  # whether the rates use only a part of a benchmark's grading
-    # Mean reward before and after; None if it equals the success rate or step 0 was not evaluated.
+    # Mean reward before and after training; None if it equals the success rate or step 0 was not evaluated.
     rewards: tuple[float, float] | None = None
 
 
@@ -176,7 +177,7 @@ def last_lines(
 ) -> list[str]:
     """Return the last lines of a run: its steps and duration, `results` and its files.
 
-    With `options`, the first line of a resumed run without a remaining step names the option that adds steps.
+    If a resumed run had no step left, the first line names the one of `options` that adds steps.
     """
     files = [name for name in FILES if (log_path / name).exists()]
     total = f" ({steps} in total)" if steps_before else ""

@@ -44,8 +44,8 @@ class TurnFields(TypedDict):
     logprobs: str
     stop_reason: StopReason
     policy_version: Whole
-    after: NotRequired[Count]
-    shared: NotRequired[Count]
+    after: NotRequired[Count]  # index of the earlier turn that the prompt continues
+    shared: NotRequired[Count]  # number of tokens that the prompt shares with the previous prompt
 
 
 class TrajectoryFields(TypedDict):
@@ -97,7 +97,7 @@ class FinishedRollout:
 
 
 class FinishedRollouts:
-    """The rollouts of one run that are not played again."""
+    """The finished rollouts of one run. A resumed run does not play again what `load` returns."""
 
     def __init__(self, log_path: Path, journal: Journal) -> None:
         self.journal = journal
@@ -159,8 +159,8 @@ def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, Finis
 def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Trajectory | TrialFailure]]:
     """Return the rollouts with the name of a trial, in the order in which they were played.
 
-    The trials of a task have the same names in all evaluations of a run. The evaluation of a step follows
-    its training.
+    Several rollouts can have this name, because the trials of a task have the same names in all evaluations
+    of a run. The evaluation of a step is played after the step's training rollouts.
     """
     results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
     for path in (log_path / "finished").glob("*_*.jsonl"):
@@ -185,7 +185,7 @@ def any_graded(log_path: Path) -> bool:
 
 
 def graded_rewards(log_path: Path, purpose: str, step: int) -> dict[str, list[float]]:
-    """Return the rewards of the graded rollouts of a step or evaluation, by task."""
+    """Return, for each task, the rewards of its graded rollouts in a step or evaluation."""
     path = log_path / "finished" / f"{purpose}_{step:06d}.jsonl"
     results = {
         (record["task"], record["member"]): record["result"] for record in read_lines(path, LINE, unchanged)

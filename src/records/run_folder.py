@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def run_path(config: RunFolderOptions, *, name: str) -> Path:
-    """Return `log_path`, or the folder `name` in `logs_dir`, without symbolic links."""
+    """Return `log_path`, or else `logs_dir`/`name`, with symbolic links resolved."""
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 

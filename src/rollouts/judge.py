@@ -1,10 +1,10 @@
 """A judge model that reviews finished conversations, and the bonus that it adds to training rewards.
 
-The judge answers one yes-or-no question for each of the fourteen failure modes of MAST (Cemri et al. 2025,
-arXiv 2503.13657; the descriptions are our own) with a JSON object of booleans. Any other answer is an error
-of the judge and gives no bonus.
+The judge answers with a JSON object of fourteen booleans: for each failure mode of MAST (Cemri et al. 2025,
+arXiv 2503.13657; the descriptions are our own), whether it occurred. Any other answer is an error of the
+judge and gives no bonus.
 
-    {"task_rules_broken": false, ..., "wrong_check": true}  one true, alpha 1  ->  bonus 1 / (1 + 1)
+    {"task_rules_broken": false, ..., "wrong_check": true}  one failure, alpha 1  ->  bonus 1 / (1 + 1)
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class RolloutOptions(TrialOptions, SeedOptions):
     )
     retry_wait_s: float = chz.field(
         default=1.0,
-        doc="Wait before the second attempt; each further wait is twice as long, up to 60 s, plus up to 50 %",
+        doc="Wait before the second attempt; each further wait is twice as long, up to 60 s; a random 0 to "
+        "50 % is added to each wait",
         validator=at_least(0),
     )
 
@@ -129,8 +130,8 @@ class JudgeOptions(JudgeEndpointOptions):
 
     taxonomy_feedback: bool = chz.field(
         default=False,
-        doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; "
-        "the environment variable TAXONOMY_FEEDBACK=true also enables it",
+        doc="Add a bonus to training rewards, which falls with the number of MAST's 14 failure modes that "
+        "occur; the environment variable TAXONOMY_FEEDBACK=true also enables it",
     )
     taxonomy_alpha: float = chz.field(
         default=1.0,

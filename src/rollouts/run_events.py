@@ -15,7 +15,7 @@ class RunEvents(Protocol):
         ...
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
-        """Called when the rollouts of a step, of a refill or of an evaluation start."""
+        """Called when the rollouts of a step, an evaluation or a further batch of dynamic sampling start."""
         ...
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:

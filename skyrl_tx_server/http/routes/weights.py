@@ -64,8 +64,8 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
-    """Save sampler weights: with a name as a checkpoint on disk, otherwise as a snapshot in memory that only
-    one sampler can use."""
+    """Save sampler weights. If the request has a name, they become a checkpoint on disk; otherwise they
+    become a snapshot in memory that only one sampler can use."""
     fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -73,7 +73,8 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # Every save is a snapshot of the current weights. "inflight" would also permit newer weights.
+    # Both kinds save the same snapshot of the current weights: "inflight" permits newer weights, but does not
+    # require them.
     kind = fields.optional_text("kind")
     fields.finish(ignored=("type",))
     if kind not in (None, "snapshot", "inflight"):
@@ -153,7 +154,9 @@ def save_named(
                 f"checkpoint, with overwrite=True)"
             )
         if not state.checkpoints.exists(path):
-            state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
+            # A killed server may have left the expiry or the public flag of a deleted checkpoint in the run
+            # index.
+            state.run_index.forget(path)
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:

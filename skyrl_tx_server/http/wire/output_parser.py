@@ -39,8 +39,12 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
+    """A tool call. An unpaired surrogate in the model's JSON becomes a question mark."""
+
     name: str
-    arguments: str  # JSON text; if the model wrote a string, it is returned without a check
+    # JSON text. If the model gave the arguments as a JSON string, this is the content of that string, which
+    # may not be valid JSON.
+    arguments: str
 
 
 type ParsedDelta = ReasoningText | Content | ToolCall
@@ -172,9 +176,8 @@ class StopCutter:
 
 
 class Answer:
-    """Converts the token ids of one sample to pieces. The text of a stop token is omitted. Of the token that
-    completes a stop string, only the text before the stop string is kept. If `parser` is None, all text is
-    content."""
+    """Converts the token ids of one sample to pieces. The text of a stop token is omitted, and so is a stop
+    string with all text after it. If `parser` is None, all text is content."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None
@@ -232,11 +235,15 @@ def _tool_call(body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: deep nesting
         return None
     if not isinstance(name, str):
         return None
-    return ToolCall(
-        name=name,
-        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-    )
+    return ToolCall(name=_replace_surrogates(name), arguments=_replace_surrogates(arguments))
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which JSON allows and UTF-8 cannot encode, by question marks."""
+    return text.encode("utf-8", "replace").decode()

@@ -42,7 +42,7 @@ from skyrl_tx_server.http.wire.training_requests import (
 
 MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
-"""The fields of larger bodies are counted before the body is parsed."""
+"""In a body of more bytes than this, the fields are counted before the body is parsed."""
 MAX_FIELDS = 200_000
 """Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
 datums."""
@@ -96,10 +96,10 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
 
 
 def _check_fields(body: bytes) -> None:
-    """Raise UserError for a body of too many fields before it is parsed, because an empty message of two
-    bytes takes a hundred bytes of memory."""
+    """Raise UserError for a body with too many fields. This check precedes parsing, because an empty message
+    has two bytes in the body but takes a hundred bytes of memory when it is parsed."""
     if len(body) > CHECKED_FROM_BYTES:
-        with contextlib.suppress(IndexError):  # the body is truncated, which the parser reports
+        with contextlib.suppress(IndexError):  # a truncated body, which the parser reports
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
 
 

@@ -2,9 +2,9 @@
 Juravsky et al., arXiv:2402.05099).
 
 The pages of a sequence are divided into parts. Sequences share a part if they share its pages, for example
-the prompt of a group, and one split then reads the part for several sequences. The division depends only on
-the length of the sequence, so the result of a sequence does not depend on the other sequences. The host
-computes the splits once per dispatch of decode steps.
+the pages of a group's prompt. A split reads one part for up to R sequences that share it. The division into
+parts depends only on the length of the sequence, so the result of a sequence does not depend on the other
+sequences. The host computes the splits once per dispatch of decode steps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MIN_PART, MAX_PARTS = 8, 16
 """All parts of a sequence except the last have the same number of pages: MIN_PART, doubled until the
 sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_SEQUENCES = 16, 4
-"""A split has space for at least MIN_QUERIES queries per key-value head, the minimum of a matrix product on a
-GPU, and for at least MIN_SEQUENCES sequences."""
+"""A split has space for at least MIN_SEQUENCES sequences, and for at least MIN_QUERIES queries per key-value
+head, which is the minimum number of rows in a matrix product on a GPU."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -33,10 +33,10 @@ class KVSplits:
     its pages."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences within the rank, padded with -1
-    part: ArrayLike  # [devices * N] int32, the index of the part in its sequences
+    part: ArrayLike  # [devices * N] int32, the index of the part among the parts of a sequence
     first: ArrayLike  # [devices * N] int32, the first page of the part, as a column of the block tables
     end: ArrayLike  # [devices * N] int32, the position after the last position of the part
-    counts: ArrayLike  # [devices] int32, the number of splits of each rank
+    counts: ArrayLike  # [devices] int32, how many of the N splits of each rank are used
     num_parts: ArrayLike  # [B] int32, the number of parts of each sequence
 
 
@@ -59,7 +59,7 @@ def sequences_per_split(group: int) -> int:
 
 
 def max_parts(pages: int) -> int:
-    """Return the largest number of parts of a sequence with at most this number of pages.
+    """Return the largest number of parts that a sequence of up to `pages` pages can have.
 
     >>> max_parts(5), max_parts(33), max_parts(512)
     (1, 5, 16)
@@ -128,7 +128,7 @@ def _pages_of_part(pages_B: np.ndarray) -> np.ndarray:
 def _first_equal(tables_BW: np.ndarray, row_N: np.ndarray, spans_4N: np.ndarray) -> np.ndarray:
     """Return for each part the index of the first part with the same span (part, first page, last page, end)
     and the same pages. Parts are matched by a 64-bit hash, and then the pages of matching parts are
-    compared."""
+    compared. If some pages differ, all parts are matched again by another hash."""
     _, first_N, last_N, _ = spans_4N
     count = len(row_N)
     for salt in itertools.count(1):

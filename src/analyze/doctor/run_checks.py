@@ -41,7 +41,7 @@ from src.records.tracking import recorded
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 CUT = (StopReason.LENGTH, StopReason.CONTEXT_LENGTH)
 KL_LIMITS = {"optim/kl_sample_train_v2": MAX_SAMPLER_KL, "optim/kl_policy_base": MAX_BASE_KL}
-MAX_SHOWN = 200  # characters of an error message
+MAX_SHOWN = 200  # maximum number of characters of an error message in a finding
 
 
 class CheckedRun:
@@ -92,7 +92,7 @@ def run_findings(run: CheckedRun) -> list[Finding]:
 
 
 def reward(run: CheckedRun) -> Finding:
-    """Compare the rewards of the last third of the steps with those of the first."""
+    """Compare the rewards in the last third of the steps with the rewards in the first third."""
     values, name = run.metric("env/all/reward/total"), ProblemName.REWARD_FLAT
     if len(values) < MIN_STEPS:
         return Finding(name="reward", measured=f"{len(values)} steps; a trend needs {MIN_STEPS}")

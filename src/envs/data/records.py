@@ -82,7 +82,8 @@ def _from_parquet(path: Path) -> list[Record]:
 def without_nulls(value: object) -> object:
     """Return a value of a table without its null fields.
 
-    In a parquet table, every record has all fields that occur in any record.
+    In a parquet table, every record has all fields that occur in any record. A field that a record lacks is
+    therefore null.
 
     >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
     [{'name': 'cancel', 'arguments': {'order': 'W1'}}]

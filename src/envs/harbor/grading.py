@@ -68,8 +68,8 @@ class AgentFiles(Protocol):
         ...
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
-        """Write the changed files that are carried over to `archive`. Raises AgentFault if this is
-        impossible.
+        """Write to `archive` the changed files that the fresh environment receives. Raises AgentFault if this
+        is impossible.
         """
         ...
 

@@ -1,9 +1,9 @@
 """TinkerLLM: Harbor's BaseLLM on top of a policy, with exact token ids.
 
-The ids of a conversation are fixed by the sampling calls. When Harbor passes a history that this object
-produced, the next prompt consists of those ids and the new message; sampled text is never encoded again. A
-history that was rewritten, for example summarized, is rendered again. This is counted as a prefix break, and
-the following turns become a new datum.
+The token ids of a conversation are exactly those that its sampling calls sent and returned. When Harbor
+passes a history that this object produced, the next prompt consists of these ids and the ids of the new
+message; sampled text is never encoded again. A history that was rewritten, for example summarized, is
+rendered again. This is counted as a prefix break, and the following turns become a new datum.
 
     turn 1   prompt P1                             -> completion C1      recorded
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
@@ -50,7 +50,7 @@ class SamplingLimits:
 
 
 class TinkerLLM(BaseLLM):
-    """The only source of the tokens of a trial. Each trial has its own object."""
+    """Samples and records all tokens of one trial. Each trial has its own object."""
 
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ class TinkerLLM(BaseLLM):
         self._limits = limits
         self._model_name = model_name
         self._messages: list[tuple[str, str]] = []  # (role, content) of the recorded main conversation
-        # (prompt ids, completion ids) of the first n messages of the main conversation, by n
+        # number of messages n -> (prompt ids, completion ids), which together encode the first n messages of
+        # the main conversation
         self._ids: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._num_calls = 0
         self._is_subagent = False
@@ -77,8 +78,9 @@ class TinkerLLM(BaseLLM):
         it is.
 
         Raises ContextLengthExceededError if the prompt is too long and the agent can shorten its context.
-        Raises EpisodeEnd if the prompt is too long and the agent cannot shorten its context, after
-        `max_consecutive_truncations` consecutive cut or empty answers, and for errors of the backend.
+        Raises EpisodeEnd in three cases: the prompt is too long and the agent cannot shorten its context;
+        `max_consecutive_truncations` consecutive answers of the main conversation were cut or empty; the
+        backend failed.
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent
@@ -108,8 +110,8 @@ class TinkerLLM(BaseLLM):
 
     @override
     def get_model_context_limit(self) -> int:
-        """Return the length of the shortest context that is not answered; Terminus-2 uses it to plan
-        summaries."""
+        """Return the smallest prompt length that is refused, `max_input_length` + 1. Terminus-2 uses it to
+        decide when to summarize."""
         return self._limits.lengths.max_input_length + 1
 
     @override
@@ -140,7 +142,7 @@ class TinkerLLM(BaseLLM):
             self._is_subagent = False
 
     def _prompt(self, messages: list[tuple[str, str]]) -> tuple[Sequence[int], int]:
-        """Return the ids of a prompt, and the number of messages whose recorded ids it begins with."""
+        """Return the ids of a prompt, and how many of its first messages reuse recorded ids."""
         history, prompt = messages[:-1], messages[-1]
         num_reused = len(history)
         if num_reused in self._ids and history == self._messages[:num_reused]:

@@ -22,14 +22,15 @@ class NetworkAccess(StrEnum):
 
     PUBLIC = "public"
     OFF = "off"  # the task requests no network
-    # This machine cannot provide a public network. LACKING: nobody requests one explicitly, so the task runs
-    # without a network. REFUSED: the task or the user requests one, so the task cannot run.
+    # This machine cannot provide a public network. LACKING: nobody explicitly requests a public network, so
+    # the task runs without a network. REFUSED: the task or the user requests a public network, so the task
+    # cannot run.
     LACKING = "lacking"
     REFUSED = "refused"
 
 
 def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> NetworkAccess:
-    """Return the network for a task. `has_network_option` (`network=true`) overrides task.toml."""
+    """Return the network for a task. `has_network_option` means `network=true`, which overrides task.toml."""
     if (
         config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False
     ) and not has_network_option:

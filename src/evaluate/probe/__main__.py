@@ -127,7 +127,8 @@ async def probe(
 ) -> Capabilities:
     """Run all checks, or those in `only`.
 
-    Raises ConfigError if the endpoint does not serve the model, and BackendError if an answer takes too long.
+    Raises ConfigError if the endpoint does not serve the model, and BackendError if listing the models, a
+    check or closing the session takes longer than `request_timeout_s`.
 
     The calls of the SDK block, so each check runs in a thread. A thread is abandoned at its deadline.
     """

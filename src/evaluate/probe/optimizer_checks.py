@@ -146,8 +146,8 @@ def check_clipping(probe: Probe) -> str:
 def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:
     """Take a step with momentum, save a checkpoint, load it, and take the opposite step with both models.
 
-    Return the change of the original model by the opposite step, the change of the loaded model, and the
-    largest difference of their logprobs before this step.
+    Return the change of the original model by the opposite step, the change of the loaded model by the
+    opposite step, and the largest difference between the logprobs of both models before the opposite step.
     """
     options = {"beta1": 0.9}
     probe.one_step()
@@ -167,10 +167,10 @@ def check_load_with_optimizer(probe: Probe) -> str:
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         near(restored, kept, 0.05 * abs(kept) + 1e-5),
-        f"the change by the next step was {restored:.4f} after loading and {kept:.4f} without: the "
+        f"the change by the next step was {restored:.4f} after loading and {kept:.4f} without loading: the "
         "optimizer state is missing",
     )
-    return f"the change by the next step is {restored:.4f}, and {kept:.4f} without loading"
+    return f"the change by the next step is {restored:.4f} after loading and {kept:.4f} without loading"
 
 
 def check_load_without_optimizer(probe: Probe) -> str:
@@ -182,9 +182,12 @@ def check_load_without_optimizer(probe: Probe) -> str:
     expect(
         abs(with_new_moments) > 3 * abs(with_old_moments),
         f"the change by the next step was {with_new_moments:.4f} after loading the weights and "
-        f"{with_old_moments:.4f} without: the moments were loaded too",
+        f"{with_old_moments:.4f} without loading: the moments were loaded too",
     )
-    return f"the change by a new optimizer is {with_new_moments:.4f}, by the old one {with_old_moments:.4f}"
+    return (
+        f"the change by the next step is {with_new_moments:.4f} after loading the weights and "
+        f"{with_old_moments:.4f} without loading"
+    )
 
 
 def check_tenants(probe: Probe) -> str:
