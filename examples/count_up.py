@@ -17,8 +17,8 @@ NUM_TURNS = 3
 class CountUp:
     """One episode. Each correct number gives a reward of 1/3. A wrong answer ends the episode.
 
-    A wrong answer earns up to 0.1: the shorter it is, the more. The rewards of a group therefore differ even
-    if the model cannot count yet, so that the model can learn.
+    A wrong answer earns at most 0.1, and a shorter wrong answer earns more. The rewards of a group therefore
+    differ even if the model cannot count yet, so that the model can learn.
     """
 
     def __init__(self, task: Task, seed: int) -> None:

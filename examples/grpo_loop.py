@@ -20,7 +20,8 @@ def reward(text: str) -> float:
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """Return one training sequence. The loss inputs align with the targets; the prompt has advantage 0."""
+    """Return one training sequence. Each loss input has one value for every token except the first. The
+    advantages of the prompt's tokens are 0."""
     tokens = prompt + list(sequence.tokens)
     num_prompt, num_sampled = len(prompt) - 1, len(sequence.tokens)
     inputs = {

@@ -7,9 +7,9 @@ the distributions of the sampling and the training programs.
 
 The model is a random Qwen3 with a trained adapter. The final norm is scaled so that the entropy of the
 predictions is similar to that of a trained model. The engine samples single completions, groups and second
-turns, and `forward` scores them. With d = the trainer's minus the sampler's log-probability, the estimate is
-the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3). The exit status
-is 1 if an estimate is above 1e-4.
+turns, and `forward` scores them. The KL divergence is estimated by the mean of exp(d) - 1 - d over sampled
+tokens, where d is the trainer's log-probability minus the sampler's (k3 in Schulman, "Approximating KL
+Divergence"). The exit status is 1 if an estimate is above 1e-4.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Bf16Config:
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 128
-    new: int = chz.field(default=64, doc="Tokens per sample and turn")
+    new: int = chz.field(default=64, doc="Number of sampled tokens of each completion")
     sureness: float = chz.field(default=8.0, doc="Factor of the final norm, and therefore of the logits")
-    dtype: str = chz.field(default="bfloat16", doc="float32 shows the difference without rounding")
+    dtype: str = chz.field(default="bfloat16", doc="With float32, d is free of bfloat16 rounding")
     fsdp_parallel: int = 1
     tensor_parallel: int = 1
 
@@ -79,7 +79,7 @@ def main(config: Bf16Config) -> int:
                 divergence = float(np.mean(np.expm1(differences) - differences))
                 print_figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
                 spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {mean_nll:.2f}"
-                print_figure(f"  mean and largest |d| of {len(differences)}, mean -log p", spread)
+                print_figure(f"  mean and largest |d| of {len(differences)} tokens, mean -log p", spread)
                 worst_divergence = max(worst_divergence, divergence)
     return int(worst_divergence > MAX_DIVERGENCE)
 

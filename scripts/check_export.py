@@ -7,12 +7,15 @@ repository has no torch.
         checkpoints_dir=DIR text=FILE
     PEFT_PYTHON scripts/check_export.py read DIR
 
-`write` writes the adapter, the merged model and the logits of this server, for a random adapter and random
-tokens, or for the adapter of a checkpoint and the first 512 tokens of a text. BASE_MODEL is a directory, a
-GGUF file or the name of a packaged model. `read` prints the differences of both from the server and from
-the base model. Its exit status is 1 if a logit of a random adapter, or the logprob of a token of the text,
-differs by more than 1e-4. PEFT_PYTHON is a Python with torch, transformers, peft and safetensors, for example
-Python 3.11 with torch 2.13.0 and transformers 5.23.0.
+`write` writes the adapter, the merged model and the logits of this server. In the first form, the adapter and
+the tokens are random. In the second form, the adapter is that of a checkpoint, and the tokens are the first
+512 tokens of a text. BASE_MODEL is a directory, a GGUF file or the name of a packaged model.
+
+`read` computes the logits of the exported adapter and of the merged model, and prints how much they differ
+from the logits of the server and of the base model. Its exit status is 1 if a difference from the server
+exceeds 1e-4. For a random adapter this condition applies to the logits, and for a text to the logprobs of its
+tokens. PEFT_PYTHON is a Python with torch, transformers, peft and safetensors, for example Python 3.11 with
+torch 2.13.0 and transformers 5.23.0.
 
 DeepSeek-V3 needs train_mlp=false, because peft 0.21 with transformers 5 loads only the factors of its routed
 experts and not those of its other MLPs.
@@ -135,7 +138,8 @@ def read(directory: Path) -> int:
 
 
 def logprobs(logits: np.ndarray, saved: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the logprobs [N, T - 1] of the saved tokens [N, T] after the first, from logits [N, T, V]."""
+    """Return the logprobs [N, T - 1] of the saved tokens [N, T] except the first of each row. `logits` are
+    [N, T, V]."""
     wide = logits[:, :-1].astype(np.float64)
     wide = wide - wide.max(axis=-1, keepdims=True)
     chosen = np.take_along_axis(wide, saved["tokens"][:, 1:, None], axis=-1)[..., 0]

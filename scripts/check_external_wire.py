@@ -1,12 +1,12 @@
-"""Check that vLLM and SGLang can parse the request bodies and the exported adapter that this server sends to
-an external sampler. No GPU is needed.
+"""Check that vLLM and SGLang can parse the request bodies that this server sends to an external sampler, and
+that vLLM can load an adapter that this server has exported. No GPU is needed.
 
     .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS
 
-The exit status of `read` is 1 if a parser refuses a body, ignores a field, or reads another value than the
-body or the adapter contains. VLLM_PYTHON has torch, safetensors and the packages that vllm imports. WHEELS is
-a folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
+The exit status of `read` is 1 if a parser refuses a body, ignores a field, or reads a value that differs from
+the value in the body or in the adapter. VLLM_PYTHON has torch, safetensors and the packages that vllm
+imports. WHEELS is a folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def read(directory: Path, wheels: Path) -> int:
 
 
 def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    """Parse the bodies with vLLM. The defaults that vLLM would read from the model's generation_config.json
-    differ from the bodies and must have no effect."""
+    """Parse the bodies with vLLM, and return the errors. `to_sampling_params` gets defaults as vLLM would
+    read them from the model's generation_config.json. It is an error if a default replaces a value of a
+    body."""
     sys.path.insert(0, str(wheels))
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
 
@@ -119,7 +120,8 @@ def _vllm_adapter(directory: Path) -> list[str]:
 
 
 def _sglang(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    package = types.ModuleType("sglang")  # the __init__ of sglang imports all of its modules
+    # An empty package replaces the real one, whose __init__ imports all modules of sglang.
+    package = types.ModuleType("sglang")
     package.__path__ = [str(wheels / "sglang")]
     sys.modules["sglang"] = package
     from sglang.api.v1.api_types import GenerateRequest, JsonContractError  # pyright: ignore[reportMissingImports]

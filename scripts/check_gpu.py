@@ -98,7 +98,7 @@ PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "
 ONCE_PER_LAYER = "paged_attention"
 POSITIONS, STEPS = 2048, 16
 WIDE_PAGE = 128
-"""The size of the pages of a second compilation of the decode kernel, next to PAGE_SIZE in decode steps."""
+"""Positions per page for an additional compilation of the decode kernel. Decode steps use PAGE_SIZE."""
 MAX_LAUNCHES, MAX_COPIES = 20, 3
 CONTAINERS = ("Conditional", "DynamicSliceFusion", "While")
 """XLA's names of operations that are not launched themselves, but contain launched operations."""
@@ -112,7 +112,7 @@ class CheckConfig:
     fsdp_parallel: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    length: int = chz.field(default=4096, doc="Tokens of the training stream")
+    length: int = chz.field(default=4096, doc="Tokens of each training stream")
     rows: int = chz.field(default=64, doc="Sequences of the decode batch, with 2,048 positions each")
     cache_gib: int = chz.field(default=90, doc="KV cache of each GPU, in GiB")
 
@@ -338,11 +338,11 @@ class LoopBody:
     counts: Counter[str] = field(default_factory=Counter)
     command_buffers: int = 0
     outside: int = 0  # operations that no command buffer contains
-    launches: list[str] = field(default_factory=list)  # the operations that contain no others, in order
+    launches: list[str] = field(default_factory=list)  # launched operations (not CONTAINERS), in order
 
     def launches_per_layer(self) -> float:
-        """Return the number of launches from one ONCE_PER_LAYER kernel to the next. 0: there are fewer than
-        two layers."""
+        """Return the average number of launches from one ONCE_PER_LAYER kernel to the next. 0: the loop body
+        has fewer than two layers."""
         layers = [index for index, kernel in enumerate(self.launches) if kernel == ONCE_PER_LAYER]
         return (layers[-1] - layers[0]) / (len(layers) - 1) if len(layers) > 1 else 0.0
 
@@ -358,7 +358,7 @@ class LoopBody:
 def longest_body(path: Path) -> LoopBody | None:
     """Return the loop body with the most operations in XLA's list of operations. None: there is no loop."""
     bodies: list[LoopBody] = []
-    open_bodies: list[tuple[int, LoopBody]] = []  # with the indentation
+    open_bodies: list[tuple[int, LoopBody]] = []  # (indentation of the line `body:`, body)
     buffer_indentation = sys.maxsize  # of the current command buffer
     for line in path.read_text().splitlines():
         indentation = len(line) - len(line.lstrip())
@@ -415,7 +415,7 @@ def find_ptxas() -> Path:
 
 
 def read_kernel(path: Path) -> Kernel | None:
-    """Return the Pallas kernel of a PTX file, assembled by ptxas. None: the file has another program."""
+    """Return the Pallas kernel of a PTX file, assembled by ptxas. None: no kernel of KERNELS."""
     text = path.read_text()
     name = re.search(r"\.entry (\w+)", text)
     if name is None or name[1] not in KERNELS:

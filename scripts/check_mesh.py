@@ -108,8 +108,12 @@ def make_model(family: str, directory: Path) -> Path:
 def outputs_of(
     model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save_adapters: bool
 ) -> dict[str, np.ndarray]:
-    """Train two models for two steps each. Then sample two groups with each saved adapter and with the base
-    model, the second group from the cached prompt. Return the arrays by `kind/number`."""
+    """Train two models for two steps each. Then sample a group at temperature 0 and a group at temperature 1
+    with each saved adapter and with the base model. The second group reads its prompt from the prefix cache.
+
+    The keys of the result begin with a kind of LIMITS, for example `loss/<model> <step>` or
+    `tokens/<request> <sample>`.
+    """
     settings = EngineOptions(
         base_model=str(model_dir),
         model_alias="check/mesh",

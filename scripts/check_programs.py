@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def programs(directory: Path) -> Iterator[tuple[str, Lowered]]:
-    """Yield the names and lowered forms of `DeviceExecutor.programs`, of scoring and of Adam, in order."""
+    """Yield (name, lowered form) of each of `DeviceExecutor.programs`, then of scoring and of Adam."""
     settings = make_settings(make_model(directory), directory / "checkpoints")
     yield from DeviceExecutor(settings).programs()
     model = resolve_model(settings)

@@ -1,13 +1,13 @@
-"""Break the behaviour of each row of docs/seed-behaviours.md, and report which of its tests fails.
+"""Break the behaviour of each row of docs/seed-behaviours.md, and report which test of the row fails.
 
     python -m scripts.check_seed_behaviours [ROW ...]
 
-The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean) on
-lines that the tests of the row execute in their process, first in the files that the row names. A row is
-confirmed if an assertion of one of its tests fails after one of MAX_CHANGES changes, within ROW_TIMEOUT_S.
-All other rows are open and are listed at the end. Rows whose tests start other processes often stay open,
-because these tests execute few lines in their own process. The changes are made in copies of HEAD, so the
-working tree does not change; commit your changes first.
+The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean). It
+changes lines that the tests of the row execute in the pytest process, and starts with the files that the row
+names. A row is confirmed if an assertion of one of its tests fails after one of MAX_CHANGES changes, within
+ROW_TIMEOUT_S. All other rows are open and are listed at the end. Rows whose tests start other processes often
+stay open, because these tests execute few lines in the pytest process. The program changes only copies of
+HEAD and leaves the working tree alone; commit your edits first.
 
 The module is also the pytest plugin that records the executed lines and the failures of each test.
 """
@@ -45,20 +45,20 @@ OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.Is: ast.IsNot,
 }
-EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # if pytest wrote no report
+EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # used if pytest wrote none
 OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     number: int
-    places: list[str]  # files and folders
+    places: list[str]  # the files and folders that the row names
     tests: list[str]  # node ids without parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One changed expression: the `index`-th candidate of a file, in the order of `ast.walk`."""
+    """One expression to change: the expression number `index` that `candidates` yields for `file`."""
 
     file: str
     line: int
@@ -104,7 +104,8 @@ def candidates(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def changed(source: str, index: int) -> str:
-    """Return the source with the opposite, or another value, of one candidate."""
+    """Return the source with one candidate changed. A comparison or condition is negated, and a constant gets
+    another value."""
     tree = ast.parse(source)
     target = list(candidates(tree))[index]
     if isinstance(target, ast.Compare):
@@ -128,8 +129,8 @@ def changed(source: str, index: int) -> str:
 def changes(row: Row, report: dict[str, Any]) -> list[Change]:
     """Return up to MAX_CHANGES changes on executed lines.
 
-    Lines in the places of the row come first, and among them the lines that run in the tests and not only at
-    import. Lines of other files that run in the tests come last.
+    The order is: lines in the places of the row that run in the tests, lines in these places that run at
+    import, lines in other files that run in the tests.
     """
     groups: list[list[Change]] = [[], [], []]
     for stage, files in enumerate((report["lines"], report["imported"])):
@@ -144,8 +145,9 @@ def changes(row: Row, report: dict[str, Any]) -> list[Change]:
 
 
 def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
-    """Run tests in a copy of the tree. Return the lines of each file that were executed by tests and at
-    import, and the exception type of each failed test; nothing if the tests exceed TIMEOUT_S."""
+    """Run tests in `tree`, a copy of the repository. Return a report: for each file, the lines that ran in
+    the tests and the lines that ran at import; for each failed test, the type of its exception. The report is
+    empty if the tests exceed TIMEOUT_S."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         environment = os.environ | {"PYTHONPATH": str(tree), REPORT_VARIABLE: report.name}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -159,7 +161,8 @@ def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
 
 
 def confirm(row: Row, tree: Path) -> tuple[bool, str]:
-    """Return whether an assertion of the row's tests failed after a change, and a line about it."""
+    """Return (whether an assertion of the row's tests failed after a change, the change and the failed test
+    or the reason why no test failed, in one line)."""
     baseline = run_tests(tree, row.tests)
     if baseline["failures"]:
         return False, f"fails without a change: {baseline['failures']}"
@@ -216,9 +219,9 @@ class _Recorder:
     """Records the lines of this project that tests execute, and the type of each failure."""
 
     def __init__(self) -> None:
-        self.imported: dict[str, set[int]] = {}  # executed before the first test
-        self.lines: dict[str, set[int]] = {}
-        self.failures: dict[str, str] = {}
+        self.imported: dict[str, set[int]] = {}  # file -> lines that ran before the first test
+        self.lines: dict[str, set[int]] = {}  # file -> lines that ran since the value was last emptied
+        self.failures: dict[str, str] = {}  # test -> type of its exception
 
     def on_line(self, code: Any, line: int) -> Any:
         path = Path(code.co_filename)

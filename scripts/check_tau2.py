@@ -1,10 +1,11 @@
-"""Check `env=tau_bench` with the installed tau2-bench: gold actions, agents that do nothing, adversarial
-answers, and load.
+"""Check `env=tau_bench` with the installed tau2-bench: gold actions, agents that refuse everything,
+adversarial answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
-CHECK is gold, refusals, adversarial or load; the last two need the domain retail. Every episode passes
-through the parser, `ServiceEnv`, a worker and the official evaluator. The program prints one line per figure.
+CHECK is gold, refusals, adversarial or load. The checks adversarial and load run only if the domains include
+retail. Every episode passes through the parser, `ServiceEnv`, a worker and the official evaluator. The
+program prints one line per figure.
 Its exit status is 1 if a figure differs from its expected value.
 """
 
@@ -69,8 +70,8 @@ DISMISS_NOTIFICATION = {
 
 
 class Script:
-    """An agent and a user simulator that together execute the gold actions, communicate the facts and end the
-    conversation."""
+    """An agent and a user simulator that together execute the gold actions of a task. The agent's last
+    message contains the facts in `communicate_info`, and the user then ends the conversation."""
 
     def __init__(self, task: Task, *more_actions: Mapping[str, object]) -> None:
         additional = ADDITIONAL_ACTIONS.get(str(task.row["task"]), ())
@@ -159,7 +160,7 @@ def report(label: str, actual: object, *, expected: object) -> bool:
 
 
 async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) -> bool:
-    """Check that the gold actions of every task get the reward 1 with each grading."""
+    """Check that the gold actions of every task except CONTRADICTORY get the reward 1 with each grading."""
     all_right = True
     for domain, all_tasks in domains.items():
         tasks = [task for task in all_tasks if task.id != CONTRADICTORY]
@@ -180,7 +181,8 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
 
 
 async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
-    """Check that each possible end state fails one part of the grading."""
+    """Check a task with contradictory criteria: the gold actions alone pass the database check and fail the
+    assertion, and with DISMISS_NOTIFICATION they pass the assertion and fail the database check."""
     all_right = True
     for more_actions, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
         script = Script(task, *more_actions)
@@ -201,7 +203,7 @@ async def check_refusals(
         tasks = official_tasks(settings, domain, "small") if domain == "telecom" else domains[domain]
         actual = await rewards(tasks, pool, grading, gold=False)
         all_right &= report(
-            f"do nothing {domain} reward_{grading}",
+            f"refuse everything {domain} reward_{grading}",
             f"{actual.count(1.0)}/{len(actual)}",
             expected=f"{solved}/{total}",
         )
@@ -215,7 +217,9 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
     task = next(task for task in tasks if task.row["has_writes"] and not task.row["needs_judge"])
     endless = tool_call({"name": "calculate", "arguments": {"expression": "9**9**9"}})
     unknown = tool_call({"name": "no_such_tool", "arguments": {}})
-    cases = {  # answers (the last one is repeated), user's patience -> metrics, stop reason
+    # Label -> (answers of the agent, of which the last is repeated; the user's patience; expected metrics;
+    # expected stop reason).
+    cases = {
         "unknown tool, ten times": ([unknown], 9, {"tool_errors": 10.0}, None),
         "wrong arguments": (
             [tool_call({"name": "get_order_details", "arguments": {"x": 1}}), REFUSAL],

@@ -1,7 +1,7 @@
 """Write tests/fixtures/gguf/smollm2.json with the values that Hugging Face transformers reads from the GGUF
 file of SmolLM2.
 
-The tests of the server use this file, so they need no torch. Write it with Python 3.11 and
+The tests of the server read the JSON file, so they need no torch. Run this script with Python 3.11 and
 torch==2.13.0 transformers==5.23.0 gguf==0.19.0:
 
     python scripts/make_gguf_fixture.py FILE.gguf [OUTPUT]
@@ -37,7 +37,7 @@ def main(file: Path, output: Path) -> None:
     weights = {
         name: [value.double().sum().item(), value.abs().max().item()]
         for name, value in model.state_dict().items()
-        if name != "lm_head.weight"  # tied
+        if name != "lm_head.weight"  # tied to the embedding
     }
     content = {
         "tokens": {text: tokenizer.encode(text, add_special_tokens=False) for text in TEXTS},

@@ -1,8 +1,8 @@
 """Write tests/fixtures/{qwen3,families}: tiny random models with the logits of Hugging Face transformers, and
 LoRA gradients by torch autograd.
 
-The tests of the server use these files, so they need no torch. Write them with Python 3.11 and torch==2.13.0
-transformers==5.23.0 safetensors:
+The tests of the server read these files, so that the tests need no torch. To write the files, use Python 3.11
+with torch==2.13.0 transformers==5.23.0 safetensors:
 
     python scripts/make_reference_fixtures.py [output directory]
 """
@@ -169,8 +169,8 @@ def main(output: Path) -> None:
 
 
 def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> None:
-    """Write a random model. Its norms are not one and its biases are not zero, so that a test fails if one of
-    them is not applied."""
+    """Write a model with random weights. No norm weight is one and no bias is zero, so that a test fails if
+    the server does not apply a norm weight or a bias."""
 
     def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -242,8 +242,8 @@ def use_old_rope_keys(path: Path) -> None:
 
 
 def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
-    """Write a random adapter with PEFT's names, and the gradient of the weighted sum of the cross-entropy of
-    two sequences."""
+    """Write a random adapter with PEFT's names, and the gradient of its loss on two sequences: the weighted
+    sum of the cross-entropies of all tokens."""
     model.requires_grad_(False)
     adapter: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -290,7 +290,8 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
 
 class AddLoraProducts(torch.nn.Module):
     """Adds the products of LoRA factors to the matrices [E, out, in] of all experts. `factors` has one list
-    for each matrix that is stacked along `out`, e.g. gate and up: the factors (A, B) of each expert."""
+    for each matrix that is stacked along `out`, e.g. gate and up. The list has the factors (A, B) of each
+    expert."""
 
     def __init__(self, factors: list[list[tuple[torch.Tensor, torch.Tensor]]], rank: int) -> None:
         super().__init__()

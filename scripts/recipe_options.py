@@ -45,16 +45,16 @@ RECIPE_OF_KIND = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedModel:
-    """The names of a model in the server's option `base_model`, in requests of clients and for the
-    tokenizer."""
+    """Three names of one model: the value of the server's option `base_model`, the name in the requests of
+    clients, and the name of its tokenizer."""
 
     base_model: str
     served_name: str
-    tokenizer: str | None  # None: the served name, which is a hub id
+    tokenizer: str | None  # a directory; None: the trainer finds the tokenizer by `served_name`
 
 
 def named_model(model_name: str) -> NamedModel:
-    """Return the model of a directory, a GGUF file, a packaged model or a hub id.
+    """Return the names of a model. `model_name` is a directory, a GGUF file, a packaged model or a hub id.
 
     Raises the server's ConfigError for a GGUF file that cannot be converted.
     """
@@ -94,11 +94,11 @@ def recipe_defaults(kind: str, model: NamedModel, user_options: Mapping[str, str
 def fitted(
     options: Mapping[str, str], user_options: Mapping[str, str], *, context: int
 ) -> tuple[dict[str, str], str | None]:
-    """Fit the lengths that the user did not set to the server's context of `context` tokens.
+    """Reduce the lengths that the user did not set, so that they fit the server's context of `context`
+    tokens.
 
-    Return the options, and one line that lists the changed lengths or None if there are none. Raises
-    ConfigError if the user set a `context_limit` above the context. `TrainerConfig` checks the other options
-    of the user.
+    Return (options, one line that lists the changed lengths or None if no length changed). Raises ConfigError
+    if the user set a `context_limit` above `context`. `TrainerConfig` checks the other options of the user.
     """
     user_options = {
         name: value for name, value in user_options.items() if value.lower() not in ("", "none", "null")
@@ -106,8 +106,8 @@ def fitted(
     limit = int(options["context_limit"])
     if limit > context and "context_limit" in user_options:
         raise ConfigError(
-            f"context_limit={limit} exceeds the server's {context}; lower it, or start the server with "
-            f"max_context_length={limit} yarn=true"
+            f"context_limit={limit} exceeds the server's {context} tokens; lower it, or start the server "
+            f"with max_context_length={limit} yarn=true"
         )
     lengths = fitted_lengths(
         min(limit, context),
@@ -128,7 +128,7 @@ def fitted(
 
 
 def fitted_to_any(options: Mapping[str, str], user_options: Mapping[str, str]) -> dict[str, str]:
-    """Fit the lengths to those that the user set, before the context of the server is known."""
+    """Fit the other lengths to the lengths that the user set, before the context of the server is known."""
     try:
         return fitted(options, user_options, context=sys.maxsize)[0]
     except ValueError:  # a length is not a number; the trainer reports its option

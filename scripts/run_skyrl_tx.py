@@ -4,8 +4,8 @@ With `model_name`, the full recipe runs (`recipe_options`), with lengths that fi
 `model_name`, the recipe trains the model of the server at `skyrl_tx_url`, if a run can use that server.
 Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
 server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
-(`arithmetic`). With `quickstart=terminal`, another model (`model_name`) is first fine-tuned on demonstrations
-of the tasks. Options on the command line take precedence over those of the recipe.
+(`arithmetic`). If `quickstart=terminal` is given another model with `model_name`, this model is first
+fine-tuned on demonstrations of the tasks. Options on the command line take precedence over the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
@@ -79,7 +79,7 @@ SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
 )
-"""Options of the RL that the preceding fine-tuning also uses."""
+"""Options of the RL run that the supervised fine-tuning before it also uses."""
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
 ACTION_MODULES = {"evaluate": "src.evaluate", "chat": "src.evaluate.chat"}
@@ -129,8 +129,8 @@ def main(argv: list[str]) -> int:
 
 
 def _config_class(argv: Sequence[str]) -> type[object]:
-    """Return the class that declares the options of the program that runs. Raises ConfigError if the run to
-    resume does not exist."""
+    """Return the option class of the program that `argv` selects. Raises ConfigError if the run to resume
+    does not exist."""
     actions = dict(argument.split("=", 1) for argument in argv if "=" in argument)
     if "resume" in actions:
         return CONFIG_CLASSES[program_of(actions["resume"])]
@@ -222,8 +222,8 @@ def fine_tune(
 
 
 def chosen_quick_start(user_options: Mapping[str, str]) -> QuickStart:
-    """Return the quick start of `quickstart=NAME`, or of the environment. Raises ConfigError if there is
-    none."""
+    """Return the quick start that `quickstart=NAME` names, or else the quick start of the environment. Raises
+    ConfigError if there is none."""
     kind = environment_kind(user_options)
     name = user_options.get("quickstart", "terminal" if kind == "harbor" else kind)
     if name in QUICKSTARTS:
@@ -351,7 +351,7 @@ def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
     """Return the options for the model that the server at `skyrl_tx_url` serves, if a run without
     `model_name` can use it. Otherwise return no options, and print the reason if there is a server.
 
-    Raises ConfigError with the reason if the user chose the server, or tasks that no quick start has.
+    Raises ConfigError with the reason if the user set `skyrl_tx_url` or chose tasks that no quick start has.
     """
     url, key = user_options.get("skyrl_tx_url") or default_url(), os.environ.get("TINKER_API_KEY", "")
     models_or_reason, kind = find_server(url, key=key), environment_kind(user_options)
@@ -378,7 +378,7 @@ def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
 
 
 def default_tasks() -> dict[str, str]:
-    """Return options with terminal-bench-2, or with the tasks of the quick start if it is not downloaded."""
+    """Return the options of terminal-bench-2. If its folder is missing, return those of the quick start."""
     if Path(DEFAULT_TASKS).is_dir():
         return {"tasks_dir": DEFAULT_TASKS}
     tasks, download = QUICKSTART / "train", DOWNLOADS[Path(DEFAULT_TASKS).name]
@@ -404,7 +404,8 @@ def stop(server: subprocess.Popen[bytes] | None) -> None:
 
 
 def check_options(options: dict[str, str]) -> TrainerConfig:
-    """Raise the ConfigError that the trainer would raise for these options, before a server is started.
+    """Return the configuration of the trainer for these options. Call this function before a server is
+    started, because it raises the ConfigError that the trainer would raise.
 
     Harbor tasks are checked while the server starts (`start_server`), because importing Harbor takes seconds.
     """
@@ -427,8 +428,10 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the program `module` of the trainer and return its exit status. Then stop `server`; None: this
-    process has started no server. `key` is the key of the server; None: TINKER_API_KEY stays as it is.
+    """Run the program `module` of the trainer, stop `server`, and return the exit status of the program.
+
+    `server` is None if this process has started no server. `key` is the key of the server; None: do not
+    change TINKER_API_KEY.
 
     With TRAINER_DEBUG=1, print the number of XLA programs of `server` after a run without an error.
     """
@@ -444,8 +447,8 @@ def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
     """Run a program of the trainer and pass SIGTERM on to it. Return its exit status, or 128 + N if signal N
     ended it."""
     command = [sys.executable, "-m", module, *arguments]
-    # The server ends with this process. The trainer then ends too, because it could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
+    # The server ends when this process ends. The trainer is then killed, because it could not save weights.
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -543,7 +546,7 @@ def start_server(
 
 
 def in_trainer_names(line: str) -> str:
-    """Return a line of the server with the names of the trainer's options."""
+    """Return a log line of the server, with its option names replaced by those of the trainer."""
     return line.replace("max_context_length=", "context_limit=").replace("max_lora_rank=", "lora_rank=")
 
 

@@ -27,7 +27,7 @@ MAX_REFUSAL_S = 5.0  # a refusal takes longer if the SDK retries the call
 
 
 class Waitable[T](Protocol):
-    """The part of the result of an SDK call that this script uses."""
+    """What an SDK call returns. `result` waits for the reply of the server."""
 
     def result(self, timeout: float | None = None) -> T: ...
 
@@ -38,7 +38,9 @@ class Outcome:
 
     name: str
     required: bool  # False: the server must refuse the call
-    succeeded: bool  # of a call that must be refused: True also after an unclear or slow refusal
+    # A required call: whether it returned a valid result. Other calls: False only if the server refused the
+    # call clearly and at once.
+    succeeded: bool
     seconds: float
     detail: str
 
@@ -68,7 +70,7 @@ class Calls:
         return result
 
     def refused(self, name: str, call: Callable[[], Waitable[object]], message: str) -> None:
-        """Make a call that this server must refuse at once with `message`."""
+        """Make a call that this server must refuse at once with an error that contains `message`."""
         started = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
@@ -329,7 +331,8 @@ def sampling_calls(
             [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False]
         ),
     )
-    # These targets are tokens of the prompt, so the reply must contain the prompt's own logprobs.
+    # These targets are the second and the fourth token of the prompt itself, so their logprobs must equal the
+    # prompt logprobs of these tokens.
     sparse_targets = types.TensorData(
         data=[6, 8],
         dtype="int64",

@@ -4,7 +4,7 @@
 
 The program creates an environment per version with uv (in `venvs`, by default a temporary directory), starts
 a server with a random model of one layer if no `url` is given, and runs `sdk_smoke.py` in each environment.
-It prints one line per version. The exit status is 0 if all passed.
+It prints one line per version. The exit status is 0 if all versions passed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(version: str, venv: Path, url: str) -> bool:
-    """Run one version and print its result, and the end of its output if it failed."""
+    """Run sdk_smoke.py with one version of the SDK. Print the result and, if it failed, its last lines."""
     python = make_venv(version, venv)
     started = time.perf_counter()
     try:

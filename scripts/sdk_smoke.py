@@ -80,7 +80,7 @@ def smoke(url: str) -> None:
     )
     check("create", training.get_info().lora_rank == 4, training.get_info().model_id)
 
-    # SDK 0.6.0 sends 128 datums per request, so these take three requests. Newer releases send up to 1,024.
+    # SDK 0.6.0 sends 128 datums per request, so 300 datums need 3 requests. Newer releases send up to 1,024.
     datums = [datum([1 + index % 30, *TOKENS]) for index in range(300)]
     forward = training.forward(datums, "cross_entropy").result(timeout=TIMEOUT_S)
     check("forward", len(forward.loss_fn_outputs) == 300 and "loss:sum" in forward.metrics, forward.metrics)

@@ -146,14 +146,14 @@ def _dry_run(config: ServerConfig) -> str:
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
-    """Return the options with `base_model` as a local directory, which is downloaded if necessary, and with
-    `model_alias` set."""
+    """Set XLA's environment variables, and download the model if necessary. Return the options with the
+    model's local directory as `base_model`, and with `model_alias` set."""
     from skyrl_tx_server.model.weights import resolve_model
 
     if config.mesh.devices > 1:
         # Each virtual CPU device that waits in a collective blocks a thread, and devices may join two
-        # independent collectives in different orders. By default, XLA may start only one thread per device.
-        # The collectives then deadlock, and XLA aborts after 40 s.
+        # independent collectives in different orders. With one thread per device, which XLA may start by
+        # default, the collectives can deadlock, and XLA aborts after 40 s. NPROC sets the number of threads.
         os.environ.setdefault(
             "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )
@@ -197,7 +197,7 @@ async def _serve_until_stopped(
     sampler: ExternalServer | None,
 ) -> int:
     """Serve until a stop is requested, and return the exit status 0. Exit the process if a rank is lost or a
-    thread cannot be stopped. Raise the error with which loading the model failed."""
+    thread cannot be stopped. If the model cannot be loaded, raise the error of the load."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
@@ -240,7 +240,7 @@ async def _serve_until_stopped(
         await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # The current engine step may still finish its operation in this time. All other operations then fail.
+    # Wait at most FUTURES_SETTLE_S for the current engine step. Then all pending operations fail.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)
@@ -302,7 +302,7 @@ def _app_state(
 ) -> AppState:
     sample_requests = EXTERNAL_SAMPLE_REQUESTS
     if config.sampler_url is None:
-        # With 8 requests per slot, a free slot is filled at once. More requests would only add polls.
+        # With 8 requests per slot, a free slot is filled at once. More would only make clients poll more.
         slots = engine.stats()["slots"]
         assert isinstance(slots, int)
         sample_requests = max(64, 8 * slots)

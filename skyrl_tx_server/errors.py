@@ -9,15 +9,16 @@ ServerError                 500 server
 |   |                                    Sec-Fetch-Site or Host header is not allowed
 |   |-- UnsupportedMediaTypeError 415 user  the route does not accept the body's content-type
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
-|   `-- ConflictError       400 user     the name is already in use; the SDK would retry a 409
+|   `-- ConflictError       400 user     the name is already in use; not 409, because the SDK would retry
 |-- CapacityError           429 server   no slot or memory is free; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   the server has no such request or session any more
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
-`-- ConfigError (ValueError)             invalid option or model directory; one line, exit status 2
+`-- ConfigError (ValueError)             invalid option or model directory; the server prints one line
+                                        and exits with status 2
 
-A module that raises an error of its own defines the error itself as a subclass of `ServerError`, for example
+An error that only one module raises is defined in that module as a subclass of `ServerError`, for example
 `engine.engine.WithdrawnError`.
 """
 

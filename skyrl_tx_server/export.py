@@ -54,7 +54,7 @@ class AdapterOptions:
     base_model_name: str | None = chz.field(
         default=None,
         doc="Hugging Face name or path of the base model for adapter_config.json; default: the server's "
-        "model_alias, which is by default the hub id unless base_model is a directory or a file",
+        "model_alias (if it is not set: the hub id, or local/NAME for a directory or file)",
     )
 
 

@@ -1,5 +1,5 @@
-"""The trainer's configuration: the options of all components, those of the training loop, and the rules
-between them.
+"""The trainer's configuration: the options of all components and of the training loop, and the rules that
+restrict their combinations.
 
 The command line is flat: `python -m src.train key=value ...`. Each component declares its options in its own
 package, usually in the module `options`, and `TrainerConfig` inherits these option classes.
@@ -26,8 +26,8 @@ _WHOLE_DISTRIBUTION = (
     "training assumes samples from the whole distribution of the policy; remove it, or use eval_top_p for "
     "evaluations"
 )
-# Options of SkyRL, and of scripts for SkyRL, that this trainer refuses. The value of an option is the reason,
-# or the option to write instead.
+# Refused option of SkyRL or of a script for SkyRL -> the reason for the refusal, or the option to write
+# instead.
 REFUSED = {
     "repetition_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
@@ -93,8 +93,8 @@ class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
-        doc="Longest wait for a lost server; when it has returned, the run continues from its last "
-        "checkpoint. 0: stop at once",
+        doc="Longest wait for a lost server, in seconds; when the server has returned, the run continues "
+        "from its last checkpoint. 0: stop at once",
         validator=at_least(0),
     )
     stop_timeout_s: float = chz.field(
@@ -123,7 +123,7 @@ class TrainerConfig(
     capabilities: str | None = chz.field(
         default=None,
         doc="capabilities.json of python -m src.evaluate.probe; options that the probed endpoint does not "
-        "honour are refused. None: no such check",
+        "honour are refused. None: options are not checked against an endpoint",
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
@@ -209,7 +209,7 @@ class TrainerConfig(
             "stream_groups=true excludes loss_reduction=token_mean, which needs the whole batch; "
             "use loss_reduction=prompt_mean, sequence_mean or seq_mean_token_sum_norm",
         )
-        batch_options = {  # whether each option is set
+        batch_options = {  # option -> whether it is set
             "advantage_estimator=reinforce++": self.advantage_estimator == "reinforce++",
             f"kl_penalty_coef={self.kl_penalty_coef}": self.kl_penalty_coef > 0,
             f"teacher={self.teacher}": self.teacher is not None,
@@ -239,8 +239,8 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
 
 
 def tasks_name(options: TaskOptions) -> str:
-    """Return the name of the folder of tasks, of the first file of questions, or of the environment, which is
-    the name of its factory for `env=module:factory`.
+    """Return a name for the tasks: the name of the folder `tasks_dir`, else the name of the first file of
+    `data`, else the name of the environment. The name of `env=module:factory` is `factory`.
     """
     if options.tasks_dir:
         return Path(options.tasks_dir).expanduser().resolve().name

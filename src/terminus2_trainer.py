@@ -1,9 +1,9 @@
 """The training loop. Programs of users refer to `Terminus2RLTrainer`, so this name must not change.
 
-Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given
-advantages; their datums are made and the weights are updated; the held-out tasks are evaluated if an
-evaluation is due, and the metrics are logged. If a checkpoint is due, it is saved last, so that the metrics
-of its step are always logged.
+Each step is `collect -> prepare -> update -> report`. Collect: the groups of the batch are rolled out,
+filtered and given advantages. Prepare: their datums are made. Update: the weights are updated. Report: the
+held-out tasks are evaluated if an evaluation is due, and the metrics are logged. If a checkpoint is due, it
+is saved last, so that the metrics of its step are always logged.
 
 This file is long because it contains the whole loop with its evaluations and checkpoints.
 """
@@ -167,7 +167,7 @@ class Terminus2RLTrainer:
             self._wait_notice.stop()
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the weights that the process starts from if this evaluation is due.
+        """Evaluate the weights with which this process starts, if this evaluation is due.
 
         An evaluation in the journal is not repeated, except at step 0: a process that starts from step 0 has
         removed all earlier metrics, so it logs the metrics of step 0 again.
@@ -181,10 +181,10 @@ class Terminus2RLTrainer:
                 self._run_log.log(0, await self._evaluate(policy))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted before it
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process stopped before evaluating
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # a process with other options may have left the line of this step for `amend` to send
+            else:  # a process with other options may have logged this line without sending it
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
@@ -231,8 +231,8 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return a callback for each group that the step takes. With `stream_groups`, the callback starts the
-        computation of the group's gradient; otherwise it does nothing.
+        """Return a callback to call with each group that the step uses. With `stream_groups`, the callback
+        starts the computation of the group's gradient; otherwise it does nothing.
         """
         if not self._config.stream_groups:
             return lambda group: None
@@ -280,7 +280,7 @@ class Terminus2RLTrainer:
     async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         config, version = self._config, self.steps_done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
-        if config.stream_groups:  # the server has received the datums
+        if config.stream_groups:  # `_stream_of` has sent the datums to the server
             metrics = stream_metrics(examples_P_G, dropped, config, version=version)
             return metrics | await self._learner.update(step=version + 1)
         prepared = await prepare(
@@ -293,7 +293,7 @@ class Terminus2RLTrainer:
             version=version,
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
-        # With `tis` the datums have the trainer's logprobs, so `prepare` has compared sampler and trainer.
+        # With `tis` the datums have the trainer's logprobs, so `prepare` compares them with the sampler's.
         return update | prepared.metrics
 
     def _report(
@@ -301,7 +301,7 @@ class Terminus2RLTrainer:
     ) -> None:
         """Log one step.
 
-        If the evaluation that is due has failed, the process that resumes the run completes the line.
+        If an evaluation is due and has failed, the process that resumes the run completes the line.
         """
         line = {
             "progress/batch": float(batch.step),

@@ -1,5 +1,5 @@
-"""Measure the cost of many adapters: training of 32 models in turn and of one model, an optimizer step, and
-decode batches with 4 active adapters and with one.
+"""Measure the cost of many adapters: compare training and optimizer steps of 32 models with those of one
+model, and decode batches with 4 active adapters with decode batches with one adapter.
 
     taskset -c 0,1 python -m scripts.bench.adapters
 """
@@ -47,7 +47,8 @@ def main(config: ComparisonOptions) -> None:
 
 
 def training(config: ComparisonOptions, model_dir: Path) -> None:
-    """Train the next of the 32 models in each measured call, and compare with calls that train one model."""
+    """Compare a server with 32 models with a server with one model. Each measured call on the former uses the
+    next of its models."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as single, started(max_models=MODELS) as several:

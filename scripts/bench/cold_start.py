@@ -4,8 +4,8 @@ compilation cache.
     python -m scripts.bench.cold_start [base_model=smollm2-135m] [tokens=32] [max_num_seqs=64]
 
 The first request samples one token. The second request and ANSWERS further requests sample `tokens` tokens
-each; their times fall when the unrolled decode program is compiled. The longest silence is the longest time
-without a line of the server's log before the second answer.
+each. They become faster when the compilation of the unrolled decode program ends. The longest silence is the
+longest interval without a line in the server's log, from the start of the server to the second answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinker import types
 from scripts.bench.compare import print_figure
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWERS = 12  # after the first two
+ANSWERS = 12  # number of requests after the first two
 
 
 @chz.chz
@@ -49,7 +49,7 @@ class Log:
             print(f"  {line}", end="", file=sys.stderr)
 
     def longest_silence(self, start: float, end: float) -> float:
-        """Return the longest interval without a line, in seconds."""
+        """Return the longest interval without a line between `start` and `end`, in seconds."""
         times = [start, *(at for at in self.times if start < at < end), end]
         return max(after - before for before, after in itertools.pairwise(times))
 

@@ -2,9 +2,9 @@
 
     taskset -c 0,1 python -m scripts.bench.curves [only=context,batch]
 
-The order is the slope of log(seconds) over log(size), so 1 is linear. It is fitted over the upper half of the
-sizes, where the constant cost of a call is small, and to CPU seconds, which do not include the load of other
-processes.
+The order is the slope of log(CPU seconds) over log(size). An order of 1 is linear growth. The fit uses CPU
+seconds, because the load of other processes does not change them. It uses only the upper half of the sizes,
+where the constant cost of a call is small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scripts.bench.small_model import make_model
 from scripts.bench.train_group import make_group
 from skyrl_tx_server.engine.operations import CreateModel
 
-NEW = 32
+NEW = 32  # sampled tokens per sequence in the curve of generation
 
 
 @chz.chz

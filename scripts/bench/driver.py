@@ -31,7 +31,8 @@ NUM_ADAPTERS = 8
 
 
 class Driver:
-    """Calls an executor without the engine. The adapters have the names `adapter-0`, `adapter-1`, ..."""
+    """Calls an executor without the engine. It saves NUM_ADAPTERS sampler snapshots of one model, with the
+    names `adapter-0`, `adapter-1`, ..."""
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.executor = executor
@@ -92,10 +93,10 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Return the median duration of a dispatch of decode steps for all prompts, without compilation.
+        """Return the median duration, in seconds, of a dispatch of decode steps that decodes all prompts.
 
-        `steps` must be the executor's `decode_steps_per_dispatch`. Two rounds are run, and the median of the
-        second is returned, because programs are compiled in the first.
+        `steps` must be the executor's `decode_steps_per_dispatch`. The prompts are decoded in two rounds,
+        because programs are compiled in the first round. The result is the median of the second round.
         """
         durations_s: list[float] = []
         for _ in range(2):

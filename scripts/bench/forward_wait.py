@@ -1,4 +1,5 @@
-"""Measure how long a forward pass waits during a long generation, and how much it slows the generation.
+"""Measure how long a forward pass waits during a long generation, and how much forward passes slow the
+generation.
 
     taskset -c 0,1 python -m scripts.bench.forward_wait
 
@@ -65,7 +66,7 @@ def main(config: ComparisonOptions) -> None:
             baseline="alone",
         )
         slowed = timings["with forwards"].wall_s / timings["alone"].wall_s
-        print_figure("time of the generation, relative to alone", slowed, at_most=1.1)
+        print_figure("generation with forwards, relative to generation alone", slowed, at_most=1.1)
         dispatch_s = timings["alone"].wall_s / (NEW / STEPS_PER_DISPATCH)
         additional_wait_s = median(waits) - alone_s
         print_figure("a dispatch of decode steps, s", dispatch_s)
@@ -77,8 +78,8 @@ def main(config: ComparisonOptions) -> None:
 def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:
     """Sample all sequences.
 
-    If `waits` is given, request forward passes meanwhile and append the duration of each, in seconds, to
-    `waits`.
+    If `waits` is given, request forward passes during the generation and append the seconds that each takes,
+    its wait included, to `waits`.
     """
     prompts = random_sequences([64] * NUM_SEQUENCES, seed=seed)
     settings = [

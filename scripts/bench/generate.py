@@ -1,9 +1,9 @@
-"""Compare generation with other programs: 16 prompts of 256 tokens, and 16 samples of one prompt, each with
-128 new tokens.
+"""Compare the time of generation with that of other programs, for 16 prompts with one sample each and for one
+prompt with 16 samples. A prompt has 256 tokens, and a sample has 128 tokens.
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-Every call of a program has new prompts, so that its prefix cache has no effect.
+Every call of a program has new prompts, so that the program's prefix cache has no effect.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main(config: ComparisonOptions) -> None:
 def new_generations(
     program: Side, *, prompts: int, num_samples: int, first_seed: int = 0
 ) -> Callable[[], Measurement]:
-    """Return a function that samples completions of new prompts in each call: those of the seeds from
-    `first_seed` on."""
+    """Return a function that samples completions of new prompts in each call. The first call draws its
+    prompts with the seed `first_seed`, and each further call with the next seed."""
     seeds = itertools.count(first_seed)
 
     def call() -> Measurement:

@@ -5,20 +5,20 @@
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
 A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
-and the share of the limit. The limit is the larger of the times to move the row's bytes at 4.3 TB/s and to
-compute its operations at 790 TFLOP/s, rates that are reachable on an H200 according to
-`scripts/simulate/costs.py` (not measured by this project). The share is the limit divided by the measured
-time. The numbers of bytes or operations are (N parameters, T tokens, L layers, H heads, K key-value heads, hd
-head dimensions, 2 bytes per value):
+and the share of the limit: the limit divided by the measured time. The limit is the time to move the row's
+bytes at 4.3 TB/s or the time to compute its operations at 790 TFLOP/s, whichever is longer. According to
+`scripts/simulate/costs.py`, an H200 can reach these rates (not measured by this project). The row's bytes and
+operations are calculated as follows (N parameters, T tokens, L layers, H heads, K key-value heads, hd head
+dimensions, 2 bytes per value):
 
     decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
     prefill                                                          operations per token = 2 N + 2 L H hd T
     LoRA training  no gradient of the base weights                   operations per token = 4 N + 6 L H hd T
 
-If a measurement fails, its row shows the error, and the script continues. The exit status is then 1. On a
-machine that is lent for some minutes, `sections` selects the sections, and after `time_limit_s` no further
-measurement starts. `compilation_cache` keeps compiled programs for the next run. The models have the shapes
-of Qwen3 and random weights, which are loaded once for all executors. Only calls of the executor or of the
+If a measurement fails, its row shows the error, the script continues, and the exit status is 1. Three options
+shorten a run: `sections` selects sections, no measurement starts later than `time_limit_s` seconds after
+the start, and `compilation_cache` keeps compiled programs for the next run. The models have the shapes of
+Qwen3 and random weights. The weights are loaded once for all executors. Only calls of the executor or of the
 engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, safetensors, tokenizers and
 zstandard.
 """
@@ -63,9 +63,9 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
 
 # the rows with a target come first, because `time_limit_s` may end the run
 BATCH_SIZES, LENGTHS, CONTEXT, STEPS = (64, 256, 8, 1), (4096, 1024, 8192, 32_768), 2048, 16
-DECODE_SHARES = {64: 0.65, 256: 0.75}  # the minimum share of the limit, by number of sequences
-TRAIN_SHARES = {4096: 0.45}  # by number of tokens
-MAX_KERNELS = 12  # in a table of kernel times
+DECODE_SHARES = {64: 0.65, 256: 0.75}  # number of sequences -> minimum share of the limit
+TRAIN_SHARES = {4096: 0.45}  # number of tokens -> minimum share of the limit
+MAX_KERNELS = 12  # the number of rows in a table of kernel times
 MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
 
 
@@ -76,7 +76,7 @@ class GpuConfig:
     longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
     repeats: int = 5
     sections: tuple[str, ...] = chz.field(default=(), doc="Names of functions of SECTIONS; empty: all")
-    time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this time")
+    time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this many seconds")
     compilation_cache: str | None = chz.field(default=None, doc="Folder of compiled programs; None: no cache")
 
     @property
@@ -162,7 +162,7 @@ class Rows:
             return None
 
     def median_s(self, run: Callable[[], object]) -> float:
-        """Return the median seconds of `run`, without its first call, which compiles."""
+        """Return the median seconds of a call of `run`. The first call compiles and does not count."""
         run()
         return median(timed(run)().wall_s for _ in range(self.config.repeats))
 
@@ -300,8 +300,8 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Measure the time of concurrent agents with three turns each while training operations run, and compare
-    this time with the time that the simulator calculates."""
+    """Measure how long concurrent agents with three turns each and simultaneous training operations take, and
+    compare this time with the time that the simulator calculates."""
     config = rows.config
     load = SimulateConfig(
         agents=min(64, config.max_sequences),

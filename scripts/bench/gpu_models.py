@@ -1,4 +1,5 @@
-"""Models with the shapes of Qwen3, for measurements and compilations without weights."""
+"""Configurations with the shapes of Qwen3 models, for benchmarks and compilation checks. Neither needs
+trained weights."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     .venv/bin/python -m scripts.bench.grading datasets/quickstart/train [TRIALS]
 
 Each trial runs the solution of a task. Trials are graded alternately in place and in a fresh sandbox. The
-script prints the medians of wall time and CPU time (of this process and its children) per trial.
+script prints two medians over the trials of each method: the wall time of a trial, and the CPU time that this
+process and its children use for a trial.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ async def measure(folders: list[Path], num_trials: int) -> None:
         for number in range(-1, num_trials):
             for method in METHODS:
                 cost = await run_trial(folders[number % len(folders)], method, environment, Path(scratch))
-                if number >= 0:  # the first trial warms up
+                if number >= 0:  # the first trial of each method is a warm-up
                     costs[method.mode].append(cost)
     medians = {
         mode: Cost(

@@ -1,5 +1,5 @@
-"""Measure the work of the host: the KV splits of a dispatch, and lookup and eviction in the prefix cache. No
-model is loaded.
+"""Measure work that the host does for sampling: computing the KV splits of a decode dispatch, and lookup and
+eviction in the prefix cache. No model is loaded.
 
     python -m scripts.bench.host_work
 """
@@ -43,11 +43,11 @@ def main() -> None:
             held.insert(None, tokens, held.allocate(1) or ())
     held.allocate(1)
     milliseconds = fastest_ms(lambda: held.allocate(1))
-    print_figure("eviction of one page beside 10,000 held pages, ms", milliseconds, at_most=0.05)
+    print_figure("eviction of one page while sequences hold 10,000 pages, ms", milliseconds, at_most=0.05)
 
 
 def computed(cache: PrefixCache, tokens: np.ndarray) -> None:
-    """Cache `tokens`, as when a sequence ends."""
+    """Insert `tokens` into the prefix cache and release their pages, as at the end of a sequence."""
     pages = cache.allocate(-(-len(tokens) // PAGE_SIZE)) or []
     cache.insert(None, tokens, pages)
     cache.free(pages)

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.huge_pages [gib=2] [repeats=3]
 
-Processes with and without huge pages run alternately. The table shows the medians of their CPU seconds for
-arrays of `gib` GiB in total.
+Processes with and without huge pages run alternately. Each process fills arrays of `gib` GiB in total. The
+table shows the median CPU seconds of the processes with each setting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS = {"pages of 4 KiB": "glibc.malloc.hugetlb=0", "huge pages": REQUEST}
 
 @chz.chz
 class Options:
-    gib: int = chz.field(default=2, doc="Size of the arrays of one process")
+    gib: int = chz.field(default=2, doc="Total size in GiB of the arrays that each process fills")
     repeats: int = chz.field(default=3, doc="Number of processes for each setting")
 
 

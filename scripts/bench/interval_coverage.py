@@ -3,8 +3,8 @@ it with the coverage of the percentile bootstrap over tasks.
 
     .venv/bin/python -m scripts.bench.interval_coverage [REPEATS]
 
-The pass rates of tasks are drawn from a Beta distribution, and trials from the pass rates. The true value is
-the mean rate of the distribution.
+The pass rate of each task is drawn from a Beta distribution, and the trials of a task are drawn with its pass
+rate. The true value is the mean of pass@1, pass@n or pass^n over this distribution.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ POOLS = {  # Beta parameters of the tasks' pass rates
     "bimodal": (0.4, 0.4),
     "similar": (20.0, 20.0),
 }
-SIZES = ((10, 4), (20, 1), (20, 8), (40, 4), (100, 4))  # tasks, trials per task
+SIZES = ((10, 4), (20, 1), (20, 8), (40, 4), (100, 4))  # (number of tasks, trials per task)
 
 
 def rates(
     rng: np.random.Generator, pool: tuple[float, float], size: tuple[int, int], kind: str
 ) -> list[float]:
-    """Simulate one evaluation and return the rate of each task."""
+    """Simulate one evaluation. Return the estimate for each task, for example of pass@1 if `kind` is
+    `pass_at_1`."""
     solved = rng.binomial(size[1], rng.beta(*pool, size=size[0]))
     tallies = [Tally(solved=int(count), graded=size[1]) for count in solved]
     match kind:
@@ -40,7 +41,7 @@ def rates(
 
 
 def truth(pool: tuple[float, float], trials: int, kind: str) -> float:
-    """Return the true mean rate, from the moments of the Beta distribution."""
+    """Return the true value of pass@1, pass@n or pass^n, from the moments of the Beta distribution."""
     a, b = pool
     k = 1 if kind == "pass_at_1" else trials
     all_fail = float(np.prod([(b + i) / (a + b + i) for i in range(k)]))
@@ -62,7 +63,7 @@ def coverage(
 def bootstrap_coverage(
     pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
 ) -> float:
-    """Return the coverage of the percentile bootstrap over tasks, with 500 samples."""
+    """Return the coverage of the percentile bootstrap, which draws 500 samples of tasks per evaluation."""
     rng = np.random.default_rng(seed)
     true, hits = truth(pool, size[1], kind), 0
     for _ in range(repeats):

@@ -1,7 +1,8 @@
 """The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16.
 
-`paged_difference` is absolute. `tree_difference`, of the output and the gradients, is relative to the largest
-absolute value of each array.
+`paged_difference` returns the largest absolute difference of the output. `tree_difference` compares the
+output and each gradient. It divides the largest absolute difference of each array by the largest absolute
+value of this array, and returns the largest quotient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure how long each kernel of a GPU runs, with JAX's profiler."""
+"""Measure with JAX's profiler how long each GPU kernel runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from jax.profiler import ProfileData
 
 GPU_PLANE, STREAM_LINE = "/device:GPU", "Stream"
-"""Beginnings of the names of the plane of a GPU and of the lines with its kernels, one per CUDA stream."""
+"""Prefixes of names in a profile. A GPU is a plane, and each CUDA stream is a line of this plane."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,8 @@ class KernelTime:
 def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
     """Call `run` with the profiler. Return the kernels that ran on a GPU, the longest total time first.
 
-    XLA launches each kernel separately while the profiler runs, so the program takes longer than its kernels.
+    XLA launches each kernel separately while the profiler runs, so the program takes longer than
+    the sum of its kernel times.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -37,7 +38,7 @@ def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
 
 
 def summed(events: Iterator[tuple[str, float]]) -> list[KernelTime]:
-    """Return the sums of events (name, seconds) by kernel.
+    """Return the summed times of `events` (kernel name, seconds), with one result per kernel.
 
     >>> summed(iter([("fusion_12", 1.0), ("fusion_7", 2.0), ("paged_attention", 4.0)]))[1]
     KernelTime(name='fusion', count=2, total_s=3.0)

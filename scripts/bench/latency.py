@@ -3,11 +3,11 @@ many clients.
 
     python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
 
-A round trip consists of the requests of the SDK for one operation: the client posts the operation (an
-optim_step of a model without a gradient) and waits for its result with one retrieve_future. The post, the
-time in the engine (the mean, from a counter of `/metrics`) and `healthz`, the cheapest route, are also timed.
-Without `url`, the script starts a server with a random model of one layer. Other load of the machine, which
-the script prints, lengthens the times; compare the best of the `rounds`.
+A round trip consists of the requests that the SDK sends for one operation: the client posts the operation (an
+optim_step of a model without a gradient) and waits for its result with one retrieve_future. The script also
+times the post alone, the work of the engine (the mean, from a counter of `/metrics`), and `healthz`, the
+cheapest route. Without `url`, the script starts a server with a random model of one layer. Other load on the
+machine lengthens the times. The script therefore prints the load of each round; compare the fastest rounds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Client:
         self._model_id = (await self.post("retrieve_future", request_id=creation["request_id"]))["model_id"]
 
     async def round_trip(self) -> tuple[float, float]:
-        """Return the seconds until the operation is accepted and until its result has arrived."""
+        """Return (seconds until the operation is accepted, seconds until its result has arrived). Both start
+        with the post."""
         began = time.perf_counter()
         self._seq_id += 1
         accepted = await self.post(
@@ -83,8 +84,8 @@ class Client:
 
 
 async def requests_per_second(client: Client, clients: int, requests: int) -> tuple[float, np.ndarray]:
-    """Send `healthz` requests one after another on each of `clients` connections. Return their rate and their
-    durations in seconds."""
+    """Send `healthz` requests one after another on each of `clients` connections. Return (requests per
+    second, duration of each request in seconds)."""
 
     async def send() -> list[float]:
         return [await client.healthz() for _ in range(requests // clients)]
@@ -97,8 +98,8 @@ async def requests_per_second(client: Client, clients: int, requests: int) -> tu
 
 
 async def operation_requests_per_second(client: Client, clients: int, requests: int) -> float:
-    """Run operations, each of two requests, one after another on each of `clients` connections. Return the
-    rate of the requests."""
+    """Run operations one after another on each of `clients` connections. Return the requests per second; an
+    operation consists of two requests."""
 
     async def operate() -> None:
         for _ in range(max(1, requests // clients // 2)):

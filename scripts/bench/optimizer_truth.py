@@ -1,5 +1,5 @@
-"""Check that every master weight with a non-zero update changes, at a learning rate of 1e-6 on a bfloat16
-base model.
+"""Check that an optimizer step changes every master weight whose update is non-zero, with a learning rate of
+1e-6 and a bfloat16 base model.
 
     python -m scripts.bench.optimizer_truth
 
@@ -33,7 +33,7 @@ def main() -> None:
         with running(
             model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)
         ) as ours:
-            for _ in range(2):  # B of a new adapter is zero, and therefore also the gradient of A
+            for _ in range(2):  # A gets a gradient only in the second step, because B starts at zero
                 step(ours, 1e-2)
             before = tensors(ours, store, "before")
             step(ours, LEARNING_RATE)
@@ -66,7 +66,7 @@ def step(ours: Ours, learning_rate: float) -> None:
 
 
 def tensors(ours: Ours, store: CheckpointStore, name: str) -> dict[str, np.ndarray]:
-    """Return the current tensors of adapter and optimizer, from a training checkpoint."""
+    """Save a training checkpoint and return its tensors, which are those of the adapter and the optimizer."""
     result = ours.engine.submit(SaveWeights(model_id="model", name=name)).result()
     assert isinstance(result, WeightsSaved) and result.path is not None
     return store.read(result.path)[1]

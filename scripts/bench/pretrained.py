@@ -1,5 +1,5 @@
-"""Compare the generation of SmolLM2-135M with Hugging Face, for 4, 8, 16 and 32 sequences. Our engine has 32
-slots.
+"""Compare the time in which our engine and Hugging Face generate with SmolLM2-135M, for 4, 8, 16 and 32
+sequences. Our engine has 32 slots.
 
     scripts/setup.sh smollm2
     taskset -c 0,1 python -m scripts.bench.pretrained hf=PYTHON
@@ -32,7 +32,7 @@ from skyrl_tx_server.files.model_source import converted_directory
 PROMPT, NEW, SLOTS, CONTEXT = 64, 128, 32, 1024
 COUNTS = (4, 8, 16, 32)
 VOCABULARY = 49_152
-WARM_UPS = 3  # calls after which the program of a narrow decode batch is compiled
+WARM_UPS = 3  # calls per number of sequences, after which the decode program for this number is compiled
 
 
 def main(config: ComparisonOptions) -> None:

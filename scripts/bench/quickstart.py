@@ -4,8 +4,8 @@
 
 `cpus` lists the CPU cores to which the run is pinned. `logs_dir` (default `runs`) receives the run folders.
 Other key=value pairs are passed to ./run_skyrl_tx.sh.
-The peak memory is the largest sum of the proportional set sizes (PSS) of all processes of the run, read once
-per second.
+The memory of a run is the sum of the proportional set sizes (PSS) of its processes. It is read once per
+second, and its peak is printed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Compare a complete RL step with other programs: 2 groups of 8, prompts of 512 tokens, 3 turns of 48
-observed and 32 sampled tokens, and one update. The times of sampling and training are also compared.
+"""Compare the time of a complete RL step with that of other programs. The times of its phases (sampling,
+training, saving) are also compared.
+
+The step plays 2 groups of 8 trajectories and makes one update. A trajectory has a prompt of 512 tokens and
+3 turns, each with 48 observed and 32 sampled tokens.
 
     taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
     python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON base_model=smollm2-135m micro_batch_size=2
@@ -71,8 +74,9 @@ def main(config: RlStep) -> None:
 
 
 def steps(program: Side, phases: Phases, train_options: Mapping[str, int]) -> Callable[[], Measurement]:
-    """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
-    step. The step adds its times to `phases`. `train_options` are further arguments of the training."""
+    """Return a function that runs one RL step on new prompts. It samples with the weights after the previous
+    step and appends the time of each phase to `phases`. `train_options` are arguments of the program's
+    `train` call besides the sequences."""
     seeds = itertools.count()
 
     def step() -> Measurement:
@@ -101,7 +105,8 @@ def steps(program: Side, phases: Phases, train_options: Mapping[str, int]) -> Ca
 
 
 def report_phases(phases: dict[str, Phases], *, baseline: str = "ours") -> None:
-    """Print one line per phase: the median time of each program, and its ratio to that of `baseline`."""
+    """Print one line per phase: the median time of each program over all steps except the first, and its
+    ratio to that of `baseline`."""
 
     def middle(times: Sequence[float]) -> float:
         return median(times[1:])

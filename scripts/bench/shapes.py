@@ -49,10 +49,10 @@ def main(config: ShapesConfig) -> None:
         print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
         names = ", ".join(f"{name} {count}" for name, count in cold["programs"].items())
         print_figure(f"programs: {names}", sum(cold["programs"].values()), at_most=12)
-        print_figure("compiled by 200 further requests", cold["later"], at_most=0)
-        print_figure("seconds in programs, cold", sum(cold["seconds"].values()))
+        print_figure(f"programs compiled by {REQUESTS} further requests", cold["later"], at_most=0)
+        print_figure("seconds of compilation, cold", sum(cold["seconds"].values()))
         ratio = sum(warm["seconds"].values()) / sum(cold["seconds"].values())
-        print_figure(f"warm against cold ({warm['hits']} from the cache)", ratio, at_most=0.15)
+        print_figure(f"warm / cold ({warm['hits']} programs from the cache)", ratio, at_most=0.15)
         print_figure("first token after a warm restart, s", warm["first_token_s"], at_most=3.0)
         print_figure("first token after a cold start, s", cold["first_token_s"])
 
@@ -86,8 +86,8 @@ def measure_programs(model_dir: Path, cache: str | None) -> dict:
 
 
 def run_requests(ours: Ours, *, seed: int) -> None:
-    """Run REQUESTS requests, eight at a time: half of them sample, and a quarter each are forward and
-    forward_backward. Then take an optimizer step and save a sampler snapshot."""
+    """Run REQUESTS requests, eight at a time. Half of them are samples, a quarter are forward passes, and a
+    quarter are forward_backward passes. Then take an optimizer step and save a sampler snapshot."""
     random = np.random.default_rng(seed)
     pending = []
     for number in range(REQUESTS):

@@ -1,10 +1,10 @@
-"""Measure forward_backward of 32 ragged sequences: packed, padded to one length, and with SkyRL's tx, which
-pads.
+"""Measure forward_backward of 32 sequences of different lengths: our engine packs them, and SkyRL's tx pads
+them.
 
     taskset -c 0,1 python -m scripts.bench.train_ragged tx=PYTHON
 
-The lengths are lognormal with a mean of 286 and a maximum of 1,025. In the case `one bucket` our engine gets
-every sequence padded to the longest.
+The lengths are lognormal with a mean of 286 tokens and a maximum of 1,025 tokens. In the case `one bucket`
+our engine gets sequences that are all padded to 1,025 tokens.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main(config: ComparisonOptions) -> None:
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:
-    """Return 32 lognormal lengths between 32 and 1,025, of which the first is 1,025. The lengths are drawn
-    again until their mean is within 1 of 286."""
+    """Return 32 lognormal lengths between 32 and 1,025 tokens. The first length is 1,025. All lengths are
+    drawn again until their mean differs from 286 by less than 1."""
     random = np.random.default_rng(seed)
     while True:
         drawn = np.clip(random.lognormal(5.35, 0.8, 32).astype(int), 32, LONGEST)

@@ -2,14 +2,14 @@
 
     python -m scripts.cookbook [key=value ...] [RECIPE ...]
 
-The program writes data sets and a small Qwen3 to the folder `work` (and uses them again in later runs),
-starts a server that serves the model under a name of the cookbook's list, and runs all recipes or the named
-recipes by their command lines in an environment with torch. It prints one line per recipe. The
-exit status is 0 if each recipe ended with 0 and its figures have the expected values. docs/cookbook.md lists
-the results.
+The program writes data sets and a small Qwen3 to the folder `work`, and later runs with this folder use them
+again. It starts a server that serves the model under a name that the cookbook knows. Then it runs the command
+line of each recipe, or of each named recipe, in an environment with torch. It prints the result and the
+command of each recipe. The exit status is 0 if the process of each recipe ended with 0 and the figures of
+each recipe have the expected values. docs/cookbook.md lists the results.
 
     work=DIR     model, data, logs (default: a temporary directory)
-    venv=DIR     environment of the cookbook; created with uv if it does not exist (default: below work)
+    venv=DIR     environment of the cookbook; created with uv if it does not exist (default: work/venv)
     torch=FILE   a torch wheel for Python 3.11 (default: torch from PyPI)
 """
 
@@ -172,7 +172,8 @@ def options_of(recipe: Recipe, logs: Path) -> list[str]:
 
 
 def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
-    """Kill the process as soon as it has listed a checkpoint. Return False if the process ended before."""
+    """Kill the process as soon as checkpoints.jsonl lists a checkpoint. Return False if the process ended by
+    itself before it was killed."""
     while process.poll() is None and not lines(log / "checkpoints.jsonl"):
         time.sleep(0.05)
     process.kill()

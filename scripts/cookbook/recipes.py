@@ -1,4 +1,4 @@
-"""The recipes with their options and the expected values of their figures."""
+"""The recipes of tinker-cookbook, their options, and the expectations that their metrics must meet."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 Metrics = list[dict[str, float]]
 Expectation = Callable[[Metrics], tuple[str, bool]]
-"""A function of the lines of metrics.jsonl: a text with the figure, and whether it has the expected value."""
+"""Takes the lines of metrics.jsonl. Returns a text with the measured figure and whether it is as expected."""
 
-MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # in the cookbook's list of models, with a renderer without thinking
-RENDERER = "qwen3_instruct"
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # the cookbook lists this model
+RENDERER = "qwen3_instruct"  # the renderer of this model, which has no thinking
 REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
 KL_LIMIT = 2e-4
-ON_POLICY = "loss_fn=importance_sampling"  # the default, stable_reinforce, has no public formula
+# The server rejects the default loss, stable_reinforce, because its formula is not public.
+ON_POLICY = "loss_fn=importance_sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class Recipe:
     module: str  # below tinker_cookbook.recipes
     options: str
     expectations: tuple[Expectation, ...]
-    resumed: bool = False  # killed after a checkpoint, and run again with behavior_if_log_dir_exists=resume
+    # Whether the recipe is killed after a checkpoint and run again with behavior_if_log_dir_exists=resume.
+    resumed: bool = False
     teacher: str | None = None  # the recipe whose last sampler checkpoint is the teacher
 
 
@@ -60,8 +62,8 @@ def series(metrics: Metrics, key: str) -> list[float]:
 
 
 def _moves(key: str, is_expected: Callable[[float, float], bool]) -> Expectation:
-    """Compare the mean of the first quarter of the steps with that of the last quarter, because single steps
-    of a few dozen episodes are noisy."""
+    """Compare the mean of `key` over the first quarter of the steps with its mean over the last quarter. The
+    values of single steps are noisy, because a step has only a few dozen episodes."""
 
     def check(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)

@@ -1,4 +1,4 @@
-"""Generates docs/options.md from the configuration classes of the trainer and its other programs, and of the
+"""Generates docs/options.md from the configuration classes of the trainer, of its other programs and of the
 server."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ the same. Options are written as `name=value`, lists as `name=a,b`. An option wi
 `config=FILE.yaml` reads the options of `src.train`, `src.evaluate`, `src.sft`, `src.envs.try_env` and
 `./run_skyrl_tx.sh` from a YAML or JSON file, one `option: value` per line. Options on the command line win.
 """
-SKYRL_NOTE = """These names are accepted with a notice, also without their groups (`eval_interval`) and with a
-`+` before them. A name of a group, such as `generator`, stands for all names in it without a row of their
-own."""
+SKYRL_NOTE = """These names are accepted with a notice. A name may be written without its groups, such as
+`eval_interval` for `trainer.eval_interval`, and with a `+` before it. The row of a group, such as
+`generator`, applies to all names of the group that have no row of their own."""
 
 
 def page() -> str:
@@ -57,7 +57,7 @@ def page() -> str:
 
 
 def program(title: str, command: str, kind: type[object], by_section: dict[str, list[str]]) -> str:
-    """Return the part of one program, a table per section."""
+    """Return the part of the page about one program, with one table per section of its options."""
     lines = [f"## {title}", "", f"`{command} name=value ...`", ""]
     for heading, names in by_section.items():
         lines += [f"### {heading}", "", "| option | values | default | meaning |", "|---|---|---|---|"]
@@ -75,14 +75,14 @@ def row(kind: type[object], name: str) -> str:
 
 
 def aliases() -> str:
-    """Return the table of former names."""
+    """Return the table of former names of options."""
     lines = ["## Former names", "", "Accepted for one release, with a notice.", ""]
     lines += ["| former | present |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{old}` | `{new}` |" for old, new in OPTION_ALIASES.items()), ""])
 
 
 def skyrl_names() -> str:
-    """Return the tables of SkyRL's names."""
+    """Return the table of SkyRL's names that are accepted, and the table of those that are refused."""
     lines = ["## Names of SkyRL", "", SKYRL_NOTE, "", "| SkyRL | here |", "|---|---|"]
     lines += [f"| `{name}` | {' or '.join(f'`{c}`' for c in _ours(name))} |" for name in TAKEN]
     refused = REFUSED | REFUSED_BY_REASON

@@ -3,8 +3,8 @@
     script -qc "stty cols 110; ./run_skyrl_tx.sh" run.log
     python -m scripts.docs.screenshot run.log [head=16] [tail=28] [output=docs/assets/quick-start.svg]
 
-`script` records the output with its colours. If the output is longer, the picture shows only its first `head`
-and last `tail` lines.
+`script` records the output with its colours. If the output has more than `head` + `tail` + 1 lines, the
+picture shows only its first `head` and last `tail` lines.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> None:
 def screen_lines(log: str) -> list[str]:
     """Return the lines of a terminal log as they remained on the screen, with ANSI colours.
 
-    A carriage return starts the line again, so only the text after the last one remains. Blank lines at the
-    ends and the lines that `script` adds are left out.
+    A carriage return overwrites its line, so only the text after the last carriage return of a line remains.
+    Blank lines at the start and at the end, and the lines that `script` adds, are left out.
 
     >>> screen_lines("Script started on 2026-01-01\\r\\nstep 1/2\\rstep 2/2\\r\\n\\x1b[2Kdone\\n")
     ['step 2/2', 'done']

@@ -30,8 +30,8 @@ space, which keys are set and, with `skyrl_tx_url=` or `SKYRL_TX_URL`, the serve
 
 """
 END = """
-To resume a finished run, also increase its number of steps: add `max_steps=`, and `n_epochs=` if the run has
-completed its epochs.
+A finished run has no steps left. To train it further, add a larger `max_steps=` to the command that resumes
+it. If the run has completed its epochs, add a larger `n_epochs=` too.
 """
 
 

@@ -2,9 +2,10 @@
 
     python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
-A small Qwen3 with random weights is trained to imitate demonstrations that are generated during training,
-with training families and training words only. The loss counts only the tokens of answers. The result is
-deterministic. The script takes about 20 minutes on two cores.
+The script trains a small Qwen3 with random initial weights to imitate demonstrations. The demonstrations are
+generated during training, from the task families and the words that are reserved for training. The loss
+counts only the tokens of answers. The result is deterministic. The script takes about 20 minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden
 from skyrl_tx_server.model.weights import save_model
 
 ROW_LENGTH, NUM_ROWS = 256, 8
-POOL = 24  # number of demonstrations from which `batches` chooses
-STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250  # all steps; those of the first and the last phase
+POOL = 24  # number of conversations from which `batches` chooses
+STEPS = 2000  # steps of all three phases of `curriculum`
+DRILL_STEPS, MIXTURE_STEPS = 150, 250  # steps of the first phase and of the last phase
 PEAK_LEARNING_RATE = 1.2e-3
 WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
 
@@ -131,8 +133,8 @@ def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
 def initial_params(config: ModelConfig, seed: int) -> Params:
     """Return random weights whose layers change the embedding of a token only a little.
 
-    With one standard deviation for all matrices, as in large models, the model does not learn to copy within
-    this number of steps.
+    If all matrices had the same standard deviation, as in large models, the model would not learn to copy
+    within STEPS steps.
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}

@@ -1,8 +1,9 @@
 """Generate demonstrations for the supervised fine-tuning that precedes reinforcement learning.
 
 There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
-most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
-mixture, and reinforcement learning can increase the probability of the careful demonstrator.
+most tasks, independently of the kind of task. A model that imitates both solves about the same share of the
+tasks as the demonstrations do, and reinforcement learning can make it imitate the careful demonstrator more
+often.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in th
 TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
-REPAIR_RATE = 0.15  # share of commands that did not run and are corrected when confirmation is requested
+REPAIR_RATE = 0.15  # if the command has not run: probability that it is run when confirmation is requested
 LATE_PROMPT_RATE = 0.1  # share of first screens that do not show the shell prompt yet
 
 CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
@@ -148,7 +149,7 @@ def write_chats(path: Path, count: int) -> None:
             screen, first = _opening(instance, rng)
             keys = instance.command + ("\n" if number % 8 < 2 else "")
             messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
-            if number % 8 in (0, 3):  # one task with one operation and one task with two
+            if number % 8 in (0, 3):  # of eight chats: one with one operation, one with two
                 screen.type(keys, [])
                 messages += [
                     Message(role="user", content=confirmation_message(screen.observe())),
@@ -209,8 +210,8 @@ def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
 
 
 def _wrong_name(command: str) -> str | None:
-    """Return the command without the directory, or else the extension, of its last path; None if the
-    path has neither."""
+    """Return the command with a wrong last path: without its directory, or without its extension if it has
+    no directory. None: the path has neither."""
     head, _, path = command.rpartition(" ")
     if "/" in path.rstrip("/"):
         return f"{head} {path.rpartition('/')[2]}"

@@ -2,7 +2,8 @@
 
     python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
 
-The trials are real Terminus-2 trials in sandboxes. The server's engine samples in this process, without HTTP.
+`samples` is the number of trials per task. The trials are real Terminus-2 trials in sandboxes. The server's
+engine samples in this process, without HTTP.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
     turns = np.mean([len(trajectory.turns) for trajectory in trajectories])
     success = np.mean([trajectory.reward for trajectory in trajectories])
     print(
-        f"{title}: {success:.3f} over {len(trajectories)} trials, "
-        f"{np.mean(tokens):.0f} tokens and {turns:.2f} turns each"
+        f"{title}: mean reward {success:.3f} over {len(trajectories)} trials; on average, a trial has "
+        f"{np.mean(tokens):.0f} tokens and {turns:.2f} turns"
     )
     for name in sorted(rewards):
         print(f"    {name:16} {np.mean(rewards[name]):.2f}")

@@ -2,9 +2,9 @@
 
     python -m scripts.quickstart.make_arithmetic [DIRECTORY]
 
-A problem is a short story with two numbers, followed by the sum or the difference to compute, so that a model
-with 135 million parameters solves some of them. The stories of `heldout.jsonl` do not occur in `train.jsonl`.
-The files are the same in every run.
+A problem is a short story with two numbers, followed by the sum or the difference to compute. The problems
+are so easy that even a model with 135 million parameters solves some of them. The stories of `heldout.jsonl`
+do not occur in `train.jsonl`. Every run of this script writes the same files.
 """
 
 from __future__ import annotations

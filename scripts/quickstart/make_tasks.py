@@ -56,7 +56,8 @@ fi
 
 def instances(split: Pool, *, scale: int = 1) -> dict[str, Instance]:
     """Return the instances of one split by task name, with `scale` times the usual number per family."""
-    # The numbers of the two splits differ, because folder names are task ids.
+    # Training tasks are numbered from 1 and held-out tasks from 51, because their names are task ids and
+    # must be unique.
     counts, offset = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
     return {
         f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)

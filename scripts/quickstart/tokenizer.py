@@ -1,8 +1,8 @@
 """The tokenizer of the quick start: byte-level BPE with the ChatML tokens of Qwen, and one token for each
 fixed text of Terminus-2.
 
-Names consist of syllables of one consonant and one vowel, and all merges except those of newlines give such a
-syllable. An unknown name is therefore a sequence of known tokens, so the model can learn to copy any name.
+Names consist of syllables of one consonant and one vowel, and each merge gives a syllable or a sequence of
+newlines. An unknown name is therefore a sequence of known tokens, so the model can learn to copy any name.
 Words of the instructions are single tokens (`ignore_merges`).
 """
 
@@ -73,7 +73,7 @@ def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
     words = {
         word for word, count in counts.items() if count >= minimum and not is_name(word)
     } | spoken_words()
-    # Commands occur at the start of keystrokes and, with a space, after the prompt.
+    # A command has no leading space at the start of keystrokes, but has one after the shell prompt.
     words |= {f" {word}" for word in words if word.isalpha()}
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
 

@@ -5,9 +5,9 @@
     python -m scripts.simulate device=cpu slots=8 agents=8 prompt_tokens=900 new_tokens=64
 
 The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
-replaced by their estimated times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the
-programs of the benchmarks' model, and also runs the load on this CPU for comparison. The measurement and the
-load are repeated alternately, and the medians are compared.
+replaced by their estimated times (`scripts/simulate/costs.py`). With `device=cpu`, the script measures these
+times on this CPU for the model of the benchmarks, and also runs the load on this CPU. It repeats both
+alternately, and compares the median simulated time of the load with the median real time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def show(rows: dict[str, Simulated]) -> None:
 
 
 def show_shares(config: SimulateConfig, costs: Costs, concurrent: Outcome) -> None:
-    """Print the speeds of concurrent training and sampling, relative to the speed of each of them alone."""
+    """Print the speeds of training and sampling while both run, relative to their speeds when run alone."""
     if concurrent.training_s < concurrent.sampling_s:
         print("training ends before sampling: set a larger training_ops to see the shares")
         return

@@ -1,4 +1,5 @@
-"""Measure the programs of the benchmarks' model on this CPU, and run a load on this CPU."""
+"""Measure on this CPU how long the programs of the benchmarks' model take. Run the simulated load on this
+CPU, to compare the simulation with it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ REPEATS = 5
 
 @contextlib.contextmanager
 def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int) -> Iterator[Driver]:
-    """Open a driver of an executor with `slots` slots and the maximum context length of the load."""
+    """Open a driver whose executor has `slots` decode slots and the maximum context length of the load."""
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)
@@ -52,7 +53,7 @@ def calibrate(
     train_tokens_per_batch: int,
     clock: Callable[[], float],
 ) -> Measured:
-    """Return the median times of the programs that the load needs."""
+    """Return the median run time of each program that the load needs."""
     executor = driver.executor
     longest, request_ids = workload.max_context_length, itertools.count(10**6)
 
@@ -113,7 +114,8 @@ def calibrate(
 def run_on_device(
     executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float], *, seed: int = 0
 ) -> Simulated:
-    """Run the load on the device, after `calibrate`. Each `seed` gives different prompts."""
+    """Run the load on the device. Call `calibrate` before, because it compiles the programs. Each `seed`
+    gives different prompts."""
     engine = Engine(executor, train_share=config.train_share, clock=clock)
     try:
         outcome = run_workload(config.workload, engine, clock, seed=seed)

@@ -1,11 +1,11 @@
 """Calculate the time of a compiled GPU program from the operations that XLA compiled it to.
 
 `launches_of` reads the optimized HLO of a program and returns each launch of a kernel with the bytes that it
-moves and the operations that it computes. Loops are counted with their trip counts, and of the branches of a
-conditional the one with the fewest launches is counted (no filtering by top-p or top-k). `Rates.time_s` is
-the time of a launch:
+moves and the operations that it computes. The launches of a loop are multiplied by its trip count. Of a
+conditional, only the branch with the fewest launches is counted; in sampling, this is the branch without
+top-p and top-k filters. `Rates.time_s` is the time of a launch:
 
-    launch_s + max(bytes / bytes_per_s, operations / flops_per_s, latency of a product)
+    launch_s + max(bytes / bytes_per_s, operations * idle / flops_per_s, deep_product_s if deep)
 
 The rates of `H200` are assumptions. This project has not measured them.
 """
@@ -37,12 +37,12 @@ class Launch:
     num_bytes: float
     flops: float = 0.0
     deep: bool = False  # a product with sums over at least DEEP inputs
-    idle: float = 1.0  # all multiprocessors relative to those that compute
+    idle: float = 1.0  # factor on the time of `flops` for the multiprocessors that do not compute
 
 
 MULTIPROCESSORS = 132
 DEEP = 1024
-"""A product that sums over this number of inputs takes at least `Rates.deep_product_s`."""
+"""A product that sums over at least this number of inputs takes at least `Rates.deep_product_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +70,16 @@ H200 = Rates(
     launch_s=2.9e-6,
     deep_product_s=2.4e-6,
 )
-"""Assumptions: kernels move 75 % of the 4.8 TB/s of the data sheet, large products compute 76 % of the
-790 TFLOP/s that cuBLAS reaches for 8,192 x 8,192 x 8,192, attention 44 %, and a kernel in a CUDA graph that
-depends on the previous one adds 2.9 us."""
+"""Assumptions: The data sheet states 4.8 TB/s, and kernels reach 75 % of it. cuBLAS reaches 790 TFLOP/s for a
+product of 8,192 x 8,192 x 8,192; large products reach 76 % of this rate, and attention reaches 44 % of it. In
+a CUDA graph, a kernel that depends on the previous kernel adds 2.9 us."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
     """What the HLO does not contain: the positions that attention reads."""
 
-    cached: float = 0.0  # positions in the KV pages of all sequences of a decode batch
+    cached: float = 0.0  # positions in KV pages, summed over the sequences of a decode batch
     stream: int = 0  # tokens of a training stream
     context: int = 0  # positions to which a token of a prefill batch attends, on average
 
@@ -103,7 +103,7 @@ class Instruction:
     name: str
     shapes: list[Shape]  # of the outputs
     opcode: str
-    operands: list[tuple[str, int]]  # the instruction and the index of its output
+    operands: list[tuple[str, int]]  # (name of the instruction, index of its output)
     attributes: str
     is_root: bool = False
 
@@ -122,7 +122,8 @@ class Computation:
         return shapes[operand[1]] if operand[1] < len(shapes) else Shape("token", (0,))
 
     def users(self, name: str) -> Iterator[Instruction]:
-        """Return the instructions that use an output, also through bitcasts."""
+        """Yield the instructions that use an output of `name`. A bitcast that is not the root stands for
+        its own users."""
         for instruction in self.instructions.values():
             if any(operand == name for operand, _ in instruction.operands):
                 if instruction.opcode == "bitcast" and not instruction.is_root:
@@ -132,7 +133,8 @@ class Computation:
 
 
 def replace_operand(instruction: Instruction, name: str) -> Instruction:
-    """Return the instruction with a first operand "" if this operand is `name`, or a bitcast of it."""
+    """Return the instruction. If its first operand is `name`, this operand is renamed to "", as a mark for
+    `_bytes_read`."""
     first = instruction.operands[0][0]
     return (
         replace(instruction, operands=[("", 0), *instruction.operands[1:]]) if first == name else instruction
@@ -140,7 +142,7 @@ def replace_operand(instruction: Instruction, name: str) -> Instruction:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Return the computations of the HLO text and the name of the entry."""
+    """Return the computations of an HLO text by name, and the name of the entry computation."""
     computations: dict[str, Computation] = {}
     current, entry = Computation(), ""
     for line in text.splitlines():
@@ -184,7 +186,7 @@ def _closing(text: str, opened: int) -> int:
 
 
 def launches_of(text: str, sequences: Sequences) -> list[Launch]:
-    """Return the launches of a program in order. The launches of a loop are repeated."""
+    """Return the launches of a program in order. The launches of a loop are repeated for each trip."""
     computations, entry = parse(text)
     return _Reader(computations, sequences).launches(entry)
 
@@ -223,7 +225,7 @@ class _Reader:
             case "fusion" | "fusion-start":
                 called = self.computations[instruction.called("calls")]
                 calls = [inner for inner in called.instructions.values() if inner.opcode == "custom-call"]
-                if calls:  # its operands are slices, and its output can be the update of a larger array
+                if calls:  # only the call is counted: it moves slices of the arrays of the fusion
                     return [self._custom_call(called, inner) for inner in calls]
                 return [_fusion(instruction, called)]
             case _:
@@ -281,17 +283,19 @@ class _Reader:
 
 
 def _idle(dims: tuple[int, ...]) -> float:
-    """Return the multiprocessors of an H200 relative to those that compute a part of a product of this size.
-    Tiles have 128 x 128 outputs, or 64 x 128 if there are at most 64 rows. If there are fewer tiles than
-    multiprocessors, the sums are divided."""
+    """Return `Launch.idle` of a product with outputs of this size on an H200.
+
+    Each multiprocessor computes tiles of 128 x 128 outputs, or of 64 x 128 if there are at most 64 rows. In
+    the last round, the multiprocessors without a tile are idle. The factor is 1 if there are at most as many
+    tiles as multiprocessors, because the sums of a tile are then divided among several multiprocessors."""
     rows, columns = dims if len(dims) == 2 else (1, *dims)
     tiles = ceil(rows / (128 if rows > 64 else 64)) * ceil(columns / 128)
     return ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS / tiles if tiles > MULTIPROCESSORS else 1.0
 
 
 def _fusion(instruction: Instruction, called: Computation) -> Launch:
-    """Return the launch of a fusion. A parameter that is only sliced counts with its slices, and an operand
-    that is updated in place counts with the update."""
+    """Return the launch of a fusion. If the fusion reads only slices of a parameter, only the bytes of these
+    slices count. If it updates an operand in place, only the bytes of the update count."""
     num_bytes = 0.0
     for inner in called.instructions.values():
         if inner.opcode == "parameter":

@@ -44,10 +44,10 @@ class ModelSize:
     """The sizes of a model on which the time of a program depends."""
 
     weights: float  # number of weights by which each token is multiplied, including the head
-    kv_bytes: float  # of one position
+    kv_bytes: float  # bytes of the keys and values of one position in all layers
     attention: float  # num_layers * num_heads * head_dim
     layers: int
-    itemsize: int = 2
+    itemsize: int = 2  # bytes per weight
 
 
 def step_flops(model: ModelSize, *, cached: float, slots: int) -> float:
@@ -66,9 +66,10 @@ class Roofline:
     bytes_per_s: float
     flops_per_s: float
     launch_s: float
-    decode_launches: int  # of a decode step, per layer; also counted by scripts/check_gpu.py
-    prefill_launches: int  # of a prefill batch, per layer
-    training_launches: int  # of a training micro-batch, per layer
+    # kernel launches per layer; scripts/check_gpu.py also counts those of a decode step
+    decode_launches: int  # in a decode step
+    prefill_launches: int  # in a prefill batch
+    training_launches: int  # in a training micro-batch
     shapes: PrefillShapes = GPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
@@ -98,7 +99,7 @@ class FixedTimes:
     prefill_batch_s: float
     step_s: float
     sequence_step_s: float  # for each sequence, in addition to `step_s`
-    token_s: float  # of training
+    token_s: float  # training time of a token
     shapes: PrefillShapes = GPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
@@ -115,10 +116,12 @@ class FixedTimes:
 class Measured:
     """A device described by the times of its programs, which `calibrate` measures."""
 
-    prefill: dict[int, tuple[float, float]]  # by tiles, seconds at context 0 and for each token of context
-    decode: dict[int, tuple[float, float]]  # by segment end, seconds with one and with all sequences
+    # number of tiles -> (seconds of a batch without context, additional seconds per token of context)
+    prefill: dict[int, tuple[float, float]]
+    # segment end (see `segment_ends`) -> seconds of a decode dispatch with (one sequence, `slots` sequences)
+    decode: dict[int, tuple[float, float]]
     slots: int
-    training: dict[int, float]  # seconds by tokens of a micro-batch
+    training: dict[int, float]  # tokens of a micro-batch -> seconds
     shapes: PrefillShapes = CPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
@@ -148,8 +151,8 @@ DEVICES: dict[str, Costs] = {
 }
 """Qwen3-4B on one H200, calculated and not measured.
 
-The rates and launches of `h200` give the times that `compiled_costs` calculates for the compiled programs:
-within 5 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training of 4,096 tokens, and
-within 10 % for a prefill batch of 1,024 tokens. The rates are 74 % of the bandwidth (4.3 TB/s) and 51 % of
-the arithmetic (790 TFLOP/s) that are reachable on an H200 (not measured by this project). The times of
-`h200-fixed` do not depend on the context."""
+The times of `h200` agree with the times that `compiled_costs` calculates from the compiled programs. They
+differ by at most 5 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training of 4,096
+tokens, and by at most 10 % for a prefill batch of 1,024 tokens. The rates are 74 % of the bandwidth
+(4.3 TB/s) and 51 % of the arithmetic (790 TFLOP/s) that are reachable on an H200 (not measured by this
+project). The times of `h200-fixed` do not depend on the context."""

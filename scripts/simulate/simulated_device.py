@@ -195,8 +195,8 @@ class SimulatedRunner(ModelRunner):
     def __init__(self, costs: Costs, clock: Clock, *, slots: int, steps: int) -> None:
         self.clock = clock
         self.steps = steps
-        self.finished_at = deque[float]()  # end times of the dispatches for which the host has not waited
-        self.num_decoding = Counter[int]()  # number of dispatches by number of sequences
+        self.finished_at = deque[float]()  # end times of the dispatches that the host has not waited for
+        self.num_decoding = Counter[int]()  # number of sequences -> number of decode dispatches of this size
         self._costs = costs
         self.prefill_layout = cast(PrefillLayout, _PrefillLayout(shapes=costs.shapes))
         self.decode_layout = cast(DecodeLayout, _DecodeLayout(widths=decode_widths(slots)))

@@ -1,4 +1,4 @@
-"""Runs a load on the simulated engine."""
+"""Runs the engine with a workload on a simulated device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SimulateConfig:
     prompt_tokens: int = 8192
     new_tokens: int = chz.field(default=512, doc="Tokens of each completion")
     turns: int = chz.field(default=1, doc="Completions of each agent")
-    turn_tokens: int = chz.field(default=512, doc="Tokens between two completions")
+    turn_tokens: int = chz.field(default=512, doc="Tokens between two completions of an agent")
     training_ops: int = chz.field(
-        default=0, doc="Training operations while the agents sample, one after the other"
+        default=0, doc="Number of training operations that run one after another while the agents sample"
     )
     training_tokens: int = chz.field(default=8192, doc="Tokens of a training operation")
     slots: int = chz.field(default=64, doc="max_num_seqs of the server")
@@ -36,8 +36,8 @@ class SimulateConfig:
     train_share: float | None = None
     prefills_per_dispatch: float | None = chz.field(
         default=None,
-        doc="Time of a dispatch of decode steps that the scheduler assumes, in full prefill batches; 0: a "
-        "dispatch after each chunk; inf: fill all slots first; default: the estimate of the server",
+        doc="Ratio that the scheduler assumes: time of a dispatch of decode steps / time of a full prefill "
+        "batch; 0: a dispatch after each chunk; inf: fill all slots first; default: the server's estimate",
     )
     repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")
@@ -61,13 +61,13 @@ class SimulateConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
     outcome: Outcome
-    work_s: dict[str, float]  # by kind of work
-    num_decoding: float  # mean number of sequences in a dispatch
-    num_dispatches: int
+    work_s: dict[str, float]  # kind of work -> seconds
+    num_decoding: float  # mean number of sequences in a dispatch of decode steps
+    num_dispatches: int  # of decode steps
 
 
 def simulate(config: SimulateConfig, costs: Costs, *, seed: int = 0) -> Simulated:
-    """Run the load on a simulated device."""
+    """Run the workload of `config` on a simulated device."""
     workload = config.workload
     context = workload.max_context_length + 1
     executor = SimulatedExecutor(

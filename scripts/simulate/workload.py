@@ -22,21 +22,21 @@ from skyrl_tx_server.engine.operations import (
 )
 
 MODEL_ID = "model"
-"""The training model, which must exist."""
+"""The id of the training model. A real engine must have this model before `run_workload` is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A load. Each agent samples `turns` completions. Each prompt after the first one is the text so far and
-    `turn_tokens` more tokens."""
+    """A load. Each agent samples `turns` completions. The prompt of each further turn is the previous prompt
+    and completion, followed by `turn_tokens` new tokens."""
 
     agents: int
     prompt_tokens: int
     new_tokens: int
     turns: int = 1
     turn_tokens: int = 0
-    training_ops: int = 0  # one after the other
-    training_tokens: int = 8192  # of each operation
+    training_ops: int = 0  # number of forward_backward operations, which run one after the other
+    training_tokens: int = 8192  # number of tokens of each training operation
     vocab_size: int = 4096
 
     @property
@@ -52,7 +52,7 @@ class Outcome:
     sampling_s: float  # until the last agent has ended
     training_s: float  # until the last training operation has ended; 0 without training
     sampled_at: tuple[tuple[float, int], ...]  # (end, number of tokens) of each completion
-    trained_at: tuple[tuple[float, int], ...]
+    trained_at: tuple[tuple[float, int], ...]  # (end, number of tokens) of each training operation
 
 
 def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float], *, seed: int = 0) -> Outcome:

@@ -22,7 +22,8 @@ from src.policy.chat import Chat
 
 
 class Mistake(StrEnum):
-    """The mistakes that a demonstrator can make. A mistake that cannot apply to a request is left out."""
+    """The mistakes that a demonstrator can make. If a mistake cannot apply to a request, the demonstrator
+    handles the request correctly."""
 
     NONE = "none"
     NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
@@ -34,8 +35,8 @@ class Mistake(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    begins: str
-    mistakes: Mapping[Mistake, float]  # probabilities
+    begins: str  # the text before the first tool call or question of a request
+    mistakes: Mapping[Mistake, float]  # mistake -> its probability per request; the rest is that of NONE
 
 
 CAREFUL = Style(
@@ -129,8 +130,9 @@ def with_mistake(request: Request, mistake: Mistake, begins: str) -> Agent:
 def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Sequence[Mistake]) -> Agent:
     """Conduct the whole conversation.
 
-    If a single request has a second message, the agent first asks for the information in it. With NO_CALL,
-    the agent gives its final answer instead.
+    If the user's script has a second message for a single request, the agent first asks for the information
+    in this message. With NO_CALL, the agent gives its final answer instead of the question, and repeats it
+    after the second message.
     """
     for request, mistake in zip(instance.requests, mistakes, strict=True):
         if len(script) > len(instance.requests):

@@ -27,9 +27,9 @@ class Request:
     """One request of a user."""
 
     # The messages of the user in each wording of the request. If a wording has a second message, the agent
-    # has to ask for the information in it.
+    # has to ask for the information in the second message.
     wordings: Sequence[Sequence[str]]
-    question: str  # the question of the agent for this information
+    question: str  # the agent's question, which the second message answers
     instruction: str  # the instruction of a user simulator
     lookup: Action
     write: Action | None = None  # None: the request changes nothing
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A generated task without an id. `scripts` has the messages of the user, once for each wording."""
+    """A generated task without an id. `scripts` has one list of user messages for each wording."""
 
     family: str
     requests: Sequence[Request]
@@ -81,7 +81,8 @@ def order(words: Words, status: str) -> tuple[str, Database]:
 def change(
     words: Words, *, verb: str, tool: str, allowed: str, status: str, arguments: Mapping[str, str], wish: str
 ) -> Request:
-    """Return a request to change an order, which the policy permits only if its status is `allowed`."""
+    """Return a request to change an order. The policy permits the change only if the order's status is
+    `allowed`."""
     name, records = order(words, status)
     if "product" in arguments:
         records["products"][arguments["product"]] = {"price": words.random.randint(11, 98)}

@@ -100,8 +100,8 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
-        "max_context_length tokens for each of max_num_seqs sequences, or as many tokens as fit into memory. "
-        "If no KV page is free, the youngest sequence of the tenant with the most pages is preempted",
+        "max_context_length tokens for each of max_num_seqs sequences, or fewer if these do not fit into "
+        "memory. If no KV page is free, the youngest sequence of the tenant with the most pages is preempted",
     )
     gpu_memory_utilization: float = chz.field(
         default=0.92,
@@ -137,8 +137,8 @@ class EngineOptions(TenantOptions):
     max_loras: int | None = chz.field(
         default=None,
         metadata=positive(10_000),
-        doc="LoRA slots: sampler snapshots that are kept on the device; others are kept in host memory or on "
-        "disk; default: 8, or fewer on a small GPU",
+        doc="LoRA slots: sampler snapshots that are kept on the device; further snapshots are kept in host "
+        "memory or on disk; default: 8, or fewer on a small GPU",
     )
     tensor_parallel: int = chz.field(
         default=1,

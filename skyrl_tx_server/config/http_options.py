@@ -36,21 +36,21 @@ class HttpOptions(TenantOptions):
     )
     allowed_hosts: str | None = chz.field(
         default=None,
-        doc="Host names, separated by commas, that a server without an api_key accepts besides its own "
-        "addresses; a server with a key accepts all host names",
+        doc="Host names, separated by commas, that a server without an api_key accepts in the Host header "
+        "besides its own addresses; a server with a key accepts all host names",
     )
     allowed_origins: str | None = chz.field(
         default=None,
-        doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; "
-        "default: none",
+        doc="Origins of web pages, such as https://example.org, separated by commas; requests from these "
+        "pages are accepted; default: none",
     )
     max_connections: int = chz.field(
         default=4096,
         metadata=between(8, 1_000_000),
-        doc="Connections that may be open at once; fewer where the limit on open files is lower",
+        doc="Connections that may be open at once; reduced if the limit on open files allows fewer",
     )
     ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
-    ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
+    ssl_keyfile: str | None = chz.field(default=None, doc="Private key of ssl_certfile (PEM)")
     session_timeout_s: float = chz.field(
         default=300.0,
         metadata=positive(YEAR_S),
@@ -65,7 +65,7 @@ class HttpOptions(TenantOptions):
 
     @property
     def has_api_key(self) -> bool:
-        """Whether requests must have a key, the operator's or a tenant's."""
+        """Whether every request must have a key: the operator's key or a tenant's key."""
         return self.api_key is not None or self.api_keys_file is not None
 
     @chz.validate
@@ -92,7 +92,8 @@ class HttpOptions(TenantOptions):
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; a name other than localhost may resolve to any address."""
+    """Return whether only this machine can reach `host`. The result is False for names other than localhost,
+    because they may resolve to any address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -23,14 +23,14 @@ class ProcessOptions(BoundedOptions):
 
     coordinator_address: str | None = chz.field(
         default=None,
-        doc="host:port of rank 0, to which the processes of a server on several hosts connect; the same in "
-        "all of them",
+        doc="host:port of rank 0, to which the processes of a server on several hosts connect; all processes "
+        "need the same value",
     )
     num_processes: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
         doc="Processes that run the model together, usually one per host; the server uses the devices of all "
-        "of them",
+        "processes",
     )
     process_id: int = chz.field(
         default=0,
@@ -40,8 +40,9 @@ class ProcessOptions(BoundedOptions):
     )
     cluster_key_file: str | None = chz.field(
         default=None,
-        doc="File with the secret by which several processes authenticate each other, the same for all, at "
-        "least 32 characters; or put it into SKYRL_TX_CLUSTER_KEY in the environment",
+        doc="File with the secret by which the processes of a server authenticate each other; all processes "
+        "need the same secret of at least 32 characters; default: the environment variable "
+        "SKYRL_TX_CLUSTER_KEY",
     )
     initialization_timeout_s: float = chz.field(
         default=300.0,

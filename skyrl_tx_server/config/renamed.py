@@ -14,13 +14,13 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "sampled_logprobs": "logprobs_mode",
     "stretch_context": "yarn",
 }
-"""Former option -> option."""
+"""Former option -> present option."""
 
 RENAMED_VALUES: Mapping[tuple[str, str], str] = {
     ("sampled_logprobs", "model"): "raw",
     ("sampled_logprobs", "tempered"): "processed",
 }
-"""Former option and its value -> value of the option that replaces it."""
+"""(former option, former value) -> value of the present option."""
 
 RENAMED_STATISTICS: Mapping[str, str] = {
     "cache_pages_remembered": "cache_pages_cached",
@@ -32,15 +32,14 @@ RENAMED_STATISTICS: Mapping[str, str] = {
     "rows_set_aside": "sequences_preempted",
     "turn_seconds": "work_seconds",
 }
-"""Former field of the engine's statistics -> field. `GET /api/v1/stats` returns both."""
+"""Former field of the engine's statistics -> present field. `GET /api/v1/stats` returns both."""
 
 
 class FormerMetric(NamedTuple):
-    """The name of a metric in /metrics before it was renamed, and the name of its label if that was renamed
-    too."""
+    """The former name of a metric in /metrics, and the former name of its label."""
 
     name: str
-    label: str | None = None
+    label: str | None = None  # None: the label was not renamed
 
 
 RENAMED_METRICS: Mapping[str, FormerMetric] = {
@@ -48,7 +47,7 @@ RENAMED_METRICS: Mapping[str, FormerMetric] = {
     "decode_dispatches_total": FormerMetric("decode_blocks_total"),
     "work_seconds_total": FormerMetric("turn_seconds_total", label="turn"),
 }
-"""Metric -> former metric. `GET /metrics` returns both."""
+"""Present metric -> former metric. `GET /metrics` returns both."""
 
 RENAMED_LABEL_VALUES: Mapping[tuple[str, str], str] = {("cache_pages", "cached"): "remembered"}
-"""Metric and value of its label -> former value. `GET /metrics` returns both."""
+"""(present metric, present value of its label) -> former value of the label. `GET /metrics` returns both."""

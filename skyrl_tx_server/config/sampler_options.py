@@ -15,12 +15,12 @@ class SamplerOptions(BoundedOptions):
     sampler_url: str | None = chz.field(
         default=None,
         doc="http://host:port of a vLLM or SGLang that generates the rollouts, see docs/external-sampler.md; "
-        "default: this server",
+        "default: this server generates them",
     )
     sampler_adapters: str | None = chz.field(
         default=None,
-        doc="Directory for the adapters of the external sampler, which must be able to read it under the "
-        "same path; default: sampler_adapters below checkpoints_dir",
+        doc="Directory to which this server writes adapters for the external sampler; the external sampler "
+        "must be able to read them under the same path; default: sampler_adapters below checkpoints_dir",
     )
     sampler_api_key: str | None = chz.field(
         default=None,

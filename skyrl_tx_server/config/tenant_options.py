@@ -49,6 +49,6 @@ class TenantOptions(BoundedOptions):
 
     @property
     def tenant_checkpoint_quota_bytes(self) -> int | None:
-        """None: only the quota of the whole server applies."""
+        """The checkpoint quota of one tenant in bytes. None: only the quota of the whole server applies."""
         quota_gb = self.tenant_checkpoint_quota_gb
         return None if quota_gb is None else int(quota_gb * 2**30)

@@ -9,10 +9,12 @@ First the two sides prove to each other that they know the key, with HMAC-SHA256
     proof that process n knows it -->
 
 A proof covers its sender, the number n and both nonces, so it cannot be replayed on another connection. From
-the nonces both sides derive a key for each direction of this connection. A message consists of its length, an
-authentication code, the payload and a second code. The codes cover the message's number in its direction, its
-length and its payload. A message that was changed, repeated, dropped or reordered therefore ends the
-connection, and a sender without the key cannot cause an allocation.
+the cluster key and the nonces, both sides derive one key for each direction of the connection. The messages
+of each direction are numbered. A message consists of its length, a first authentication code, the payload and
+a second authentication code. The first code covers the number and the length of the message, and the second
+code also covers the payload. A message that was changed, repeated, dropped or reordered therefore ends the
+connection. The receiver checks the first code before it allocates memory for the payload, so a sender without
+the key cannot cause an allocation.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""More than the size of the weights and checkpoints of any host. Only a bug can cause a larger length."""
+"""256 GiB, more than the weights and checkpoints of a host. Only a bug can cause a longer message."""
 _CHANGED = "a message between the processes was changed, repeated or lost"
 
 

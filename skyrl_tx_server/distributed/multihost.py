@@ -49,8 +49,8 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 2.0
-"""The time to wait for the reason of a failure before the connection is closed. jax ends the other processes
-as soon as rank 0 exits."""
+"""The time that a failing rank waits, so that the message with the cause is sent and read before the rank
+exits. jax ends the other processes as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
 RESTART_HINT = "start all processes again; saved checkpoints are in checkpoints_dir"
 FATAL = "!"
@@ -111,8 +111,8 @@ class _Outcome:
         return self.value
 
     def summary(self) -> str:
-        """Return a text that must be equal on every rank: empty for a result, or the type of a ServerError.
-        The text of a SequencesLostError or of an error of another type starts with FATAL."""
+        """Return a text that must be equal on every rank: "" for a result, and the type of a ServerError. For
+        a SequencesLostError and for an error of another kind, return FATAL and a message."""
         if self.error is None:
             return ""
         expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)
@@ -182,8 +182,8 @@ class RankZero:
         return outcome.unwrap()
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
-        """Make the call on every rank, with `make` on this rank. Return the result, or raise the ServerError,
-        of this rank. Raises RankLostError if a rank is lost or has another result."""
+        """Send the call to the other ranks and make it here with `make`. Return what `make` returns, or raise
+        its ServerError. Raises RankLostError if a rank is lost or its summary differs from this rank's."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
@@ -225,8 +225,8 @@ class RankZero:
             self._report_loss(f"process {rank} has disconnected: {RESTART_HINT}")
 
     def _listen(self, rank: int) -> None:
-        """Receive the replies of one rank in a thread, so that its exit is detected while rank 0 waits for
-        its devices."""
+        """Receive the replies of another rank in a thread, so that the exit of that rank is detected even
+        while rank 0 waits for its own devices."""
         connection, replies = self._connections[rank], self._replies[rank]
         try:
             while not (reply := connection.recv_bytes().decode()).startswith(FATAL):

@@ -1,8 +1,8 @@
-"""Connects the processes of one server: process 0 listens at `coordinator_address`, the others connect to it.
+"""Connects the processes of one server: all other processes connect to process 0 at `coordinator_address`.
 
 All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
-process 0 announces a free port for `jax.distributed`. Errors are reported in one line before jax starts,
-because jax ends a process with a stack trace if another process does not connect.
+process 0 announces a free port for `jax.distributed`. A missing process is detected before jax starts and
+reported in one line, because jax would end each process with a stack trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from skyrl_tx_server.files.base_model import fingerprint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10
-"""The time for which process 0 waits for the messages of a new connection."""
+"""The seconds for which process 0 waits for the authentication of a new connection, and then for its
+handshake."""
 RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
 MAY_DIFFER = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
@@ -39,7 +40,7 @@ _REMEDIES = {
     _MODEL_FILES: "give every process the same model files",
     _JAX: "install the same version of jax on every host",
 }
-"""What to do about a difference between two processes that is not an option."""
+"""A setting that is not an option -> what to do if its value differs between two processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class Handshake:
 
     process_id: int
     num_processes: int
-    settings: dict[str, str]  # must be equal in all processes
+    settings: dict[str, str]  # name -> value, which must be equal in all processes
 
 
 def lead(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
@@ -136,7 +137,7 @@ def accept_process(
         )
         if handshake.process_id != process or not process:
             raise ValueError(f"the handshake of process {process} has process_id={handshake.process_id}")
-        remove_disconnected(joined)  # a restarted process uses its number again
+        remove_disconnected(joined)  # frees the number of a process that was restarted
         refusal = refusal_of(rank0_handshake, handshake, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
@@ -189,8 +190,8 @@ def _handshake(options: ProcessOptions, settings: EngineOptions) -> Handshake:
 
 
 def _reply(channel: Channel, where: str, *, timeout_s: float) -> bytearray:
-    """Return the answer of process 0 to the handshake. `timeout_s` must be longer than the timeout of process
-    0, which disconnects if a process is missing."""
+    """Return the answer of process 0 to the handshake. If a process is missing, process 0 disconnects after
+    its own timeout. `timeout_s` must be longer, so that this process observes the end of the connection."""
     try:
         return channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s)
     except TimeoutError:
@@ -220,7 +221,7 @@ def _connect(options: ProcessOptions) -> socket.socket:
 
 
 def _enable_keepalive(peer: socket.socket) -> None:
-    """Enable probes of the other host by the kernel. The connection to a lost host then ends after 30 s."""
+    """Let the kernel probe the other host, so that the connection to a lost host ends after 30 s."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

@@ -31,7 +31,7 @@ class EngineInfo:
     vocab_size: int
     model_type: str = "qwen3"  # as in config.json
     eos_token_ids: tuple[int, ...] = ()
-    devices: str = ""  # number and kind
+    devices: str = ""  # number and kind, as in "8 NVIDIA H100"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,8 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The result of a prefill that has computed the whole prompt of a request. Its sequences have slots."""
+    """The result of a prefill that completed the prompt of a request. The sequences of the request have
+    slots, except the sequences in `finished`."""
 
     prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested
     prompt_cache_hit_tokens: int
@@ -108,12 +109,13 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute the prompts of as many of the first requests as fit into one prefill batch, and assign
-        decode slots to their sequences.
+        """Compute one prefill batch with the prompts of the first requests, as many as fit, and assign decode
+        slots to the sequences of these requests.
 
-        Returns an entry for each of these requests. None means that a chunk of a long prompt was computed and
-        the request must be submitted again. Raises CapacityError if there is no room for the first request,
-        and SequencesLostError if the KV cache was lost. After any other error the state is unchanged.
+        Returns one entry for each request of the batch. None means that only a chunk of a long prompt was
+        computed and the request must be submitted again. Raises CapacityError if there is no room for the
+        first request, and SequencesLostError if the KV cache was lost. After any other error the state is
+        unchanged.
         """
         ...
 
@@ -128,8 +130,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that `decode` has completed. With `dispatch_next` the next dispatch starts
-        first, if possible, and the next `decode` waits for it."""
+        """Return the sequences that `decode` has completed. With `dispatch_next`, first start the next
+        dispatch of decode steps, if possible. The next call of `decode` waits for this dispatch."""
         ...
 
     @on_all_ranks

@@ -33,7 +33,7 @@ FAILURE_SIZE = 500
 class RequestKey:
     """Identifies a request, so that a repeated request is recognised."""
 
-    scope: str  # a sampler, a model or the models of a session; begins with the session id
+    scope: str  # id of a sampler or model, or SESSION:train for new models; begins with the session id
     seq_id: int  # the client's number of the request within the scope
 
 
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """The limits on the time, the number and the size of results that are kept, and the time of a poll."""
+    """How long a poll waits for a result, and how long, how many and how large results are kept."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0  # a result is kept this long after its delivery
@@ -108,9 +108,9 @@ class FutureStore:
     ) -> str:
         """Call `start` unless `key` is known, and return the request id.
 
-        `when_done` is called with the outcome on the event loop, and `withdraw` when the client no longer
-        waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs to a
-        request of another kind.
+        `when_done` is called with the outcome on the event loop. `withdraw` is called when the client no
+        longer waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs
+        to a request of another kind.
         """
         if key is not None and (earlier_id := self.find(key, kind=kind)) is not None:
             return earlier_id
@@ -154,8 +154,8 @@ class FutureStore:
         return None if entry is None else entry.session_id
 
     async def wait(self, request_id: str) -> Outcome | None:
-        """Return the outcome, or None if the request has not ended after the hold time or when the server
-        stops. Raise FutureLostError for an unknown id."""
+        """Wait for the outcome and return it. Return None if the hold time passes or the server stops before
+        the request has ended. Raise FutureLostError for an unknown id."""
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(

@@ -24,7 +24,7 @@ class OperationQueue:
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
-        # The names of the queues by tenant. The order of both dicts is the round-robin order.
+        # Tenant -> names of its queues. The round-robin order is the order of the tenants and of the names.
         self._order: dict[str, dict[str, None]] = {}
         # Maps a snapshot to the request_ids of the operations that save it.
         self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)
@@ -42,7 +42,7 @@ class OperationQueue:
             self._saves[op.weights][request_id] = None
 
     def next(self, may_run: Callable[[Step], bool]) -> Step | None:
-        """Return the first step in round-robin order that may run."""
+        """Return the step that may run and is first in round-robin order, or None if no step may run."""
         steps = (self._queues[name].steps[0] for names in self._order.values() for name in names)
         return next((step for step in steps if may_run(step)), None)
 

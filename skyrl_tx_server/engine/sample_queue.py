@@ -13,10 +13,12 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Req
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""The largest number of prompts that are offered for one prefill batch. A prefill chunk has at least one
-tile, and a batch has at most this number of tiles (`GPU_PREFILL` in `model/shapes.py`)."""
+"""The largest number of prompts that are offered for one prefill batch. More prompts do not fit, because each
+prompt takes at least one tile and a batch has at most this number of tiles (`GPU_PREFILL` in
+`model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
-"""The number of computed prompt tokens for which a tenant is charged one unit."""
+"""The number of computed prompt tokens for which a tenant is charged one unit. One unit is also the charge
+for one running sequence in one decode dispatch."""
 SEQUENCES_PER_ROUND = 8
 """The number of sequences of one request that get slots before the next request gets one. The sequences of a
 request share the KV pages of the prompt, so they should run together."""
@@ -34,7 +36,8 @@ class SampleQueue:
         self.tenants: dict[str, Tenant] = {}  # with current or former requests
         self.requests: dict[int, Request] = {}
         self._waiting: dict[int, None] = {}  # ids of the requests with waiting samples
-        self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # these ids by snapshot
+        self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)
+        """The ids in `_waiting`, by the snapshot that the request needs."""
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
         """The requests that wait until their snapshot is saved, by snapshot."""
         self._partial_prefills: Counter[int] = Counter()
@@ -47,7 +50,8 @@ class SampleQueue:
 
     def num_waiting_sequences(self, *, at_most: int) -> int:
         """Return the number of waiting samples of all requests, or `at_most` if there are more."""
-        requests = islice(self._waiting, at_most)  # at least one sample of each waits
+        # Each request has a waiting sample, so `at_most` requests suffice.
+        requests = islice(self._waiting, at_most)
         return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
 
     def __contains__(self, request_id: int) -> bool:
@@ -144,8 +148,8 @@ class SampleQueue:
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """Charge the `prompt_tokens` tokens that all chunks of the prompt computed, without those that
-        `prefill_continues` has charged."""
+        """Charge a computed prompt. `prompt_tokens` is the number of tokens that all its chunks computed. The
+        tokens that `prefill_continues` has charged are subtracted."""
         charged = self._partial_prefills.pop(request_id, 0)
         self._charge_prompt(request_id, max(0, prompt_tokens - charged))
 
@@ -160,8 +164,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. If the tenant has no waiting requests, raise its charge to at
-        least the initial charge of a new tenant."""
+        """Return the tenant of a new request. If the tenant is new or has no waiting requests, its charge is
+        raised to at least SLOT_UNITS units below the smallest charge of a busy tenant."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
@@ -177,7 +181,7 @@ class SampleQueue:
         return tenant
 
     def _remove_idle_tenants(self) -> None:
-        """Remove the idle tenants whose charge is not above the initial charge of a new tenant."""
+        """Remove the tenants without requests whose charge is so low that `_tenant` would raise it anyway."""
         for tenant in list(self.tenants.values()):
             if not tenant.num_requests and tenant.charged <= self._min_charged - SLOT_UNITS:
                 del self.tenants[tenant.name]
@@ -218,7 +222,7 @@ class SampleQueue:
         return tuple(prefills[:PROMPTS_PER_PREFILL])
 
     def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the request of the tenant that gets the next slot after the slots of the plan. None: no
+        """Return the tenant's request that gets the next slot when the slots of the plan are given. None: no
         request of the tenant can start."""
         small_first = self.has_room_for_small(tenant, plan, num_slots)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
@@ -244,14 +248,14 @@ class SampleQueue:
         return tenant.num_small_running + plan.small[tenant.name] < max(1, num_slots // 4)
 
     def discard(self, plan: SlotPlan) -> None:
-        """Put the requests of the plan that have not started back into their heaps."""
+        """Put the requests that the plan has taken from the heaps of unstarted requests back into them."""
         for requests in plan.started.values():
             for request in requests:
                 self._push(request)
 
     def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the request that gets the next slot after the slots of the plan. None: no request can
-        start."""
+        """Return the request that gets the next slot when the slots of the plan are given. None: no request
+        can start."""
         best: tuple[float, Request] | None = None
         for tenant in self.tenants.values():
             account = plan.account(tenant)

@@ -11,7 +11,7 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
 """Units that each sequence with a slot adds to the account of its tenant; `scheduler` defines the units.
-A sequence is paused so that another tenant gets its slot if the accounts of the two tenants differ by at
+A sequence is paused and its slot goes to another tenant if the account of the other tenant is smaller by at
 least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
@@ -29,7 +29,7 @@ class Request:
     num_started: int = 0  # samples with a smaller index have or had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
-    """Maps the index of each sample with a slot to `SampleQueue.num_dispatches` when it got the slot."""
+    """Index of each sample with a slot -> `SampleQueue.num_dispatches` when the sample got the slot."""
 
     @property
     def num_waiting(self) -> int:
@@ -46,7 +46,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether its prompt may need several prefill batches, even without other prompts in them."""
+        """Whether the prompt may be too long for one prefill batch, even for a batch of its own."""
         return len(self.op.prompt) > CHUNK_TOKENS
 
     @property
@@ -80,7 +80,7 @@ class Tenant:
 
     name: str
     charged: float
-    num_requests: int = 0  # including those that wait until a snapshot is saved
+    num_requests: int = 0  # including requests that wait until a snapshot is saved
     num_running: int = 0
     num_small_running: int = 0
     running: dict[int, Request] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Tenant:
     started: dict[int, Request] = field(default_factory=dict)
     """Requests that have started and have waiting samples, by id."""
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Heaps of request ids by (is small, is long)."""
+    """(is_small, is_long) -> heap of the ids of requests that have not started."""
 
     @property
     def account(self) -> float:
@@ -103,15 +103,15 @@ class Tenant:
 class SlotPlan:
     """Slots that sequences would gain and lose, before the scheduler carries out the plan."""
 
-    tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
-    small: Counter[str] = field(default_factory=Counter)  # slots that small requests of the tenant gain
+    tenants: Counter[str] = field(default_factory=Counter)  # slots gained minus slots lost
+    small: Counter[str] = field(default_factory=Counter)  # the same for small requests only
     gained: Counter[int] = field(default_factory=Counter)  # slots that the request gains, by request_id
     paused: dict[int, set[int]] = field(
         default_factory=lambda: defaultdict(set)
     )  # sample indices, by request_id
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
-    """By tenant, the requests to which the plan gives their first slot."""
-    partial_prefill_tokens: int = 0  # prompt tokens of the requests whose prefill would start
+    """Tenant -> the requests to which the plan gives their first slot."""
+    partial_prefill_tokens: int = 0  # prompt tokens of long prompts whose prefill would start
 
     def account(self, tenant: Tenant) -> float:
         return tenant.account + SLOT_UNITS * self.tenants[tenant.name]

@@ -19,8 +19,8 @@ class Step:
 class PrefillRequest:
     """Compute the prompt of `op` and assign slots to its samples `first .. first + count - 1`.
 
-    A request for a paused sample contains only this sample. Nothing is computed, unless the sample has lost
-    its KV pages or its data-parallel rank has no free slot: then its prefix is computed again.
+    A request for a paused sample contains only this sample. If the sample still has its KV pages and its
+    data-parallel rank has a free slot, nothing is computed. Otherwise its prefix is computed again.
     """
 
     request_id: int
@@ -34,7 +34,7 @@ class PrefillRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill:
     """Prefill the first of these requests, and as many of the next requests as fit into the same batch.
-    Requeue the others."""
+    Requeue the requests that do not fit."""
 
     requests: tuple[PrefillRequest, ...]
 

@@ -10,12 +10,12 @@ Each rule has a test:
   most this share of the time in which both had work.
 - A prefill batch adds no running sequence if all its sequences end with their first token. Running sequences
   get a decode dispatch after at most PREFILLS_PER_DISPATCH such batches.
-- A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. Prefill
-  batches with an unfinished prompt are limited by their time: in a decode dispatch between two chunks, the
-  free slots of the waiting sequences are idle. The dispatch starts as soon as the cost of its idle slots is
-  at most MAX_IDLE_SHARE of the time of the batches with an unfinished prompt since the last dispatch
-  (`_prefill_budget`).
-- In a prefill batch, the first request is followed by whole prompts, and these by chunks of other prompts.
+- A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. During a
+  decode dispatch between two chunks, the slots that waiting sequences could use are idle. The dispatch
+  therefore waits until the cost of its idle slots is at most MAX_IDLE_SHARE of the time that prefill batches
+  with an unfinished prompt have taken since the last dispatch (`_prefill_budget`).
+- In a prefill batch, the first request is followed by requests whose prompt needs no chunks, and then by
+  requests whose prompt may need chunks.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
@@ -25,22 +25,22 @@ Slots and prefill work are shared fairly, first between tenants and then between
 (deficit round robin):
 - A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
   PROMPT_TOKENS_PER_UNIT prompt tokens that are computed (a prefill chunk of an unfinished prompt counts as
-  CHUNK_TOKENS tokens, and the last chunk as the rest of the computed tokens). A free slot goes to the tenant
-  with the smallest account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A
-  tenant that was idle starts at most SLOT_UNITS units below the busy tenant that was charged least, so it
-  gains little from idle time.
+  CHUNK_TOKENS tokens, and the last chunk as the rest of the computed tokens). The account of a tenant is the
+  sum of the charged units and of SLOT_UNITS units for each of its sequences that has a slot. A free slot goes
+  to the tenant with the smallest account. A tenant that was idle starts at most SLOT_UNITS units below the
+  busy tenant that was charged least, so it gains little from idle time.
 - When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
-  the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. A small request (at most
-  SMALL_TOKENS completion tokens in all) also gets a slot if the account of its tenant is at most the mean
-  charge of the other waiting tenants (if there are none: at least SLOT_UNITS units below the largest
-  account), so small requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
-  dispatches before it is paused. The paused sequences of a request get slots before its other waiting
-  sequences.
+  the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. For a small request (at
+  most SMALL_TOKENS completion tokens in total), a sequence is also paused if the account of the waiting
+  tenant is at most the mean of the units charged to the other waiting tenants. If no other tenant waits, the
+  account must be at least SLOT_UNITS units below the largest account. Small requests therefore wait for a few
+  dispatches only. A sequence decodes for at least MIN_DISPATCHES dispatches before it is paused. The paused
+  sequences of a request get slots before its other waiting sequences.
 - Within a tenant, requests get slots in submission order. Each gets SEQUENCES_PER_ROUND slots before any of
-  them gets more. Sequences of a request with more slots than that are paused for a request of the same tenant
-  that has at least two slots fewer.
-- Small requests precede the other requests of their tenant, and sequences of the others are paused for them,
-  as long as the small requests of the tenant have less than a quarter of the slots.
+  them gets more. A sequence of a request with more than SEQUENCES_PER_ROUND slots is paused for a request of
+  the same tenant that has at least two slots fewer.
+- As long as the small requests of a tenant have less than a quarter of the slots, they precede its other
+  requests, and sequences of its other requests are paused for them.
 - Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
   that they do not evict each other from the prefix cache. A single prompt may be longer, and prompts of at
   most CHUNK_TOKENS tokens have no limit.
@@ -65,12 +65,12 @@ from skyrl_tx_server.engine.scheduled_work import (
 )
 
 PREFILLS_PER_DISPATCH = 4
-"""The maximum number of prefill batches before a decode dispatch if training waits (without `train_share`),
-and the maximum number of batches that add neither a running sequence nor a chunk of an unfinished prompt.
-Otherwise all free slots are filled first."""
+"""The maximum number of prefill batches before a decode dispatch if training waits (without `train_share`).
+Otherwise, only batches that add neither a running sequence nor a chunk of an unfinished prompt count. Apart
+from this limit and `_prefill_budget`, all free slots are filled before a decode dispatch."""
 MAX_COUNTED_S = 30.0
-"""The maximum time of one `ScheduledWork` that counts for `train_share`, because the first step also compiles
-its program."""
+"""The maximum number of seconds that one `ScheduledWork` counts for `train_share`, because the first run of a
+program includes its compilation."""
 MAX_IDLE_SHARE = 0.125
 """The maximum cost of the idle slots of a decode dispatch, as a share of the time of the prefill batches with
 an unfinished prompt since the last dispatch."""
@@ -97,7 +97,7 @@ class Scheduler:
         self._suspended: set[int] = set()  # operations that wait for another thread, by request_id
         self._prefills_per_dispatch = prefills_per_dispatch
         self._train_share = train_share
-        self._training_ahead_s = 0.0  # the time of training above its share
+        self._training_ahead_s = 0.0  # the time of training in excess of `train_share`
         self._dispatch_s = 0.0  # the time of the last decode dispatch
         self._is_shared = False  # both training and sampling have work
         self._training_next = True
@@ -110,7 +110,7 @@ class Scheduler:
         self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
         self._num_slots = 1
-        self._reserved: Counter[int] = Counter()  # by request_id, slots that were freed for it
+        self._reserved: Counter[int] = Counter()  # request_id -> number of slots that pauses freed for it
 
     def add(self, request_id: int, op: Op, *, tenant: str = DEFAULT_TENANT) -> None:
         """Queue `op`. Every request_id must be larger than the previous one."""

@@ -12,8 +12,8 @@ from skyrl_tx_server.errors import ConfigError, UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Return the tokenizer of the model. Raise UserError if the directory has none; stop token ids still
-    work."""
+    """Return the tokenizer of the model. Raise UserError if the directory has no tokenizer.json. Only stop
+    strings need it, stop token ids do not."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
@@ -38,8 +38,9 @@ def find_stop(
 ) -> int | None:
     """Return the number of tokens up to and including the token that completes a stop string, or None.
 
-    Only the last `new` tokens are searched; earlier calls have searched the others. A token has at least one
-    byte of text, so a stop string of n bytes lies within n tokens.
+    Only stop strings that end in the last `new` tokens are found, because earlier calls have searched the
+    tokens before them. A token has at least one byte of text, so a stop string of n bytes lies within n
+    tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3

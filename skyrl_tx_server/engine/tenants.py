@@ -48,8 +48,8 @@ def check_name(name: str) -> None:
     """Raise ConfigError if `name` is not a valid name of a tenant."""
     if not NAME.fullmatch(name) or name == DEFAULT_TENANT:
         raise ConfigError(
-            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, "
-            f"and not {DEFAULT_TENANT!r}"
+            f"tenant name {name!r} is not allowed; use 1 to 40 lower-case letters, digits, '_' and '-', but "
+            f"not {DEFAULT_TENANT!r}"
         )
 
 
@@ -59,7 +59,7 @@ def digest(key: str) -> str:
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Return digest -> tenant. Raise ConfigError if the file is invalid or cannot be read."""
+    """Return a map of key digest -> tenant. Raise ConfigError if the file is invalid or cannot be read."""
     try:
         status, text = file.stat(), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

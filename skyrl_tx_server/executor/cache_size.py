@@ -19,8 +19,8 @@ TOKENS_PER_DEFAULT_SLOT = 2048
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
-    """Return the requested size of the cache of one data-parallel rank: its share of `cache_tokens`, by
-    default the maximum context of its share of `max_num_seqs` sequences."""
+    """Return the requested KV cache size of one data-parallel rank: the rank's share of `cache_tokens`. By
+    default, the cache holds the rank's share of `max_num_seqs` sequences of maximum length."""
     settings, config = model.settings, model.config
     dp_ranks, context_pages = settings.mesh.batch, -(-model.max_context_length // PAGE_SIZE)
     default_slots = DEFAULT_SLOTS_ON_GPU if decodes_in_place(config) else DEFAULT_SLOTS
@@ -40,7 +40,8 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
     """Return the requested size, reduced so that the cache of one data-parallel rank fits into
     `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length or `cache_tokens`
-    tokens do not fit, or if `cache_tokens` is too small."""
+    tokens do not fit, or if `cache_tokens` is less than one sequence of maximum length and a spare page for
+    each slot."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
@@ -74,7 +75,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         )
     if pages - 1 < context_pages + slots:
         raise ConfigError(
-            f"cache_tokens={settings.cache_tokens} is less than one {max_length}-token sequence and one "
+            f"cache_tokens={settings.cache_tokens} is too small for one {max_length}-token sequence and one "
             f"spare page for each of {slots} slots on each device: set "
             f"cache_tokens={(context_pages + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller "
             "max_context_length"

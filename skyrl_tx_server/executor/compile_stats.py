@@ -19,7 +19,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 _MIN_LOGGED_TRACE_S, _MIN_LOGGED_S = 0.5, 0.05
 """Tracing a program is logged if it took at least _MIN_LOGGED_TRACE_S seconds. Its compilation is logged if
-lowering it took at least _MIN_LOGGED_S seconds. Small programs compile quickly."""
+lowering it took at least _MIN_LOGGED_S seconds. Small programs compile quickly and are not logged."""
 
 PROGRESS_INTERVAL_S = 2.5
 """The time between two log lines about a compilation that has not ended."""
@@ -27,7 +27,8 @@ PROGRESS_INTERVAL_S = 2.5
 _programs: Counter[str] = Counter()
 _seconds: defaultdict[str, float] = defaultdict(float)
 _cache_hits: Counter[str] = Counter()
-_being_compiled: dict[int, tuple[str, float]] = {}  # by thread: name of the program, start of the compilation
+_being_compiled: dict[int, tuple[str, float]] = {}
+"""Thread id -> (name of the program that the thread compiles, monotonic time at which it began)."""
 _compilations_changed = threading.Condition()
 
 
@@ -46,7 +47,7 @@ def programs() -> dict[str, int]:
 
 
 def seconds() -> dict[str, float]:
-    """Return the time spent on compiling or reading programs, by name."""
+    """Return program name -> seconds spent on compiling or reading all programs of this name."""
     return dict(_seconds)
 
 

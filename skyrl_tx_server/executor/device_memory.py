@@ -14,11 +14,11 @@ from skyrl_tx_server.model.transformer import reads_in_place, split_stack
 from skyrl_tx_server.model.weights import param_shapes
 
 COPIES_PER_MODEL = 5
-"""Arrays of the adapter's size that each training model needs: the adapter, the summed gradient, the gradient
-of the current operation, and Adam's two moments."""
+"""Number of arrays of the adapter's size that each training model needs: the adapter, the summed gradient,
+the gradient of the current operation, and Adam's two moments."""
 COPIES_PER_STEP = 5
-"""Arrays of the adapter's size that one optimizer step needs: the new adapter, its two new moments, the
-masked gradient, and zeros in place of a missing gradient."""
+"""Number of arrays of the adapter's size that one optimizer step needs: the new adapter, its two new moments,
+the masked gradient, and zeros in place of a missing gradient."""
 
 
 def free_bytes(settings: EngineOptions) -> float:

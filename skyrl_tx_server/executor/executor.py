@@ -1,8 +1,8 @@
 """The executor owns the devices: base weights, training models, sampler snapshots and the batch runner.
 
-An operation that fails leaves a model exactly as it was, except that an optimizer step with a result that is
-not finite clears the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old
-buffers when the whole operation has succeeded. The optimizer step does not donate its inputs.
+A failed operation leaves a model as it was, with one exception: an optimizer step whose result is not finite
+drops the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old buffers when
+the operation has succeeded. The optimizer step does not donate its inputs, so they survive if it fails.
 
 This file is long because it has one method for each operation and the set-up of the device state.
 """
@@ -106,7 +106,7 @@ class DeviceExecutor:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
-        jax.local_devices()  # all ranks initialize JAX together, so no rank may wait for a broadcast earlier
+        jax.local_devices()  # before any broadcast, because JAX initializes only when all ranks do so
         available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         model = fitting_model(settings, available)
         dtype = model.dtype
@@ -180,8 +180,8 @@ class DeviceExecutor:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of the programs that most servers need.
 
-        The optimizer step, rolled decode programs, and programs for sequences longer than a batch, for
-        several targets per position and for top-k logprobs are omitted.
+        It omits the optimizer step, the rolled decode programs, and the programs for sequences longer than a
+        training batch, for several targets per position, and for top-k logprobs.
         """
         return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 
@@ -258,7 +258,7 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # again, because a yield may move the model
+            model = self._models.get(op.model_id)  # again, because a yield may move the model to host memory
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,

@@ -41,19 +41,19 @@ ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
-"""The maximum share of the memory left by weights and adapters that a training program may use if it keeps
-activations for the backward pass."""
+"""A training program keeps activations for the backward pass if it needs at most this share of the memory
+that weights and adapters leave, or no more memory than the program that recomputes layers."""
 ESTIMATE_MARGIN = 1.2
-"""The factor by which estimates are increased. For Qwen3-4B, the training program with recomputed layers
-needs 1.1 times the estimate without this factor, as reported by XLA."""
+"""`minimum_training_bytes` multiplies its estimate by this factor. For Qwen3-4B, XLA reports that the
+training program with recomputed layers needs 1.1 times the estimate without the factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDivision:
-    """The use of the memory of one device, in bytes."""
+    """How training and the KV cache share the memory of one device."""
 
-    training_bytes: int | None  # temporary buffers of the largest training program; None: no compilation
-    activations_length: int  # the maximum length of streams whose activations are kept for the backward pass
+    training_bytes: int | None  # temporary buffers of the largest training program; None on a CPU
+    activations_length: int  # tokens of the longest stream whose activations are kept for the backward pass
     cache_bytes: float  # memory of the KV cache
 
     def remat(self, length: int) -> Remat:
@@ -109,7 +109,7 @@ def divide_memory(
             cache_bytes=max(0.0, available_bytes - copied_layers_bytes(model)) * CACHE_SHARE_OF_CPU_MEMORY,
         )
     remaining_bytes = available_bytes * (1 - RESERVED_SHARE_OF_GPU_MEMORY) - fixed_bytes(model)
-    # XLA may need all ranks for a compilation, so all of them compile
+    # XLA may need all ranks for a compilation, so all ranks compile
     compiled = (
         temporary_bytes(model, budget, Remat.ACTIVATIONS),
         temporary_bytes(model, longest, Remat.LAYERS),
@@ -171,8 +171,8 @@ def minimum_training_bytes(model: ResolvedModel) -> float:
 
 
 def _bytes_with_activations(model: ResolvedModel, tokens: int) -> int:
-    """Estimate the bytes that the layers keep on one device for a stream of `tokens` tokens (mostly matrix
-    products), plus the bytes of one recomputed layer.
+    """Estimate the bytes that training needs on one device for a stream of `tokens` tokens: the activations
+    that all layers keep (mostly results of matrix products) and the bytes of one recomputed layer.
 
     The estimate needs no compilation and is the same on every rank.
     """

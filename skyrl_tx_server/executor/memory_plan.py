@@ -64,13 +64,13 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
     available = device_memory.free_bytes(settings)
     model = fitting_model(settings, available)
     division, longest = divide_memory(model, available), model.train_shapes.shapes[-1]
-    # without a GPU, a server has fewer slots than the plan if the requested cache does not fit
+    # Without a GPU, the plan shows the requested cache even if it does not fit; a server reduces its slots.
     cache = fitting_cache(model, division.cache_bytes) if on_gpu() else requested_cache(model)
     training_bytes = division.training_bytes or temporary_bytes(
         model, longest, division.remat(longest.length)
     )
     per_device = f", each of {settings.mesh.devices} devices" if model.config.mesh is not None else ""
-    programs = (  # only one runs at a time
+    programs = (  # only one of them runs at a time, so only the larger one counts
         MemoryItem(
             name=f"a training batch with streams of {longest.length} tokens",
             num_bytes=training_bytes,

@@ -27,7 +27,7 @@ class Limits:
 
     max_models: int  # training models on the device
     max_loras: int  # LoRA slots
-    max_context_length: int  # applies to models with a longer context
+    max_context_length: int  # in tokens; models with a shorter context keep their own limit
 
 
 DEFAULT_LIMITS = (
@@ -56,7 +56,7 @@ class ResolvedModel:
 
 def resolve_model(settings: EngineOptions) -> ResolvedModel:
     """Resolve the options, with the largest default limits. Raises ConfigError if the model or the devices do
-    not support them."""
+    not support an option."""
     return with_limits(
         settings, _with_mesh(settings, _model_config(settings)), _dtype(settings), DEFAULT_LIMITS[0]
     )

@@ -16,8 +16,8 @@ def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
     """Compile `programs` (name, program) in a thread. A request that needs a program before the thread has
     compiled it compiles the program itself.
 
-    The thread is not a daemon: a normal exit of Python waits for the current compilation, because the exit
-    handlers of XLA crash during a compilation. The command `python -m skyrl_tx_server` ends without waiting.
+    The thread is not a daemon, so that a normal exit of Python waits for the current compilation: the exit
+    handlers of XLA would crash during it. The command `python -m skyrl_tx_server` ends without waiting.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 
@@ -32,6 +32,6 @@ def _compile(programs: Iterable[tuple[str, Lowered]]) -> None:
             count += 1
             logger.debug("compiled %s", name)
     except Exception:
-        logger.exception("warmup failed after %d programs; requests compile the others", count)
+        logger.exception("warmup failed after %d programs; requests compile the remaining programs", count)
         return
     logger.info("%d programs ready after %.0f s", count, time.monotonic() - start)

@@ -1,7 +1,7 @@
 """The adapters of an external server. The operation `SaveSampler` writes a snapshot in PEFT format. The
 external server loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
-evicted or lost in the meantime, the next sample loads it again. The adapter of a checkpoint that an earlier
-process saved is written and loaded at its first sample."""
+evicted or lost in the meantime, the next sample loads it again. If an earlier process saved a checkpoint, the
+adapter of the checkpoint is written and loaded for the first sample that uses it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ExternalAdapters:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[WeightsSaved]) -> None:
-        """Add a snapshot, which the operation of `saved` writes to `directory`. It replaces an earlier
-        snapshot with the same name."""
+        """Add a snapshot and load it. The operation with the future `saved` writes its adapter to
+        `directory`. An earlier snapshot with the same name is dropped."""
         self.drop(weights)
         self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
         self.load(self._adapters[weights])
@@ -96,7 +96,7 @@ class ExternalAdapters:
         return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """Return the task that loads an adapter. Start a new task if there is none or it has failed."""
+        """Return the task that loads an adapter. Start a new task if there is none or the last one failed."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
@@ -110,7 +110,7 @@ class ExternalAdapters:
             if saved.cancelled() or saved.exception() is not None:
                 if not is_on_disk(adapter.weights):
                     raise NotFoundError(f"no sampler weights {adapter.weights}: saving them failed")
-                # An earlier request may have saved a checkpoint with this name.
+                # An earlier request may have saved a checkpoint with this name. Load that checkpoint.
                 adapter.saved, adapter.directory = None, self.new_directory()
         if adapter.saved is None and not adapter.directory.exists():
             await asyncio.to_thread(self._write, adapter)
@@ -128,8 +128,9 @@ class ExternalAdapters:
             raise
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters above the limit, except those that samples use. Delete the
-        files of checkpoints, which can be written again, but not those of snapshots in memory."""
+        """While more than `max_loaded` adapters are loaded, unload the least recently used adapters that no
+        sample uses. The adapter files of a checkpoint are also deleted, because they can be written again.
+        The files of a snapshot in memory are kept."""
         unused = [
             adapter
             for adapter in self._adapters.values()

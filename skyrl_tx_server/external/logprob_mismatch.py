@@ -65,8 +65,8 @@ class LogprobMismatch:
         return diff.mean > OTHER_MODEL_FACTOR * self._limit
 
     def add(self, diff: LogprobDiff) -> None:
-        """Add a comparison. Warn once per window if the mean difference over the window is above the
-        limit."""
+        """Add a comparison. Warn if the mean difference over the last WINDOW comparisons is above the limit,
+        but only once in WINDOW comparisons."""
         self._recent.append(diff)
         self._tokens += diff.num_tokens
         self._since_warning += 1
@@ -78,9 +78,9 @@ class LogprobMismatch:
             self._since_warning = 0
             logger.warning(
                 "the external sampler's log-probabilities differ from this server's by %.3f nats per token "
-                "over the last %d compared samples (limit %g): it may run another base model or revision, "
-                "use another dtype or quantised weights, not apply an adapter, or return log-probabilities "
-                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "over the last %d compared samples (limit %g): the sampler may run another base model or "
+                "revision, use another dtype or quantised weights, not apply an adapter, or return "
+                "log-probabilities after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "needs SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),

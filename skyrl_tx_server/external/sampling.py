@@ -1,7 +1,7 @@
 """Sampling by an external vLLM or SGLang server. The routes use `ExternalSampling` in place of the engine.
 
-The engine runs all other operations, and the samples that the external server cannot serve exactly (see
-`_can_serve`). All methods run on the event loop.
+The engine still runs all operations except samples, and it runs the samples that the external server cannot
+serve exactly (see `_can_serve`). All methods run on the event loop.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ExternalSampling:
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
         """Until MIN_AGREED_TOKENS tokens of the snapshot agree, compare the longest sample of each request
-        before the request is answered. Compare a fraction of all samples in the background.
+        before the request is answered. In the background, compare the fraction `sampler_check` of samples.
 
         A sampler with wrong settings may return wrong logprobs only at temperatures that change the
         distribution. Samples with and without such a temperature are therefore counted separately.
@@ -250,8 +250,8 @@ class ExternalSampling:
         return diff.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Compute the logprobs of a sample with the engine and compare them. Return None if the context of
-        the engine has no room for any sampled token."""
+        """Compute the logprobs of a sample with the engine, and compare the sampler's logprobs with them.
+        Return None if the context of the engine has no room for any sampled token."""
         tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         num_scored = len(tokens) - len(op.prompt)
         if not num_scored:

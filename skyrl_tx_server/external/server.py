@@ -20,7 +20,9 @@ from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, Sampli
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_IDLE_S = 2.0  # shorter than the server's keep-alive, so that no request uses a closing connection
+# Idle connections are closed after this time. The keep-alive time of the external server is longer, so that
+# no request uses a connection that the external server is closing.
+KEEP_IDLE_S = 2.0
 
 
 class ExternalServer:
@@ -73,7 +75,7 @@ class _Client:
         self._timeout_s = timeout_s
 
     async def served(self) -> dict[str, Mapping[str, object]]:
-        """Return the models that the server offers, the base model and adapters, by name."""
+        """Return the entries of /v1/models (the base model and the loaded adapters) by name."""
         response = self.checked(await self.send("GET", "/v1/models"))
         try:
             return {str(card["id"]): card for card in response.json()["data"]}
@@ -110,7 +112,8 @@ async def connect(
     """Connect to the external server. Raise ConfigError if the server does not answer, is of an unknown kind,
     serves another model or cannot load adapters at run time.
 
-    Unload adapters whose files are below `adapters`. An earlier run of this server has loaded them.
+    Unload the adapters whose files are in the directory `adapters`, because only an earlier run of this
+    server can have loaded them.
     """
     assert options.sampler_url is not None, "there is no external sampler to connect to"
     key = options.sampler_api_key
@@ -137,8 +140,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
         )
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"the server serves {', '.join(served)}; start it with --served-model-name {base_model} and the "
-            "weights of this server"
+            f"the external server serves {', '.join(served)}; start it with --served-model-name {base_model} "
+            "and with the same base weights as this server"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
@@ -152,7 +155,7 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
             await server.unload(name)
-    logger.info("%s at %s is the external sampler, context %s", kind, client.url, server.max_model_len)
+    logger.info("%s at %s is the external sampler, max_model_len %s", kind, client.url, server.max_model_len)
     return server
 
 

@@ -19,12 +19,13 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
 
 NO_LOGPROB_BELOW = -9998.0
-"""vLLM returns -9999 in place of minus infinity, which is not a valid logprob of a sampled token."""
+"""A logprob at or below this limit is refused: vLLM returns -9999 in place of minus infinity, which is not a
+valid logprob of a sampled token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRequest:
-    """A request for samples, with the settings that the engine would derive from its model."""
+    """A request for samples. `max_tokens` and `stop_tokens` are the values that the engine would use."""
 
     prompt: list[int]
     num_samples: int
@@ -45,7 +46,7 @@ class ReturnedSample:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReply:
     samples: list[ReturnedSample]
-    cached_tokens: int  # tokens of the prompt from the server's prefix cache; 0 if unknown
+    cached_tokens: int  # number of prompt tokens found in the server's prefix cache; 0 if unknown
 
 
 class Dialect(Protocol):
@@ -56,13 +57,14 @@ class Dialect(Protocol):
     needs: str  # environment variable and option with which the external server must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """Whether the server can serve a request with these settings exactly."""
+        """Whether the server can apply these settings exactly."""
         ...
 
     def request(
         self, request: SamplingRequest, model: str, adapter: str | None
     ) -> tuple[str, dict[str, object]]:
-        """Return path and body of the request. `model` is the name of the base model or of the adapter."""
+        """Return path and body of the request. `model` is the name of the adapter, or of the base model if
+        `adapter` is None."""
         ...
 
     def read(self, body: object, request: SamplingRequest) -> SampleReply:
@@ -129,8 +131,8 @@ class Sglang:
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """SGLang uses a seed only in deterministic mode. In a request with stop tokens, SGLang also stops at
-        the model's end-of-sequence tokens."""
+        """Return False if a seed is set, because SGLang uses it only in deterministic mode. Return False also
+        if `stop_token_ids` replace the end-of-sequence tokens, because SGLang would stop at both."""
         adds_stop_tokens = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
@@ -162,7 +164,7 @@ class Sglang:
         for reply in replies:
             if reply["prompt_tokens"] != len(request.prompt):
                 raise ValueError(
-                    f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(request.prompt)}"
+                    f"prompt_tokens is {reply['prompt_tokens']}, but the request has {len(request.prompt)}"
                 )
         return SampleReply(
             samples=[

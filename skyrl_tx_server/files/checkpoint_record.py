@@ -22,7 +22,7 @@ MAX_RECORD_BYTES = 64 << 20
 RECORD_NAME = "checkpoint.json"
 SCHEME = "tinker://"
 ARRAYS_NAME = re.compile(r"arrays-([0-9a-f]{32})\.safetensors")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems accept 255 bytes
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems accept names of up to 255 bytes
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
@@ -62,7 +62,7 @@ def is_on_disk(weights: str) -> bool:
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
     """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name> into (run, kind, name). Raise
-    UserError for another form."""
+    UserError if `path` has another form."""
     segments = path.removeprefix(SCHEME).split("/")
     kinds = [str(kind) for kind in CheckpointKind]
     if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:

@@ -1,8 +1,9 @@
 """Files that are derived from a checkpoint's arrays on request, such as the archive of a download.
 
-Their path is `<root>/.derived/<generation>/<name>`. The arrays of a generation never change, so its derived
-files never change either. A file is complete or absent, because it is written under another name and renamed.
-`DerivedFiles.sweep` removes files that were not used for some time, including those of killed processes.
+Their path is `<root>/.derived/<generation>/<name>`. A generation is one save of a checkpoint. Its arrays
+never change, so its derived files never change either. A file is complete or absent, because it is written
+under another name and renamed. `DerivedFiles.sweep` removes files that were not used for some time, including
+the unfinished files of killed processes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class DerivedFiles:
         try:
             make(temporary)
             while True:
-                # With `exist_ok`, mkdir raises an error if another thread removes the folder during the call.
+                # Not `exist_ok=True`, which raises an error if another thread removes the folder meanwhile.
                 with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:

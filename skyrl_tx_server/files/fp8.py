@@ -74,7 +74,7 @@ class Fp8File:
 
     @cached_property
     def _table(self) -> tuple[int, dict[str, Any]]:
-        """The position of the first tensor in the file, and the entries of the header by tensor name."""
+        """The byte offset of the first tensor in the file, and the entries of the header by tensor name."""
         with self._path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             return 8 + size, json.loads(stream.read(size))

@@ -19,7 +19,8 @@ ARCHITECTURES = {
 DEFAULT_ROPE_THETA = 10_000.0
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of RoPE scaling that all Llama 3.1 to 3.3 models have in common; `factor` differs between
-models. A GGUF file contains only the divisors of the rotary frequencies (`llama3_divisors`)."""
+models. A GGUF file contains only the divisors of the rotary frequencies (`llama3_divisors`), whose maximum is
+`factor`."""
 MAX_LAYERS = 1024
 _UNSUPPORTED = ("attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale")
 

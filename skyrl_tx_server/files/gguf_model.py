@@ -30,7 +30,7 @@ from skyrl_tx_server.files.json_file import write_json
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 3  # the version of the conversion; after a change every file is converted again
+VERSION = 3  # the version of the conversion; a new number makes the server convert every file again
 SHARD_BYTES = 1 << 30  # the maximum size of a shard; a larger tensor is a shard of its own
 SAMPLES, SAMPLE_BYTES = 64, 4096  # number and size of the parts of a file that `_key` reads
 
@@ -51,8 +51,9 @@ _ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's scaling, see gguf_config
 def convert_gguf(path: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file, converting the file if the cache has none.
 
-    Raises ConfigError, before any weights are written, if the file is damaged, its architecture, a tensor
-    type or its tokenizer is not supported, or the converted weights do not fit on the disk.
+    Raises ConfigError if the file is damaged, if its architecture, its tokenizer or the type of one of its
+    tensors is not supported, or if the converted weights do not fit on the disk. No weights are written
+    before these checks have passed.
     """
     file = read_gguf(path)
     plan = _plan(file)
@@ -108,7 +109,8 @@ class _Source:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
     def values(self, rows: np.ndarray) -> np.ndarray:
-        """Return the tensor in `dtype`. `rows` are the stored bytes: [rows, bytes per row]."""
+        """Return the Hugging Face tensor in `dtype`. `rows` [rows, bytes per row] are the stored bytes of the
+        whole GGUF tensor."""
         stored = rows[self.first_row : self.first_row + self.num_rows]
         if self.paired_heads:
             stored = stored[_stored_order(len(stored), self.paired_heads)]
@@ -130,8 +132,8 @@ class _Plan:
 
 
 def _plan(file: GgufFile) -> _Plan:
-    """Return config.json and the source of every tensor. Raise ConfigError if the header does not match the
-    architecture."""
+    """Return config.json and the source of every tensor. Raise ConfigError if the tensors in the header are
+    not those of the architecture, or if the type of a tensor is not supported."""
     config = gguf_config(file)
     sources: dict[str, _Source] = {}
     used = {_ROPE_FREQUENCIES}
@@ -143,7 +145,7 @@ def _plan(file: GgufFile) -> _Plan:
         expected = shape if not isinstance(name, list) else (len(name), *shape)
         if tensor.shape != expected:
             raise ConfigError(
-                f"{file.path}: {stored} has shape {tensor.shape}, its metadata implies {expected}"
+                f"{file.path}: {stored} has shape {tensor.shape}, but the metadata implies {expected}"
             )
         used.add(stored)
         paired_heads = 0
@@ -251,8 +253,8 @@ def _shards(sources: Mapping[str, _Source]) -> Iterator[list[str]]:
 
 
 def _key(file: GgufFile) -> str:
-    """Return a digest of the header, the size, the modification time, 64 samples of the bytes, and a
-    tokenizer.json in the same folder."""
+    """Return a digest of VERSION, of the GGUF file, and of a tokenizer.json in the same folder. Of the GGUF
+    file it covers the size, the modification time, the header and SAMPLES parts of the content."""
     stat = file.path.stat()
     digest = hashlib.sha256(f"{VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
     with file.path.open("rb") as stream:

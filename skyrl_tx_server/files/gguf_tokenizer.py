@@ -1,7 +1,7 @@
 """Writes tokenizer.json and tokenizer_config.json from the metadata of a GGUF file, without torch.
 
 A GGUF file contains the tokens and the merges, but only the name of the rule that splits text before merging.
-The rules in this module are those of the Hugging Face tokenizers of the same models.
+This module contains these rules. They equal those of the models' Hugging Face tokenizers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the folder of the
     GGUF file takes precedence over the tokenizer in the GGUF file.
 
-    Raises ConfigError for invalid token ids, and for a tokenizer in the GGUF file that is not byte-level BPE
-    with one of `SPLITS`.
+    Raises ConfigError if the GGUF file has an invalid id of a special token. If there is no such
+    tokenizer.json, also raises it if the tokenizer in the GGUF file is not byte-level BPE with one of
+    `SPLITS`.
     """
     tokens = _tokens(file)
     tokenizer_file = file.path.with_name("tokenizer.json")
@@ -101,7 +102,8 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def _tokens(file: GgufFile) -> list[str]:
-    """Return the tokens by id. Raise ConfigError if the id of a special token is not the id of a token."""
+    """Return the tokens by id. Raise ConfigError if the id of a special token is not an index of this
+    list."""
     tokens = _list(file, "tokens", str)
     for name, value in file.metadata.items():
         is_token = name.startswith("tokenizer.ggml.") and name.endswith("_token_id")

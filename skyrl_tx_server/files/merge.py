@@ -66,7 +66,7 @@ def write_merged(
 
 
 def merged_bytes(base: BaseTensors) -> int:
-    """Return an upper bound of the bytes of the weights that `write_merged` writes, including an untied head
+    """Return an upper bound, in bytes, for the weights that `write_merged` writes. It includes an untied head
     in float32."""
     vocabulary, hidden = base.shape(EMBEDDING)
     factor = 2 if base.block is None else 4  # the largest growth is from bfloat16 or FP8 to float32

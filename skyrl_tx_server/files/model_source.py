@@ -20,9 +20,11 @@ def is_gguf(base_model: str) -> bool:
 
 
 def converted_directory(base_model: str) -> Path:
-    """Return the Hugging Face directory of a GGUF file. The file is converted if it is not in the cache.
+    """Return the Hugging Face directory of the GGUF file that `base_model` names. If the cache does not
+    contain this directory, the file is converted.
 
-    Raises ConfigError if the file does not exist, its package is not installed or it cannot be converted.
+    Raises ConfigError if the file does not exist or cannot be converted, or if the package of a packaged
+    model is not installed.
     """
     if base_model in PACKAGED:
         path = _packaged_file(base_model)

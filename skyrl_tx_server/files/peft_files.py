@@ -180,8 +180,8 @@ def _spec(
     unknown = sorted(modules - set().union(*parts.values()))
     if unknown or not modules:
         raise UserError(
-            f"{directory}: this server adapts the projections of attention and of the MLP and the head; the "
-            "adapter has " + (unknown[0] if unknown else "no modules")
+            f"{directory}: this server adapts only attention projections, MLP projections and the head, but "
+            "the adapter has " + (unknown[0] if unknown else "no modules")
         )
     trained = {name: not part.isdisjoint(modules) for name, part in parts.items()}
     return LoraSpec(
@@ -194,11 +194,11 @@ def _spec(
 
 
 def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
-    """Return the modules that each switch of a LoraSpec adapts."""
+    """Return the modules of each part. One switch of a LoraSpec, such as `train_attn`, selects one part."""
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
         matches = (pattern.fullmatch(name) for name in base.files)
-        # DeepSeek's checkpoints have further layers for multi-token prediction
+        # DeepSeek's checkpoints have further layers for multi-token prediction, which are not adapted.
         return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
 
     return {
@@ -211,7 +211,8 @@ def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
 def _missing_factors(
     modules: set[str], parts: Mapping[str, set[str]], base: BaseTensors, rank: int, rank_per_expert: int
 ) -> dict[str, np.ndarray]:
-    """Return zero factors for the modules that the adapter lacks in parts of which it has other modules.
+    """Return zero factors for the modules that the adapter lacks. Parts of which the adapter has no
+    module are skipped.
 
     The gradient of each factor is a multiple of the other factor, so training leaves both at zero.
     """

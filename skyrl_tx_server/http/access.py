@@ -1,9 +1,10 @@
-"""Check the host name of a request, and whether the web page that sent it is allowed.
+"""Refuse requests for unknown host names, and requests of web pages that are not allowed.
 
-A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them
-with an `Origin` or a `Sec-Fetch-Site` header. If the page's own name resolves to this machine (DNS
-rebinding), the name is in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither
-`Origin` nor `Sec-Fetch-Site`.
+A web page that a user of this machine visits can send requests to loopback addresses. The browser marks these
+requests with an `Origin` or a `Sec-Fetch-Site` header. If the host name of the page itself resolves to this
+machine (DNS rebinding), the browser considers the server part of the page's site. The page's host name is
+then in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither `Origin` nor
+`Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class AccessPolicy:
 def access_policy(
     *, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None
 ) -> AccessPolicy:
-    """Return the policy of a server that listens on `host`. With a key every host name is accepted, because
-    web pages do not have the key and a reverse proxy forwards its own name."""
+    """Return the policy of a server that listens on `host`. With a key every host name is accepted: web pages
+    do not have the key, and the `Host` header may contain the name of a reverse proxy."""
     host = host.lower().removesuffix(".")
     names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
     machine_names = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]

@@ -27,11 +27,11 @@ class HttpSettings:
 
     model_dir: Path | None
     """The directory of the tokenizer, for OpenAI's routes and for clients on this machine. None: OpenAI's
-    routes refuse text, and clients use the model's name."""
+    routes refuse text, and clients find the tokenizer by the name of the model."""
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = None  # of the operator; without it and tenant_keys, every client is the operator
+    api_key: str | None = None  # the operator's; if tenant_keys is None too, every client is the operator
     access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
@@ -41,10 +41,10 @@ class HttpSettings:
 class AppState:
     """The state of the operator, who can access everything, or of a tenant.
 
-    The state of a tenant contains views of the registry, the checkpoints and the run index without the
-    objects of other tenants (except public checkpoints), its own futures, and an engine that counts its
-    tokens in flight. A handler receives the state of the tenant that sent the request, so handlers do not
-    check ownership. The handler of a route without a key receives the operator's state.
+    The state of a tenant contains its own futures, an engine that counts the tenant's tokens in flight, and
+    views of the registry, the checkpoints and the run index. The views contain no objects of other tenants,
+    except public checkpoints. A handler receives the state of the tenant that sent the request, so handlers
+    do not check ownership. The handler of a route that needs no key receives the operator's state.
     """
 
     engine: EngineClient
@@ -57,11 +57,11 @@ class AppState:
     """Number of replies by method, route and status."""
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
-    tenants: dict[str, AppState] = field(default_factory=dict)  # the existing states, by tenant
+    tenants: dict[str, AppState] = field(default_factory=dict)  # tenant -> its state, if it exists already
 
     def for_tenant(self, tenant: str) -> AppState:
-        """Return the state of a tenant, which is created if necessary. Only the operator's state may be asked
-        for the state of another tenant."""
+        """Return the state of a tenant, which is created if necessary. Only the operator's state can return
+        the state of another tenant."""
         if tenant == self.tenant:
             return self
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
@@ -83,7 +83,7 @@ class AppState:
         return self.tenant == DEFAULT_TENANT
 
     def close(self) -> None:
-        """Make all waiting polls return, because the server is stopping."""
+        """Make all polls that wait for a future return, because the server is stopping."""
         for state in (self, *self.tenants.values()):
             state.futures.close()
 

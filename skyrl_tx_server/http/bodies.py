@@ -37,7 +37,7 @@ _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """The limits of the body of a route; `max_request_mb` limits it further."""
+    """The limits of the request bodies of a route. The option `max_request_mb` also limits `max_bytes`."""
 
     max_bytes: int = 1 << 20  # after decompression
     json: JsonBounds = CONTROL_BOUNDS
@@ -150,8 +150,8 @@ async def read_parsed[T](
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
-    """Return the largest number of bytes of the decompressed body that are kept in memory. For a compressed
-    body and for a body of unknown length, the number is above SMALL_BYTES."""
+    """Return the largest size that the decompressed body can have in memory, in bytes. For a compressed body
+    and for a body of unknown length, this size is above SMALL_BYTES."""
     length = headers.get(b"content-length", b"")
     if compressed or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)
@@ -201,8 +201,9 @@ def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: 
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """Return the decompressed body. Raise UserError if `body` is not zstd, or if the result exceeds `limit`
-    bytes or both ALWAYS_DECOMPRESSED_BYTES and MAX_COMPRESSION_RATIO times the size of `body`."""
+    """Return the decompressed body. Raise UserError if `body` is not zstd, or if the result is larger than
+    `limit` bytes. Also raise UserError if the result is larger than ALWAYS_DECOMPRESSED_BYTES and larger than
+    MAX_COMPRESSION_RATIO times the size of `body`."""
     largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
     parts: list[bytes] = []
     size = 0

@@ -49,7 +49,8 @@ class StartupState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """A route. A handler returns a dict, which becomes JSON, None for a 204, or a response."""
+    """A route. A dict that the handler returns is sent as JSON, None as an empty reply with status 204, and a
+    Response as it is."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""Wait for samples on the event loop, with or without streaming, and withdraw them if the client
+"""Wait for samples on the event loop, with or without streaming, and withdraw the operations if the client
 disconnects."""
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ async def wait_for_results(
 ) -> list[SampleResult] | None:
     """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None.
 
-    If `submit` refuses one of `ops`, withdraw the others and raise the ServerError. Raise ServerError also if
-    one of `ops` fails.
+    If `submit` refuses one of `ops`, withdraw the operations submitted before it and raise the ServerError.
+    Raise ServerError also if one of `ops` fails.
     """
     watcher = StreamWatcher(streams_tokens=False)
     futures: list[concurrent.futures.Future[SampleResult]] = []

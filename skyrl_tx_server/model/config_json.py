@@ -133,7 +133,7 @@ def _rope_json(config: ModelConfig) -> dict[str, Any]:
 
 def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a turn. generation_config.json takes precedence, because config.json often
-    has only one of them."""
+    has only one of these tokens."""
     generation = model_dir / "generation_config.json"
     ids = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if ids is None:

@@ -1,11 +1,11 @@
 """A mixture of experts. The router chooses a few experts for each token, and tokens are sorted by expert, so
 that each expert computes matrix products.
 
-An assignment is a token with one of its experts. Assignments are sorted into tiles of one expert each. A loop
-(on a GPU, a kernel) multiplies each tile in use by the weight of its expert. The size of the program does not
-depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same result, but
-on a CPU XLA multiplies every token by every expert, which takes 17 times as long (64 experts, 4,096 tokens,
-256 x 256). Example with tiles of 2 and experts a, b, c:
+An assignment is a pair of a token and one of its experts. Assignments are sorted into tiles of one expert
+each. A loop (on a GPU, a kernel) multiplies each tile that has assignments by the weight of its expert. The
+size of the program does not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot`
+computes the same result, but on a CPU XLA multiplies every token by every expert, which takes 17 times as
+long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2, experts a, b, c and `.` for padding:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -40,7 +40,7 @@ from skyrl_tx_server.model.reductions import softmax, sum_last
 
 MIN_EXPERT_TILE, MAX_EXPERT_TILE = 8, 128
 TINY = 1e-20
-"""The divisor of the chosen scores is their sum plus TINY, so that the divisor is not zero."""
+"""The chosen scores are divided by their sum plus TINY, so that the divisor is not zero."""
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
@@ -113,8 +113,8 @@ class Router(NamedTuple):
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose experts for each token of x [B, T, D]. Return (their weights in the dtype of x, their indices),
-    both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
+    """Choose experts for each token of x [B, T, D]. Return (weights of the chosen experts in the dtype of x,
+    their indices), both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = softmax((tokens @ router.weight.T).astype(jnp.float32))
@@ -156,9 +156,9 @@ def mix_experts(
     of `route` for x.
 
     `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. With
-    `layer` they are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:
-    the outputs of `gate_up` are gathered, those of `down` stay divided. `modules` are the adapters of both
-    weights for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [slots, layers, E, ...]).
+    `layer`, both are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:
+    the outputs of `gate_up` are gathered, those of `down` stay divided. `modules` are LoRA weights of both:
+    one adapter (A [E, in, ...]), or all LoRA slots and the slot of each sequence (A [slots, layers, E, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -220,8 +220,8 @@ def _mix_on_device(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], batch: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """Return the PartitionSpecs of the leaves of `modules`. A is divided like the inputs of the weight. B is
-    divided like the outputs of the weight, after those of `gate_up` are gathered along `fsdp`."""
+    """Return the PartitionSpecs of the leaves of `modules`. A is divided like the inputs of the weight, and B
+    like its outputs. B of `gate_up` is not divided along `fsdp`, because these outputs are gathered first."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def specs(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
@@ -246,8 +246,8 @@ def _module_specs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The place of each of R assignments in N tiles of one group each. A group is an expert, or an expert
-    with a LoRA slot. Assignments to experts of other devices are in no tile."""
+    """The places of R assignments in N tiles. The assignments of a tile have the same group: an expert, or an
+    expert with a LoRA slot. Assignments to experts of other devices are in no tile."""
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile
@@ -291,8 +291,8 @@ def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
 
 
 def _factors_of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile, with a leading axis of tiles. `slot` [tiles] is the LoRA slot of each
-    tile, or None if `module` is one adapter; its scale then has no axis of tiles."""
+    """Return the LoRA weights of each tile, with a leading axis of tiles. `slot` [tiles] is the LoRA slot of
+    each tile. None: `module` is one adapter, and the scale in the result has no axis of tiles."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     index = (slot, module.layer, experts)

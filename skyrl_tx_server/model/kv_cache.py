@@ -37,16 +37,15 @@ class KVCache:
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Keys and values of n consecutive positions of one layer for each of B sequences, or stacked over
-    layers."""
+    """Keys and values of n consecutive positions of B sequences, for one layer or stacked over layers."""
 
     keys: jax.Array  # [B, K, hd, n]
     values: jax.Array  # [B, K, n, hd]
 
 
 UNIQUE: Any = {"unique_indices": True, "mode": "drop"}
-"""Arguments of scatters to unique positions. Without them, XLA's programs for GPUs write elements of 16 bits
-by compare-and-swap loops."""
+"""Arguments of scatters to unique positions. Without these arguments, XLA's programs for GPUs write 16-bit
+elements with compare-and-swap loops."""
 REPLICATED = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
@@ -64,7 +63,7 @@ def segment_of(k: jax.Array, v: jax.Array) -> Segment:
 
 def stacked(segments: Sequence[Segment]) -> Segment:
     """Stack the segments of all layers with one update per layer. XLA would recompute a concatenation at
-    every use, and its compilation would take as long as that of all layers."""
+    every use, and would take as long to compile the concatenation as to compile all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -95,9 +94,9 @@ def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
     )
     if config.mesh is not None or jax.default_backend() != "cpu":
         return cache
-    # XLA runs a program without arithmetic in the calling thread. The first write to new memory takes up to
-    # seconds per GiB. This loop never runs, but because of it XLA fills the memory in another thread, while
-    # the server starts and compiles the first program.
+    # The first write to new memory takes up to seconds per GiB. XLA runs a program without arithmetic in the
+    # calling thread, which would wait for this write. The loop below never runs, but it contains arithmetic.
+    # XLA therefore fills the memory in another thread while the server starts and compiles the first program.
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return jax.lax.fori_loop(0, zero, lambda _, cache: jax.tree.map(lambda leaf: 2 * leaf, cache), cache)
 
@@ -128,8 +127,8 @@ def write_layer(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Write the first `counts_B` positions of `new`, the segment of one layer, at position `starts_B` of the
-    sequences with the block tables `tables_BW`."""
+    """For each sequence, write the first `counts_B` positions of `new`, the segment of one layer, to the
+    positions from `starts_B` on. `tables_BW` are the block tables of the sequences."""
     write = partial(_write_local_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
@@ -148,8 +147,9 @@ def write_positions(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
-    sequences with the block tables `tables_BW`. A loop writes page by page."""
+    """For each sequence, write the first `counts_B` positions of `new`, which is stacked over layers, to the
+    positions from `starts_B` on. `tables_BW` are the block tables of the sequences. A loop writes page by
+    page."""
     write = partial(_write_local_positions, config)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
@@ -158,7 +158,7 @@ def write_positions(
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Copy pages in order, from the first page of each pair to the second. A pair of -1 ends the list."""
+    """Copy pages in order. Each pair is (source page, destination page), and a pair of -1 ends the list."""
     copy = partial(_copy_local_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, REPLICATED), PAGES)
@@ -170,7 +170,7 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
 
 def local_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the local number of each page and whether the page is on this device. Pages of other devices
-    get the number 0 of the null page."""
+    get the local number 0, which is the null page."""
     local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     is_local = (local >= 0) & (local < cache.keys.shape[1])
     return jnp.where(is_local, local, 0), is_local
@@ -212,7 +212,7 @@ def _write_local_layer(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> KVCache:
-    """Write the positions that are on this device, as `write_layer`."""
+    """Do the part of `write_layer` that concerns the pages of this device."""
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
         keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2), **UNIQUE),
@@ -228,9 +228,9 @@ def _places(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Positions
-    from `counts_B` on, on other devices and in the null page get page numbers after the last page, which a
-    scatter drops."""
+    """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Three
+    kinds of positions get page numbers after the last page, so that a scatter drops them: positions from
+    `counts_B` on, positions on other devices, and positions in the null page."""
     local, _ = local_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns

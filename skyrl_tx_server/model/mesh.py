@@ -44,8 +44,8 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 MIN_COMPUTE_CAPABILITY = 8
 """The lowest major compute capability that Triton supports (Ampere)."""
 MAX_HOST_BYTES = 1 << 30
-"""The maximum size of the blocks in which weights for a GPU are read. A block has at least one row; a row of
-stacked weights is a layer."""
+"""Weights for a GPU are read in blocks of at most this size. A block may be larger if it consists of a single
+row. A row of stacked weights is a layer."""
 
 
 def on_gpu() -> bool:
@@ -190,7 +190,7 @@ def gathered(
     config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Inside a program: gather matrices along `fsdp`, unless the config is `weight_stationary`. `specs` are
-    their shardings."""
+    the shardings of the matrices."""
     if not gathers(config):
         return dict(leaves)
     return {
@@ -206,8 +206,8 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 def batch_axes(config: ModelConfig, batch_size: int) -> Axes:
     """Return the mesh axes that divide the sequences of x [B, T, ...] in products with matrices. With
-    `weight_stationary`, `fsdp` does not divide them. Return None if there is no mesh or if the axes cannot
-    divide B equally."""
+    `weight_stationary`, `fsdp` does not divide the sequences. Return None if there is no mesh or if the axes
+    cannot divide B equally."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH

@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from skyrl_tx_server.errors import ConfigError
 
 TRAINING_LENGTHS = {("qwen3", 40_960): 32_768, ("qwen3_moe", 40_960): 32_768}
-"""The training lengths in tokens that differ from max_position_embeddings, by model_type and
-max_position_embeddings. In the first models of Qwen3, max_position_embeddings includes 8,192 more tokens for
-the prompt."""
+"""(model_type, max_position_embeddings) -> training length in tokens, for models where the lengths differ. In
+the first models of Qwen3, max_position_embeddings is the training length plus 8,192 tokens for the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +59,8 @@ class Experts:
     normalized: bool  # whether the weights of the chosen experts are divided by their sum
     groups: ExpertGroups | None = None  # None: the experts with the highest softmax scores are chosen
     shared: int = 0  # number of experts that process every token, computed as one MLP
-    dense_layers: int = 0  # the number of first layers that have an MLP of `dense_width` instead of experts
-    dense_width: int = 0
+    dense_layers: int = 0  # number of layers at the start that have one MLP instead of experts
+    dense_width: int = 0  # the width of the MLP in these layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +119,7 @@ class ModelConfig:
 
     @property
     def tensor_shards(self) -> int:
-        """The number of devices that divide heads, MLPs and the vocabulary."""
+        """The number of devices over which heads, MLPs and the vocabulary are divided."""
         return 1 if self.mesh is None else self.mesh.shape["tensor"]
 
     @property
@@ -165,8 +164,8 @@ class ModelConfig:
 
 
 def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
-    """Return the configuration with the smallest integer YaRN factor that allows `length` tokens, or the
-    unchanged configuration if it allows them.
+    """Return the configuration with the smallest integer YaRN factor that allows `length` tokens. If `config`
+    already allows `length` tokens, return it unchanged.
 
     The factor multiplies the training length: max_position_embeddings, or the length in TRAINING_LENGTHS.
     Qwen's model cards extend 32,768 tokens (Qwen2.5, Qwen3) and 262,144 tokens (Qwen3-Next) in this way by a
@@ -203,5 +202,6 @@ def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Return the attention scale of YaRN for a context extension by `factor`."""
+    """Return the attention scale of YaRN for a context extension by `factor`. `weight` is `mscale` or
+    `mscale_all_dim` of config.json, by default 1."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -12,7 +12,7 @@ PAGE_SIZE = 64
 """The number of positions of a KV page."""
 MIN_SEGMENT = 256  # positions; the first of `segment_ends`, unless the context is shorter
 MIN_DECODE_WIDTH = 4
-"""The smallest width of a decode program, in sequences, if a rank has at least as many slots. A width of 1
+"""The smallest width of a decode program, in sequences, unless a rank has fewer slots. A width of 1
 would change results, because a matrix product of one row differs in the last bits from products of several
 rows."""
 ATTENTION_TILE = 128
@@ -30,7 +30,7 @@ class PrefillShapes:
 
     short: int
     long: int
-    long_from: int  # a long batch is faster than short batches from this number of tiles on
+    long_from: int  # for at least this number of tiles, a long batch is faster than several short batches
     max_tiles_between_decodes: int  # the maximum number of tiles between two dispatches of decode steps
 
     def batch_sizes(self, tiles: int) -> list[int]:

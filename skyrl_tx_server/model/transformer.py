@@ -35,13 +35,14 @@ COMPILER_OPTIONS = {
 """Compiler options of all programs that run a model. Values are rounded to bfloat16 after every operation,
 not only at the ends of fusions, so training and sampling agree although XLA fuses their operations
 differently (scripts/check_bf16.py). On a GPU, cuBLAS computes matrix products and reads the weights of a
-layer in place in their stack. XLA's Triton products would copy each layer first, and XLA would copy a matrix
-and an adapter to merge their products (scripts/check_gpu.py)."""
+layer in place in their stack. XLA's Triton products would first copy each layer out of its stack. XLA's dot
+merger would copy a matrix and an adapter into one matrix, to compute both products at once
+(scripts/check_gpu.py)."""
 
 SAMPLING_OPTIONS = COMPILER_OPTIONS | {"xla_disable_hlo_passes": "rematerialization"}
-"""Compiler options of the programs that use the KV cache. XLA counts a cache that a kernel writes in place
-twice. With a cache of more than about half of the memory of a GPU, XLA would therefore compute small
-operations twice to save memory."""
+"""Compiler options of the programs that use the KV cache. If a kernel writes the cache in place, XLA counts
+the cache's memory twice. With a cache larger than about half of a GPU's memory, XLA would therefore recompute
+small operations to save memory."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
             return draw(key, shape, leaf_dtype)
-        # Matrices are drawn as [in, out] and transposed. Drawing [out, in] would change the model of a seed.
+        # Matrices are drawn as [in, out] and transposed. Drawing [out, in] would give a seed other weights.
         return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -94,7 +95,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
 
 
 type AttendAs[Aux] = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
-"""`Attend` with the AttentionSpec of the layer as first argument."""
+"""`layer_spec.Attend` with an additional first argument, the AttentionSpec of the layer."""
 
 
 def ropes_of(config: ModelConfig, positions: ArrayLike, dtype: jnp.dtype) -> dict[RopeSpec, Rope]:
@@ -112,8 +113,8 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Return x [B, T, D] after one layer of `stack`, and the `aux` of `attend`. `adapter` is the
-    adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch."""
+    """Return x [B, T, D] after one layer of `stack`, and the second result of `attend`. `adapter`
+    is the adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -189,8 +190,8 @@ def hidden_states(
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
-    """Return the hidden states [B, T, D] of whole sequences after the final norm. `attend` computes
-    attention, as in `AttendAs` without `aux`."""
+    """Return the hidden states [B, T, D] of whole sequences after the final norm. `attend` is
+    an `AttendAs` that returns only the attention output."""
     x = params.embed[tokens_BT]
     ropes = ropes_of(config, positions_BT, x.dtype)
 

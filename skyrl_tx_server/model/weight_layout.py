@@ -85,8 +85,8 @@ def _projections(config: ModelConfig) -> list[Weight]:
 def _repeated_rows_are_equal(
     tokens: Sequence[jax.Array], weights: Sequence[jax.Array], *, numbers: tuple[int, ...]
 ) -> jax.Array:
-    """Multiply each of `tokens` [numbers[0], 1, in], repeated to each number of rows, by its weight [in, out]
-    and return whether the rows of all products are equal to those of the first."""
+    """Repeat the rows of each of `tokens` [numbers[0], 1, in] to each number of rows, and multiply them by
+    the weight [in, out]. Return whether equal rows have equal products for all numbers of rows."""
     is_equal = jnp.array(True)
     for x, weight in zip(tokens, weights, strict=True):
         index = [jnp.arange(number) % numbers[0] for number in numbers]

@@ -151,8 +151,8 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
 
 
 def _advise_smaller_tensor_axis(config: ModelConfig, shape: MeshShape) -> str:
-    """Return the advice to use a mesh of the same number of devices whose tensor axis divides the key-value
-    heads.
+    """Return the advice to use another mesh. Its tensor axis divides the key-value heads, and its number of
+    devices is the same.
 
     Key-value heads are not replicated, because each copy of a head would have its own adapter.
     """
@@ -364,8 +364,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 def _read_field(
     read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """Return the part `index` [out, in] or [out] of a field of one layer and expert. The outputs have the
-    order that `Weight` describes for `shards` parts of the `tensor` axis."""
+    """Return one part of a field of one layer and expert. `index` selects it from the field, [out, in] or
+    [out], whose outputs have the order that `Weight` describes for a `tensor` axis of `shards` devices."""
     outputs, *inputs = index
     parts = []
     for name, width, part in _outputs(weight, outputs, shards):
@@ -375,8 +375,8 @@ def _read_field(
 
 
 def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
-    """Yield (name, width, part) of each tensor that has some of the `outputs` of a field, in the order of
-    these outputs. `part` selects rows of the tensor."""
+    """Find the tensor rows that the slice `outputs` of a field consists of. Yield them in their order as
+    (tensor name, number of rows of the tensor, selected rows)."""
     start = 0
     for shard in range(shards):
         for name, width in zip(weight.names, weight.widths, strict=True):

@@ -3,8 +3,9 @@
 Slot 0 is the base model. A sampler snapshot is an immutable copy of a training adapter. A snapshot that a
 running or preempted sequence uses is pinned to its LoRA slot. When a slot is needed, the least recently used
 snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (in-memory snapshots)
-or from disk (tinker:// paths). A trainer saves an in-memory snapshot every step and cannot drop it before its
-session ends, so the cache drops the least recently used in-memory snapshots when host memory runs out.
+or from disk (tinker:// paths). A trainer saves an in-memory snapshot every step and cannot drop these
+snapshots before its session ends, so the cache drops the least recently used of them when host memory runs
+out.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class AdapterCache:
         # the LoRA slot of each snapshot on the device, least recently used first
         self.on_device: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
-        self._pins: Counter[str] = Counter()  # number of sequences and chunks that need a snapshot's slot
+        self._pins: Counter[str] = Counter()  # number of sequences and prefill chunks that use a snapshot
         self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
         self._saves: Counter[str] = Counter()  # number of saves of each name
         self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them

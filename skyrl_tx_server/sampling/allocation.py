@@ -14,7 +14,8 @@ from skyrl_tx_server.sampling.sequences import SequenceState
 
 
 class PageAllocator:
-    """Allocates the pages of sequences and chunks; `caches` has one prefix cache per data-parallel rank."""
+    """Allocates the pages of sequences and prefill chunks. `caches` has one prefix cache per data-parallel
+    rank."""
 
     def __init__(self, size: CacheSize, dp_ranks: int) -> None:
         self.size = size
@@ -90,6 +91,7 @@ class PageAllocator:
             cache.insert(weights, chunk.tokens[: chunk.length], table)
 
     def free_chunk(self, chunk: PrefillChunk) -> None:
-        """Free the pages of a chunk after which no sequence begins."""
+        """Free the pages of a chunk that starts no sequence: it is not the last chunk of its prompt, or its
+        prefill failed."""
         for slot, table in zip(chunk.slots, chunk.tables, strict=True):
             self.cache_of(slot).free(table)

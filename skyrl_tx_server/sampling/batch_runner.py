@@ -6,7 +6,8 @@
     DecodePipeline  decode steps for all sequences, with one dispatch in flight
     ModelRunner     the compiled programs and the KV cache
 
-On the device, the state of sequences is the KV cache and the outputs of the last dispatch.
+The device holds the KV cache and the outputs of the last dispatch. The rest of a sequence's state is on the
+host.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from skyrl_tx_server.sampling.sequences import SequenceKey
 logger = logging.getLogger(__name__)
 
 GPU_PREFILLS_PER_STEP = 0.55
-"""The estimated time of a decode step, relative to a prefill batch. With 64 sequences of Qwen3-4B on an H200,
-a decode step takes 12.2 ms and a prefill batch of 1,024 tokens takes 22 ms (calculated, not measured)."""
+"""Estimated time of a decode step / time of a prefill batch. With 64 sequences of Qwen3-4B on an H200, a
+decode step takes 12.2 ms and a prefill batch of 1,024 tokens takes 22 ms (calculated, not measured)."""
 CPU_DECODE_COST = 1.5
-"""The estimated time of a token in a decode step, relative to a token in a prefill batch."""
+"""Estimated time of a token in a decode step / time of a token in a prefill batch."""
 
 
 class BatchRunner:
@@ -110,8 +111,8 @@ class BatchRunner:
         return {**self.pages.stats(), **self.pool.stats(), **self.pipeline.stats()}
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the prompts of the first few requests together and start their sequences (see
-        `Prefiller.prefill`)."""
+        """Compute the next prefill chunks of the first few requests together, and start the sequences whose
+        prompts are complete (see `Prefiller.prefill`)."""
         self._discard_orphaned()
         try:
             return self.prefiller.prefill(requests)
@@ -120,9 +121,9 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `runner.steps` more tokens for every sequence in a slot. Unless a dispatch is in
-        flight, first try to restore the oldest preempted sequence. Return whether the device has ended a
-        sequence. `poll` checks stop strings. Any error discards all sequences."""
+        """Compute up to `runner.steps` more tokens for every sequence in a slot. If no dispatch is in flight,
+        first try to restore the oldest preempted sequence. Return whether the device has ended a sequence.
+        The device does not check stop strings; `poll` checks them. Any error discards all sequences."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -134,8 +135,8 @@ class BatchRunner:
             raise
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that are complete after `decode`. With `dispatch_next` the next dispatch is
-        started before the tokens are processed."""
+        """Return the sequences that are complete after `decode`. With `dispatch_next`, start the next
+        dispatch before the tokens of the last dispatch are processed."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 

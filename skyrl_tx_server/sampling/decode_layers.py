@@ -25,7 +25,7 @@ SLOTS_LAYERS_MATRIX = 4
 """The number of axes of the LoRA slots of a projection without experts: [slots, layers, in, out]."""
 
 type Past = list[Segment] | None
-"""The cached positions of a layer. None: a kernel reads the pages in place."""
+"""The keys and values of a layer from before the dispatch. None: a kernel reads their pages in place."""
 
 type Recent = list[Segment] | Segment | KVCache
 """The keys and values of this dispatch: one segment per layer, one segment of stacked layers, or the KV cache
@@ -73,8 +73,9 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     def run(
         x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        # Outside the loop over steps, slices of stacked matrices would be copies. On a GPU, slices of vectors
-        # inside the loop would be copies in each step if a Pallas kernel reads them.
+        # The stacked matrices are sliced here, inside the loop over steps, because slices outside the loop
+        # would be copies. On a GPU, the stacked vectors are sliced once outside the loop: if a Pallas kernel
+        # reads them, slices inside the loop would be copies in each step.
         layers = by_layer(config, model.params) if reads_stacks else sliced_once
         if on_gpu():
             layers = [

@@ -2,9 +2,10 @@
 
 The compilation of a program takes time in proportion to the layers of the model. Until a program is ready,
 another program computes the same sequences, with the same tokens and logprobs:
-- A wider program replaces a narrow one. The narrow program is compiled after several dispatches could have
-  used it.
-- A rolled program replaces the widest one. Its compilation takes about as long as that of a few layers.
+- A wider program replaces a narrow program. The narrow program is compiled after several dispatches could
+  have used it.
+- A rolled program replaces the widest program. The compilation of a rolled program takes about as long as
+  the compilation of a few layers.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class DecodePrograms:
         needed = USES_BEFORE_COMPILATION if min_uses is None else min_uses
         if self._uses[program] >= needed and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
-            # A thread that the engine's daemon thread starts is a daemon by default. The exit of Python must
-            # wait for this thread, because the exit handlers of XLA crash during a compilation.
+            # The exit of Python must wait for this thread, because the exit handlers of XLA crash during a
+            # compilation. Without daemon=False, the thread would be a daemon like the engine's thread.
             self._thread = threading.Thread(
                 target=self._compile, args=(program,), name=COMPILE_THREAD, daemon=False
             )

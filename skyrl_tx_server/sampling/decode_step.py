@@ -51,7 +51,7 @@ class Carry:
     before the host has processed the outputs."""
 
     tokens: ArrayLike  # [B] int32, the last token of each sequence
-    active: ArrayLike  # [B] bool, whether the sequence has not ended
+    active: ArrayLike  # [B] bool, whether the sequence still has tokens to sample
 
     @classmethod
     def empty(cls, slots: int) -> Carry:
@@ -64,7 +64,7 @@ class DecodeBatch:
 
     tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: read it from `before`
     before: Carry  # the carry of the previous dispatch
-    positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 if free
+    positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 for a free slot
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
     tables: ArrayLike  # [B, W] int32, block tables with the pages for this dispatch, null page as padding
     splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
@@ -86,7 +86,7 @@ class _LoopState:
     """The state between two decode steps of a dispatch."""
 
     last: jax.Array  # [B] int32, the last token of each sequence
-    remaining: jax.Array  # [B] int32
+    remaining: jax.Array  # [B] int32, tokens still to sample
     recent: Recent
     tokens: jax.Array  # [B, steps] int32, outputs
     logprobs: jax.Array  # [B, steps] float32
@@ -119,12 +119,13 @@ def decode_steps(
     step writes its keys and values to the pages, and a GPU kernel reads the pages in place, in the KV splits
     of `batch.splits`.
 
-    With `rolled`, a loop runs the layers. It copies the weights of each layer out of `params`, so decoding is
-    slower, but the time of the compilation does not grow with the number of layers. The results are the same.
+    With `rolled`, a loop runs the layers. The loop copies the weights of each layer out of `params`, so
+    decoding is slower, but the compilation time does not grow with the number of layers. The results are the
+    same.
 
     With segments, the keys and values of the dispatch are written to the cache only at the end of the
-    dispatch. Each step therefore writes all sequences at the same index of a small array, and pages are read
-    and written once per dispatch instead of once per step.
+    dispatch. Each step therefore writes the new keys and values of all sequences at the same index of a small
+    array, and pages are read and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
@@ -146,7 +147,7 @@ def decode_steps(
         k: jax.Array,
         v: jax.Array,
     ) -> tuple[jax.Array, Recent]:
-        """Attend in layer `number` in step `index`. `past` are the segments of the layer."""
+        """Attend in layer `number` in step `index`. `past` is the list of the layer's cached segments."""
         if isinstance(recent, KVCache):
             assert batch.splits is not None
             row = TokenRows(
@@ -232,8 +233,9 @@ def decode_steps(
 def _run_steps(
     step: Callable[[jax.Array, _LoopState], _LoopState], steps: int, start: _LoopState, *, until_all_end: bool
 ) -> _LoopState:
-    """Return the state after `steps` steps, or earlier, with the same outputs, if all sequences have ended
-    and `until_all_end` is set. On a GPU, the test after each step would wait for the host."""
+    """Run `steps` steps and return the state. With `until_all_end`, stop as soon as all sequences have ended,
+    which gives the same outputs. It is not set for the GPU kernel, because a GPU would wait for the host at
+    the test after each step."""
     if not until_all_end:
         return jax.lax.fori_loop(0, steps, step, start)
 

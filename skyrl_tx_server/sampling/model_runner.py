@@ -55,7 +55,8 @@ class CacheSize:
 
     @property
     def copy_bytes(self) -> int:
-        """The size of the segments of a decode dispatch if every sequence has the maximum length."""
+        """The bytes of all segments into which a decode dispatch copies KV pages, if every sequence has the
+        maximum length."""
         return self.slots * self.copied_pages * self.page_bytes
 
 
@@ -92,11 +93,12 @@ class ModelRunner:
         self._dtype = np.dtype(dtype)
         self._processed_logprobs = processed_logprobs
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
-        assert steps <= PAGE_SIZE, "a block table has one page more than the context"
+        assert steps <= PAGE_SIZE, "a block table has only one page for positions beyond the context"
         self.steps = steps
         num_slots = size.slots * dp_ranks
-        # All processes must run the same program, but their compilations end at different times. On a CPU the
-        # results of latent attention depend on the width.
+        # With several processes there is only one width: all must run the same program, but a program of
+        # another width would be compiled at a different time in each process. On a CPU with latent attention
+        # there is only one width, because the results depend on it.
         fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
         widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
@@ -106,8 +108,8 @@ class ModelRunner:
             shapes=shapes,
             num_slots=num_slots,
             table_width=table_width,
-            # one partly filled page per sequence and per chunk; with several data-parallel ranks, a whole
-            # table per chunk and rank
+            # Copies of partly filled pages: one per sequence and one per chunk. With several data-parallel
+            # ranks, a chunk may also be copied to each rank, with all pages of its block table.
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
@@ -237,8 +239,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of the prefill programs and of the decode programs that are not
-        rolled, those for the fewest adapters first."""
+        """Yield (name, lowered program) for each prefill program and each unrolled decode program. The
+        programs for the fewest adapters come first."""
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]

@@ -2,7 +2,7 @@
 
 Preempt: a sequence loses its KV pages, and its prefix is computed again when pages are free. A slot stays
 reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
-keeps its tokens and uses the same random numbers for the next ones.
+keeps its sampled tokens. Its next tokens use the random numbers that they would use without preemption.
 
 Pause: a sequence loses its slot to another request and keeps its pages, so its results are bit-identical in
 any slot of its data-parallel rank. Paused sequences lose their pages before another sequence is preempted.
@@ -25,9 +25,10 @@ dispatches it is restored before new sequences of any tenant start."""
 
 
 class SequencePool:
-    """The sequences that are in decode slots, preempted or paused.
+    """The sequences that are in decode slots, and those that are preempted or paused.
 
-    A sequence that is in a slot or preempted pins its adapter. A paused sequence retains it.
+    A sequence that is in a slot or preempted pins its adapter in a LoRA slot. A paused sequence only retains
+    its adapter (`AdapterCache.retain`), so the adapter can be evicted from its LoRA slot.
     """
 
     def __init__(self, adapters: AdapterCache, pages: PageAllocator) -> None:

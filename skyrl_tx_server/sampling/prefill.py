@@ -1,5 +1,6 @@
 """Prefill of new and preempted sequences, and of paused sequences that have lost their pages or whose
-data-parallel rank has no free slot. A sequence starts after the last chunk of its text.
+data-parallel rank has no free slot. A sequence gets its slot when the last chunk of its text (the prompt and
+the tokens sampled so far) is computed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Prefiller:
         return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute one chunk for each of the first requests, as many as fit in one prefill batch. Start the
+        """Compute the next chunk of as many of the first requests as fit in one prefill batch. Start the
         sequences whose texts are complete. A paused sequence that still has its pages continues without a
         chunk.
 
-        The result has one entry for each of these requests, in their order: None if more chunks of its text
-        remain, otherwise the result of its prefill. Raises CapacityError if the first request must wait for
+        The result has one entry for each request in the batch, in order: None if further chunks of the text
+        remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
         pages, a LoRA slot or preempted sequences. After any error except SequencesLostError the state of all
         sequences is unchanged, except that paused sequences may have lost their pages.
         """
@@ -95,8 +96,8 @@ class Prefiller:
                 raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Run the prefill program and add the pages to the prefix cache. If the program fails, the pages are
-        freed."""
+        """Run the prefill program and add the pages of the chunks to the prefix cache. If the program fails,
+        free these pages."""
         try:
             outputs = self.runner.prefill(chunks)
         except Exception:
@@ -143,8 +144,8 @@ class Prefiller:
         )
 
     def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
-        """Put the sequences of a chunk into their slots. Return the results of the sequences that their first
-        token completes."""
+        """Put the sequences of a chunk into their slots. Return the results of the sequences that end with
+        their first token."""
         self.pool.begin(chunk)
         sampled = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
         results = [self.completion.append(slot, [token], [logprob]) for slot, token, logprob in sampled]

@@ -51,7 +51,8 @@ class PrefillChunk:
 class ChunkOutputs:
     """The results of one chunk."""
 
-    # [length - cached] float32, of the token that follows each token of the chunk; valid only if requested
+    # [length - cached] float32. For each token of the chunk, the logprob of the next token of the text. Valid
+    # only if the chunk wants logprobs.
     logprobs: np.ndarray
     first_tokens: Sequence[int]  # the first sampled token of each sequence
     first_logprobs: Sequence[float]
@@ -64,7 +65,7 @@ class PrefillLayout:
     shapes: PrefillShapes
     num_slots: int
     table_width: int  # number of entries of a block table
-    max_copies: int  # maximum number of page copies before the computation, and after it
+    max_copies: int  # maximum number of page copies before the computation; also the maximum after it
     vocab_size: int
     num_lora_slots: int | None = None  # None: programs do not depend on the number of adapters
 
@@ -80,7 +81,7 @@ class PrefillLayout:
     def outputs(
         self, chunks: Sequence[PrefillChunk], batch_outputs: Sequence[PrefillOutputs]
     ) -> list[ChunkOutputs]:
-        """Return the results of each chunk from the outputs of all batches in host memory."""
+        """Return the results of each chunk from the outputs of all batches, which are in host memory."""
         logprobs = np.concatenate([outputs.logprobs for outputs in batch_outputs])
         batch_of_tile = np.repeat(
             np.arange(len(batch_outputs)), [len(outputs.logprobs) for outputs in batch_outputs]
@@ -101,7 +102,7 @@ class PrefillLayout:
         return by_chunk
 
     def dummy_batches(self) -> list[tuple[PrefillBatch, BatchSettings]]:
-        """Return one batch for each compiled shape and maximum number of adapters."""
+        """Return one batch for each pair of a compiled shape and a maximum number of adapters."""
         chunk = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,

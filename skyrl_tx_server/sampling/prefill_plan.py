@@ -35,9 +35,9 @@ from skyrl_tx_server.sampling.sequences import SequenceState, stop_tokens_of
 class UnfinishedPrompt:
     """A partly computed prompt."""
 
-    hit_tokens: int  # number of tokens that were cached before its first chunk
+    hit_tokens: int  # number of tokens of the prompt that were cached before its first chunk was computed
     logprobs: np.ndarray  # [P + 1] float32 by position, NaN if not computed or not requested
-    num_scored: int = 0  # number of tokens in the chunks that were computed with logprobs
+    num_scored: int = 0  # number of tokens up to the end of the last chunk with logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,13 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    # None: not requested, not the last chunk of the prompt, or not the first samples of the request
+    # Each is None unless it is requested, `chunk` ends the prompt, and `request` has the first sample.
     topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
     targets: CsrMatrix | None = None  # the logprobs of the target tokens
 
 
 type PlannedPrefill = PlannedChunk | int
-"""A chunk to compute, or the slot of a paused sequence that continues with its pages."""
+"""A chunk to compute, or the slot of a paused sequence that still has its pages and needs no chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +104,8 @@ class PrefillPlanner:
         return chunk
 
     def _plan_request(self, request: PrefillRequest, planned: Sequence[PrefillChunk]) -> PlannedChunk | None:
-        """Plan the next chunk of a request. None: it must not be computed together with the `planned`
-        chunks."""
+        """Plan the next chunk of a request. Return None if the chunk must not be computed together with the
+        `planned` chunks."""
         paused = self.pool.paused.get((request.request_id, request.first))
         if paused is not None:
             return self._plan_paused(request, paused[0], planned)
@@ -191,11 +191,11 @@ class PrefillPlanner:
     ) -> PrefillChunk | None:
         """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
 
-        With `keep_spare`, one page for each running sequence of a data-parallel rank and one more page stay
-        available in that rank. Return None if the prefill batch is full with the `planned` chunks, or if
-        waiting for them would allow the text to reuse a longer prefix. If there are too few pages, paused
-        sequences lose theirs. If the pages still do not suffice, raises CapacityError without allocating any
-        page.
+        With `keep_spare`, every data-parallel rank keeps one available page for each of its running sequences
+        and one more page. Return None if the `planned` chunks fill the prefill batch, or if the text could
+        reuse a longer prefix after these chunks are computed. If there are too few free pages, paused
+        sequences lose their pages. Raises CapacityError, without allocating any page, if there are still too
+        few.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

@@ -34,7 +34,7 @@ class Prefix:
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Node:
     page: int
-    key: bytes  # the page's tokens as returned by `_bytes_of`; only a leaf may have fewer than PAGE_SIZE
+    key: bytes  # the page's tokens, from `_bytes_of`; only a leaf may have fewer than PAGE_SIZE tokens
     parent: _Node | None
     last_use: int = 0
     children: dict[bytes, _Node] = field(default_factory=dict)
@@ -159,8 +159,8 @@ class PrefixCache:
         return path
 
     def _extend_leaf(self, parent: _Node, page: int, key: bytes) -> _Node | None:
-        """Extend the child of `parent` that holds fewer tokens of the same page to the tokens `key` and
-        return it. None: there is no such child."""
+        """If `page` is already a child of `parent`, with fewer tokens, set its tokens to `key` and return it.
+        None: `page` is not a child of `parent`."""
         child = self._nodes.get(page)
         if child is None or child.parent is not parent:
             return None

@@ -68,8 +68,8 @@ class SequenceState:
 
     @property
     def cached_tokens(self) -> np.ndarray:
-        """The tokens whose keys and values are in the pages: all except the last one, which the next decode
-        step computes."""
+        """The tokens whose keys and values are in the pages: all except the last token, which is the input of
+        the next decode step."""
         return self.text[:-1]
 
     def extend(

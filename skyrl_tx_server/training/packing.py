@@ -9,9 +9,10 @@ subtree contains it. The subtree of token j ends before index `subtree_end[j]`. 
             a b e f        positions    0 1 2 3 2 3 | 0 1 2 | . .
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
-Loss inputs are stored per loss position. The token index of a loss position is the packed token whose hidden
-state the loss reads. Sequences share a loss position if they share the token, and target and loss inputs are
-equal, as in the prompt of a group. `counts` is the number of these sequences.
+Loss inputs are stored per loss position. `token_index` is the stream index of the token whose hidden state
+the loss reads for a loss position. Sequences share a loss position if they share this token, and their
+targets and loss inputs for it are equal, as in the prompt of a group. `counts` is the number of sequences
+that share a loss position.
 """
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ def _is_new_loss_position(sequence: TreeSequence) -> np.ndarray:
 
 
 def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> list[np.ndarray]:
-    """Return the loss positions [N] int32 of each sequence. `order` maps the index at which a loss position
-    was created to its final index."""
+    """Return the loss positions [N] int32 of each sequence. `order[i]` is the final index of the loss
+    position that was created as number i."""
     by_sequence: list[np.ndarray] = []
     created = 0
     for sequence in sequences:

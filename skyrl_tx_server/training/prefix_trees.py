@@ -43,7 +43,8 @@ class TreeSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """Consecutive sequences of a stream: those of one prefix tree, or of all prefix trees of the stream."""
+    """A prefix tree, or all prefix trees of one stream, as a list of sequences. Each sequence may share a
+    prefix with the sequence before it."""
 
     sequences: tuple[TreeSequence, ...]
     tokens: int  # number of tokens, shared ones counted once
@@ -145,8 +146,9 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
 def _fill_streams(
     trees: Sequence[PrefixTree], shapes: Sequence[BucketShape], limit: BucketShape
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
-    """Distribute trees over streams of the longest shape that they fill to MIN_FILL. Trees of streams that
-    are not filled get a shorter shape."""
+    """Distribute trees over streams of the longest shape for which there are enough tokens to fill a batch to
+    MIN_FILL, or else of the smallest fitting shape. Then distribute the trees of streams that are not filled
+    to MIN_FILL again, in the same way."""
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]

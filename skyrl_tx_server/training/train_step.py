@@ -1,8 +1,9 @@
 """The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
-`forward` and `forward_backward` are compiled once per training shape and number of targets per position,
-`adam_step` once. Other losses, loss settings, adapter ranks or optimizer settings need no further
-compilation. Pass the batch, the loss and the optimizer settings as numpy arrays in host memory.
+`forward` and `forward_backward` are compiled once for each pair of a training shape and a number of targets
+per position. `adam_step` is compiled once. Other losses, loss settings, adapter ranks or optimizer settings
+need no further compilation. Pass the batch, the loss and the optimizer settings as numpy arrays in host
+memory.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """Take one Adam step with decoupled weight decay. No argument is donated, so the caller keeps the old
-    adapter if the new one is not finite.
+    """Take one Adam step with decoupled weight decay. No argument is donated, so that the caller can keep the
+    old adapter if the new adapter is not finite.
 
     `mask` is the `trainable_mask` of the adapter. Values whose mask is 0 are excluded from the norm and are
     not updated. `settings` is the result of `adam_scalars`. The third result is [2] float32: the norm of the
@@ -227,8 +228,8 @@ class _Chunk:
     hidden: jax.Array  # [R, n, D]
     targets: ArrayLike  # [R, n] or [R, n, K] int32
     inputs: LossInputs  # [R, n]; with K targets, weights are [R, n, K] and the other fields [R, n, 1]
-    used: jax.Array  # [] bool, whether any position is not padding
-    trained: jax.Array  # [] bool, whether any position has a gradient
+    used: jax.Array  # [] bool, False if all positions are padding
+    trained: jax.Array  # [] bool, False if no position has a gradient
 
 
 def _head_gradient(
@@ -298,7 +299,7 @@ def _zero_outputs(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def chunk_positions(positions: int, *, streams: int, vocab_size: int) -> int:
-    """Return the number of loss positions of each stream in a chunk."""
+    """Return how many loss positions of each stream one chunk has."""
     size = max(MIN_CHUNK_POSITIONS, -(-positions // CHUNKS))
     return max(1, min(size, MAX_CHUNK_LOGITS // (streams * vocab_size), positions))
 

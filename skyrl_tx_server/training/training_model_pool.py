@@ -1,4 +1,4 @@
-"""A pool of training models. The most recently used models are on the device, the others are in host memory.
+"""A pool of training models. The most recently used models are on the device, all others in host memory.
 A move between the device and host memory does not change the values of a model."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TrainingModelPool:
         self._limit = max_on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        # The models, and the shardings that their arrays had on the device.
+        # Model id -> the model, and the shardings that its arrays had on the device.
         self._in_host_memory: dict[str, tuple[TrainingModel, object]] = {}
 
     def __contains__(self, model_id: str) -> bool:

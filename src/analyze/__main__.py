@@ -56,7 +56,7 @@ def analyze(config: AnalyzeConfig) -> None:
 
 
 def read_runs(config: AnalyzeConfig) -> list[AnalyzedRun]:
-    """Read the runs. Raises ConfigError if two runs have the same name, which identifies a section."""
+    """Read the runs. Raises ConfigError if two runs share a name, because the name identifies a section."""
     runs: dict[str, AnalyzedRun] = {}
     for folder in config.runs:
         run = read_run(folder, first_step=config.first_step, last_step=config.last_step)

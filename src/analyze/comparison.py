@@ -132,8 +132,8 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
     """Return a table of COMPARED_METRICS over the steps that both runs have; empty without such a step.
 
-    A row has the mean of each run, the mean of the second minus the first, and the largest absolute
-    difference.
+    A row has the mean of each run, the mean difference (second run minus first run), and the largest
+    absolute difference.
     """
     if first.metrics_file is None or second.metrics_file is None:
         return []

@@ -106,7 +106,7 @@ def held_out_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
 
 
 def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
-    """Return a table of the numbers of failed trials that show each pattern, by environment."""
+    """Return a table with the number of failed trials per pattern (rows) and environment (columns)."""
     names = environments(evaluations[-1])
     columns = [[pattern_counts(of_environment(trials, name)) for trials in evaluations] for name in names]
     shown = [pattern for pattern in Pattern if any(cell[pattern] for column in columns for cell in column)]
@@ -119,7 +119,8 @@ def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
 
 
 def task_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
-    """Return a table of tasks with failed trials, by decreasing failure rate, with an example of each."""
+    """Return a table of the tasks with failed trials, by decreasing failure rate. A row describes one failed
+    trial of its task as an example."""
     groups = [by_task(trials) for trials in evaluations]
     failing = [(task, trials) for task, trials in groups[-1].items() if num_failed(trials)]
     if not failing:

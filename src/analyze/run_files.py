@@ -1,6 +1,6 @@
 """The files that the analysis reads: the dumped evaluations, the metrics and the configuration of a run.
 
-The dumps may also be those of SkyRL, with fewer fields. A folder is one of these:
+The dumps may also come from SkyRL, whose dumps have fewer fields. A folder has one of these layouts:
 
     RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   a run folder, or its export_path
     FOLDER/global_step_<N>/<environment>.jsonl                   dumps from an object store
@@ -50,7 +50,7 @@ class DumpedTrial:
     task: str
     num_turns: int
     num_tool_calls: float
-    trajectory: Trajectory  # has no turns; `conversation` already contains what `tool_fields` would add
+    trajectory: Trajectory  # without turns and `tool_fields`; its `conversation` contains the tool calls
 
     @property
     def reward(self) -> float:
@@ -64,7 +64,7 @@ class AnalyzedRun:
     name: str
     options: Mapping[str, Any]  # config.json; empty if there is none
     metrics_file: Path | None  # None: the folder has dumps only
-    evaluations: Mapping[int, Sequence[DumpedTrial]]  # by step; at most two: the first and the last
+    evaluations: Mapping[int, Sequence[DumpedTrial]]  # step -> trials, for at most two steps: first and last
 
     @property
     def last_step(self) -> int | None:
@@ -74,7 +74,8 @@ class AnalyzedRun:
 def read_run(folder: str, *, first_step: int | None = None, last_step: int | None = None) -> AnalyzedRun:
     """Read a run and two of its evaluations, by default the first and the last.
 
-    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or lacks a given step.
+    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or if `first_step` or
+    `last_step` is a step without a dumped evaluation.
     """
     path = Path(folder).expanduser().resolve()
     options: Mapping[str, Any] = {}

@@ -25,14 +25,14 @@ MODULES = {
     "train": ("src.train", "Train an agent"),
     "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
-    "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run"),
-    "chat": ("src.evaluate.chat", "Chat with a checkpoint, or with chat RUN the policy of a run"),
+    "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint, an endpoint or a run (evaluate RUN)"),
+    "chat": ("src.evaluate.chat", "Chat with a checkpoint or with the policy of a run (chat RUN)"),
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL] [STEP]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
-    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and print what to do"),
+    "doctor": ("src.analyze.doctor", "Check this machine or a run (doctor RUN), and print what to do"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and the help text of the command."""

@@ -100,8 +100,8 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] = ()) -> str:
-    """Return the help of a program: all options, or those for which each of `words` begins a word of the
-    section, the name or the meaning."""
+    """Return the help of a program. With `words`, it contains only the options that match every element of
+    `words`: a word of the section, the name or the meaning begins with the element."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     fields, lines = chz.chz_fields(kind), [] if words else list(title)
     meanings = {
@@ -171,7 +171,7 @@ def print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python would report the closed pipe once more when it flushes standard output at exit.
+        # Without this, Python would report the closed pipe when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -104,9 +104,9 @@ class Display:
         self._show(table)
 
     def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
-        """Print a row per held-out task with the first evaluation and this one, then the success rate.
+        """Print a table with a row per held-out task, and the success rate.
 
-        `first` is None if `evaluation` is the first one.
+        The columns are the first evaluation and `evaluation`. `first` is None if these are the same.
         """
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
@@ -142,7 +142,7 @@ class Display:
 
 
 class Terminal(Console):
-    """Standard output. The reader of a pipe may end before the program, for example `tee` at Ctrl-C."""
+    """Standard output. The reader of a pipe, for example `tee` at Ctrl-C, may end before this program."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more.

@@ -13,8 +13,8 @@ from dotenv import load_dotenv
 
 
 def load_environment(argv: Sequence[str]) -> None:
-    """Set environment variables from `.env` and, if `argv` has backend=skyrl-tx, from `.env.skyrl-tx`, in the
-    working directory. Then set variables that libraries read.
+    """Set environment variables from the file `.env` of the working directory and, if `argv` has
+    backend=skyrl-tx, from its file `.env.skyrl-tx`. Then set variables that libraries read.
 
     A variable that is already set keeps its value, so `.env` takes precedence over `.env.skyrl-tx`.
     """
@@ -35,8 +35,8 @@ def with_locations_from_environment(
     """Return `argv` with tau2_home from TAU2_HOME and, if `argv` has backend=skyrl-tx, with skyrl_tx_url from
     SKYRL_TX_URL.
 
-    An option that `argv` already has is not added, nor is one whose variable is unset or empty. Only options
-    in `names` are added. A program that lacks one of the options leaves it out of `names`.
+    An option is added only if `argv` does not have it, its variable is set and not empty, and `names`
+    contains it. A program that lacks one of the options leaves it out of `names`.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
@@ -52,7 +52,7 @@ def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     TAXONOMY_ALPHA.
 
     The added options come last, so they override options of the same name in `argv`. If SKYRL_MODE is unset,
-    it is set to `train`. With any other value of SKYRL_MODE, TAXONOMY_FEEDBACK has no effect.
+    it is set to `train`. If SKYRL_MODE has a value other than `train`, TAXONOMY_FEEDBACK has no effect.
     """
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")

@@ -22,7 +22,7 @@ NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean some
 SERVER_FILE = "server.json"
 """The file with the options of the server that the launcher started for a run, in the folder RUN.server."""
 SFT_SUFFIX = ".sft"
-"""The end of the name of a fine-tuning's run folder, if the launcher's quick start runs it before RL."""
+"""A quick start of the launcher runs a fine-tuning before RL. The name of its run folder has this suffix."""
 
 
 def program_of(run: str) -> str:
@@ -46,7 +46,7 @@ def server_folder_of(run: str) -> Path | None:
 def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that continue the run in the folder `run`.
 
-    `changes` are arguments that replace its options. Raises ConfigError if the folder has no run.
+    `changes` are arguments that replace options of the run. Raises ConfigError if the folder has no run.
     """
     options = _saved(run)
     kind = SftConfig if SUPERVISED in options else TrainerConfig

@@ -43,8 +43,8 @@ def fitted_lengths(
     """Return values of context_limit, max_tokens and proactive_summarization_threshold that fit a context of
     `limit` tokens.
 
-    `given` maps the options that the user has set to their texts. An option in `given` is not returned, and
-    max_tokens is not returned if `given` has max_generate_length. `max_tokens` and `threshold` are the
+    `given` contains the options that the user has set (name -> text). An option in `given` is not returned,
+    and max_tokens is not returned if `given` has max_generate_length. `max_tokens` and `threshold` are the
     defaults of max_tokens and proactive_summarization_threshold. Both are reduced to at most a quarter of the
     context, and the threshold also to at most half of the longest prompt.
 

@@ -17,7 +17,7 @@ DEBUG_VARIABLES = {
 
 
 class LogFile(logging.FileHandler):
-    """A log file that does not report a full disk, because the run reports this error itself."""
+    """A log file that ignores write errors such as a full disk, because the run reports them itself."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore the error."""
@@ -28,7 +28,8 @@ class LogFile(logging.FileHandler):
 
 
 def set_log_levels() -> None:
-    """Log THIRD_PARTIES at WARNING, the loggers that DEBUG_VARIABLES select at DEBUG, and others at INFO."""
+    """Set the level of THIRD_PARTIES to WARNING, of the loggers that DEBUG_VARIABLES select to DEBUG, and of
+    all other loggers to INFO."""
     logging.getLogger().setLevel(logging.INFO)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -39,7 +40,7 @@ def set_log_levels() -> None:
 
 @contextmanager
 def logging_to_file(path: Path) -> Generator[None]:
-    """Write every record that is logged while the block runs to `path`."""
+    """While the block runs, write every log record to the file `path`."""
     handler = LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)

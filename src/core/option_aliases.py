@@ -19,7 +19,7 @@ OPTION_ALIASES = {
 
 
 def present_argument(argument: str) -> str:
-    """Return the `name=value` argument with the present name of its option, or of its value.
+    """Return the `name=value` argument with the present name of its option and the present form of its value.
 
     >>> [present_argument(text) for text in ("stop_timeout_sec=5", "task_sampling=signal", "seed=1")]
     ['stop_timeout_s=5', 'task_sampling=thompson', 'seed=1']
@@ -29,7 +29,8 @@ def present_argument(argument: str) -> str:
 
 
 def present_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a config.json, which an earlier release may have written, by their present names.
+    """Return the options of a config.json with their present names. An earlier release may have written the
+    file.
 
     >>> present_options({"task_sampling": "signal", "stop_timeout_sec": 5.0, "seed": 1})
     {'task_sampling': 'thompson', 'stop_timeout_s': 5.0, 'seed': 1}

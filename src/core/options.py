@@ -59,7 +59,7 @@ def above(minimum: float) -> Validator:
 
 
 def share_or_0(options: Any, name: str) -> None:
-    """Validate a field: a number between 0 and 1."""
+    """Validate a field: a number of at least 0 and at most 1."""
     value = _value(options, name)
     require(0 <= value <= 1, f"{_name(name)} must lie between 0 and 1, not {value}")
 
@@ -77,7 +77,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
-    """Split `key=value` items. Raises ValueError, with the name `option`, for any other item.
+    """Split `key=value` items. Raises ValueError for any other item; the message contains the name `option`.
 
     >>> pairs(["cpus=2", "image=a"], option="environment_kwargs")
     {'cpus': '2', 'image': 'a'}
@@ -108,10 +108,10 @@ class SeedOptions(Options):
 
 
 def sections(kind: type[object]) -> dict[str, list[str]]:
-    """Return the names of the options of `kind` by the heading of their section, in the order of declaration.
+    """Return heading of a section -> names of its options in `kind`, in the order of declaration.
 
     Classes with the same heading share a section. An option that a derived class declares again belongs to
-    that class.
+    the section of the derived class.
     """
     by_heading: dict[str, list[str]] = {}
     declared: set[str] = set()
@@ -129,5 +129,5 @@ def _value(options: Any, name: str) -> Any:
 
 
 def _name(name: str) -> str:
-    """Return the name of an option. chz passes the name of the field that holds the raw value."""
+    """Return the name of an option. chz may pass `X_name`, the field with the option's raw value."""
     return name.removeprefix("X_")

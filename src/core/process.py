@@ -2,7 +2,7 @@
 
 The first SIGINT or SIGTERM cancels the work, which may then save a checkpoint; the second ends the process
 immediately. Before the work has started, the first signal ends the process. A thread ends the process if the
-work still runs STOP_GRACE_S after `stop_timeout_s`.
+work still runs `stop_timeout_s` + STOP_GRACE_S seconds after the first signal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, NoReturn, override
 from src.core.errors import INTERRUPTED, TrainerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_TIMEOUT_S = 10.0  # of programs that save nothing when they stop
+STOP_TIMEOUT_S = 10.0  # default of `stop_timeout_s`, for programs that save nothing when they stop
 STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
 STOPPING = "stopping: saving a checkpoint first (press Ctrl-C again to stop at once)"
-EXIT_S = 3.0  # for joining threads and running the exit handlers
+EXIT_S = 3.0  # the maximum time for joining threads and running the exit handlers
 
 
 class AbandoningExecutor(ThreadPoolExecutor):
@@ -55,11 +55,10 @@ async def run_until_signal(
 ) -> int:
     """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
 
-    The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up.
-    `say` prints a message for the user: `announcement` after the first signal, and a notice if `work` is
-    cancelled again.
-    The signal handlers are those of the module `signal` and not of the event loop, so signals also work while
-    the loop is blocked.
+    The first signal cancels `work`. If `work` still runs `stop_timeout_s` seconds later, it is cancelled
+    again, which ends its clean-up. `say` prints a message for the user: `announcement` after the first
+    signal, and a notice if `work` is cancelled again. The signal handlers are those of the module `signal`
+    and not of the event loop, so signals also work while the loop is blocked.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())

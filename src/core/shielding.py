@@ -21,7 +21,7 @@ class Completed[T]:
 async def to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
     """Finish `work` even if the caller is cancelled meanwhile. A second cancellation also cancels `work`.
 
-    Raises CancelledError if the caller was cancelled and `work` then failed. The error is logged.
+    Raises CancelledError if the caller was cancelled and `work` then failed. The error of `work` is logged.
     """
     task = asyncio.ensure_future(work)
     try:

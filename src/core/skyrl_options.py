@@ -14,8 +14,8 @@ from src.core.errors import ConfigError
 
 GROUPS = ("data.", "trainer.", "generator.", "environment.")
 # SkyRL's name -> the argument of this trainer, where `{}` is the value and `<name>` the last part of SkyRL's
-# name. `|` separates alternatives: the first one whose option the program has is used. Values of `test_data`
-# are collected into one list.
+# name. Of several alternatives, separated by `|`, a program takes the first one whose option it has. Values
+# of `test_data` are collected into one list.
 TAKEN: dict[str, str] = {
     "data.train_data": "train_data={}",
     "data.val_data": "test_data={}",
@@ -124,10 +124,10 @@ NAMES = (*TAKEN, *REFUSED_BY_REASON)
 def taken_arguments(
     argv: Sequence[str], option_names: Collection[str], refused: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the arguments with this trainer's names, and those among them that had a name of SkyRL.
+    """Return (all arguments with this trainer's names, those of them that were written with SkyRL's names).
 
-    `option_names` are the options of the program. `refused` maps the last part of a name to the reason why it
-    is refused. Raises ConfigError for an option of SkyRL that has no counterpart in the program.
+    `option_names` are the options of the program. `refused` maps the last part of a name to the reason why
+    the name is refused. Raises ConfigError for an option of SkyRL that has no counterpart in the program.
     """
     arguments: list[str] = []
     taken: list[str] = []

@@ -42,7 +42,7 @@ class TokenIds(Sequence[int]):
         return self.extended(added)
 
     def shares_with(self, other: TokenIds) -> bool:
-        """Return whether both use the same array. The shorter one is then a prefix of the longer one."""
+        """Return whether both sequences use the same array. If so, the shorter is a prefix of the longer."""
         return self._ids is other._ids
 
     @override

@@ -72,7 +72,7 @@ class Turn:
     completion_ids: list[int]  # including the stop token
     logprobs: list[float]  # one per completion token
     stop_reason: StopReason
-    policy_version: int  # number of training steps of the weights that sampled it; 0: the initial weights
+    policy_version: int  # number of training steps that made the sampling weights; 0: initial weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,10 +49,10 @@ class DeadlineAware(Protocol):
     """A trial that can tell whether its agent caused it to exceed the deadline of the whole trial."""
 
     def timeout_result(self) -> Trajectory | None:
-        """Return the graded-zero trajectory of a `run` that was cancelled at its deadline.
+        """Return the graded-zero trajectory of a `run` that has reached its deadline. This method is called
+        before `run` is cancelled.
 
-        Returns None if the agent did not use most of the time, which makes the timeout an infrastructure
-        failure.
+        Returns None if the agent did not use most of the time. The timeout is then an infrastructure failure.
         """
         ...
 

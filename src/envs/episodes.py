@@ -1,4 +1,4 @@
-"""The task source of message environments: each of its trials is one call of `run_episode`.
+"""The task source of message environments. Each trial of its tasks is one call of `run_episode`.
 
 The following function is an example of a factory. `env=my_package.countdown:open_countdown` selects it.
 
@@ -34,14 +34,14 @@ class EnvSpec:
     """Declares a message environment: its tasks and the function that makes the environment of a trial."""
 
     tasks: Sequence[Task]
-    # Makes the environment of one attempt from the task and a seed. The nth trial of a task has the same seed
-    # in every step, so the seed selects the same simulated user in every step.
+    # Makes the environment of one trial from the task and a seed. The nth trial of a task has the same seed
+    # in every step, for example so that it meets the same simulated user in every step.
     make: Callable[[Task, int], MessageEnv]
     # The test split of the benchmark; `eval_tasks` can select a part of it. If it is empty, `eval_tasks` or
     # `eval_split` selects held-out tasks from `tasks`.
     held_out: Sequence[Task] = ()
-    # Plays the environment as an agent that does nothing, closes it and returns the reward. None: the reward
-    # cannot be measured.
+    # Plays the environment as an agent that does nothing, closes the environment, and returns the reward of
+    # this agent. None: the reward cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
@@ -109,7 +109,7 @@ class EpisodeTasks:
             await self._spec.close()
 
     def batch_ended(self, directory: Path) -> None:
-        """Do nothing: rollouts/ already contains all data of these trials."""
+        """Do nothing, because rollouts/ already contains all data of the batch's trials."""
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
         return self._chat.tokenizer.decode(
@@ -137,8 +137,8 @@ def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTa
 
 
 def environment_seed(run_seed: int, task_id: str, member: int) -> int:
-    """Return the 31-bit environment seed of trial number `member` of a task. It is the same in every step and
-    evaluation of a run."""
+    """Return the 31-bit environment seed of trial number `member` of a task. The seed is the same in every
+    step and evaluation of a run."""
     digest = hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -149,9 +149,9 @@ def split(
     """Return (training tasks, held-out tasks).
 
     Without a test split, the result is that of `hold_out`. With a test split, all of `spec.tasks` are
-    training tasks and `fraction` is ignored. The held-out tasks are those of the test split that match
-    `patterns`, or all of them without patterns. Raises ConfigError if a pattern matches a training task, and
-    the errors of `hold_out`.
+    training tasks and `fraction` is ignored. The held-out tasks are the tasks of the test split that match
+    `patterns`, or the whole test split if there are no patterns. Raises ConfigError if a pattern matches a
+    training task, and the errors of `hold_out`.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

@@ -30,7 +30,7 @@ from src.policy.chat import Chat, Message
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_TASKS = 64
-CAPACITY_ERROR_CODE = "CAPACITY_REACHED"  # in the error of a server that has its maximum number of sessions
+CAPACITY_ERROR_CODE = "CAPACITY_REACHED"  # in the error of a server that can open no further session
 CAPACITY_RETRY_S = 1.0  # The server sends no event when a session ends, so the client polls.
 CAPACITY_TIMEOUT_S = 1800.0
 
@@ -77,8 +77,8 @@ class OpenEnv:
         self._client: OpenEnvClient | None = None
 
     async def start(self) -> ResetResult:
-        """Open a session. If the server has its maximum number of sessions, this method waits for at most
-        CAPACITY_TIMEOUT_S seconds and then raises RuntimeError.
+        """Open a session. If the server has its maximum number of sessions, wait until one ends. Raises
+        RuntimeError after CAPACITY_TIMEOUT_S seconds.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while True:

@@ -57,8 +57,8 @@ class TaskOptions(SeedOptions):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor; or "
-        "of the files of toy_retail (env=tau_bench)",
+        doc="env=harbor: folder of Harbor task folders (each with task.toml, instruction.md, tests/); "
+        "env=tau_bench: folder with the files of toy_retail",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."

@@ -3,7 +3,7 @@ registers as an entry point of the group `agent_trainer.environments`. `env=modu
 of the user.
 
 A factory takes the options of the run and the chat format, and returns a task source. docs/environments.md
-explains how to add one.
+explains how to add an environment.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def check_environment(config: EnvironmentOptions) -> None:
 
 
 def find_factory(name: str) -> Factory:
-    """Return the factory of an environment. Raises ConfigError, which lists the known names, if there is
-    none.
+    """Return the factory of the environment `name`.
+
+    Raises ConfigError if `name` is neither a known environment nor `module:factory`, or if the factory cannot
+    be imported or is an async function.
     """
     environments = known_environments()
     place = environments.get(name, name)

@@ -178,8 +178,8 @@ def typed(console: Console) -> Policy:
 
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return a function that returns the scripted policy of a task. Raises ConfigError if the file `answers`
-    cannot be read or is empty. Without `answers`, the function raises it for a task without a reference."""
+    """Return a function from a task to its scripted policy. Raises ConfigError if the file `answers` cannot
+    be read or is empty. Without `answers`, the returned function raises it for a task without a reference."""
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()

@@ -35,8 +35,8 @@ async def with_local_server(
 ) -> list[str]:
     """Add skyrl_tx_url=`url` if backend=skyrl-tx has no address.
 
-    Raises ConfigError if no server is ready there. `typed` are the user's arguments, with the options of
-    config files, for the command that the message shows.
+    Raises ConfigError if no server is ready at `url`. The error message shows a command to type, which is
+    made from `typed`: the user's arguments and the options of config files.
     """
     values = values_of(argv)
     if not _has_model(values) or values.get("backend") != "skyrl-tx" or "skyrl_tx_url" in values:

@@ -3,9 +3,9 @@ task.
 
 Each task is played without a model: its own solution must score 1, and an agent that does nothing must score
 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task gives no training
-signal or a wrong one. A task without a solution counts as neither sound nor unsound if doing nothing scores
-0. The command prints one line per task. Its exit status is 1 if a task is unsound, and 2 for wrong options,
-or if the folder has no valid tasks.
+signal or a wrong one. A task without a solution that passes the other check is counted separately. The
+command prints one line per task. Its exit status is 1 if a task is unsound, and 2 for wrong options, or if
+the folder has no valid tasks.
 
 The solution is graded in a fresh environment and in place. If both scores agree, the trainer grades the task
 in a fresh environment, else in place; `grading.json` in tasks_dir records the choice.

@@ -50,7 +50,7 @@ def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, ch
         more = f" (and {len(overlap) - 1} more)" if len(overlap) > 1 else ""
         unseen_ids = [task.id for task in held_out if task.id not in dict(overlap)]
         advice = (
-            f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(unseen_ids[:NUM_PROPOSED])}"
+            f"; for example, choose other tasks with {chosen_by}={','.join(unseen_ids[:NUM_PROPOSED])}"
             if unseen_ids and chosen_by
             else ""
         )
@@ -75,6 +75,6 @@ def read_hashes(log_path: Path) -> dict[str, str]:
     """
     if not (log_path / HASHES_FILE).is_file():
         raise ConfigError(
-            f"{log_path} has no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks"
+            f"{log_path} has no {HASHES_FILE}; set train_data to another run folder or to a folder of tasks"
         )
     return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), unchanged)

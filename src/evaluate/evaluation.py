@@ -19,9 +19,10 @@ MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSection:
-    """The results of all evaluated tasks, or of those of one domain."""
+    """The results of all evaluated tasks, or of the evaluated tasks of one domain."""
 
-    rates: dict[str, Estimate]  # pass_at_<k> and pass_hat_<k>, with the name of a partial grading as prefix
+    rates: dict[str, Estimate]
+    """By the names pass_at_<k> and pass_hat_<k>, with a prefix if the grading is partial (`section_of`)."""
     noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int  # graded trials that did not solve their task
@@ -102,7 +103,7 @@ def section_of(
 ) -> EvalSection:
     """Return the results of `groups`.
 
-    If tasks use only a part of their benchmark's grading, the name of this part is a prefix of the rates.
+    The name of a partial grading (`Task.grading`) is a prefix of the names of the rates.
     """
     rates = pass_rates([tally(group) for group in groups], group_size=group_size)
     part = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))

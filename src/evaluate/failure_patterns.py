@@ -1,8 +1,8 @@
 """Failure patterns of trials, recognized in the conversation, and faults of the user simulator.
 
 A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
-matched against words. An error is a tool result that starts with `Error`, or a line of a result that has the
-form of a program's error message. The tool results are
+recognized by words in this text. An error is a tool result that starts with `Error`, or a line of a result
+that has the form of a program's error message. The tool results are
 
     service agents    messages of role `tool`
     other agents      messages of role `user` or `tool` after the first message, which are the output of a
@@ -117,7 +117,7 @@ def has_user_simulator(trajectory: Trajectory) -> bool:
 def tool_results(trajectory: Trajectory) -> list[str]:
     """Return the results of the calls, in their order.
 
-    The output of a terminal after an answer without commands belongs to the commands before it.
+    If an answer has no commands, the terminal output after it is added to the previous result.
     """
     if has_user_simulator(trajectory):
         messages = [message for message in trajectory.conversation if message.get("role") == "tool"]

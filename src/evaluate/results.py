@@ -78,7 +78,8 @@ def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> di
 
 
 def report(results: Mapping[str, Any], printer: Printer) -> None:
-    """Print the results of all tasks, of each of 2 to MAX_DOMAINS domains, and statistics of the trials."""
+    """Print the results over all tasks, the results of each domain if there are 2 to MAX_DOMAINS domains, and
+    statistics of the trials."""
     metrics = results["metrics"]
     is_partial = any(reward not in (0, 1) for task in results["tasks"] for reward in task["rewards"])
     report_section(results, "test/env/all", metrics, printer, has_partial_rewards=is_partial)
@@ -113,11 +114,11 @@ def report_section(
     has_partial_rewards: bool,
     indent: str = "",
 ) -> None:
-    """Print the mean reward if rewards are partial, rates, no-op success, success at tasks that need a
-    writing action and at tasks that need none, and failure patterns.
+    """Print the mean reward (only with partial rewards), the success rates, the success of doing nothing, the
+    success at tasks with and without a required writing action, and the failure patterns.
 
-    Failure patterns describe the calls of an agent, so they are not printed for an environment that reports
-    no `tool_calls`.
+    Failure patterns describe the tool calls of an agent, so they are printed only if the environment reports
+    `tool_calls`.
     """
     if has_partial_rewards:
         printer.say(f"{indent}mean reward: {metrics[f'{prefix}/reward/total']:.3f}")

@@ -1,8 +1,8 @@
 """Run an evaluation: connect, play the tasks with the rollout code of training, write the results and
 compare.
 
-The folder has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An interrupted evaluation
-is resumed.
+The folder of an evaluation has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An
+interrupted evaluation is resumed if it is started again with the same folder.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 
 
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
-    """Create the folder, or accept the folder of the same evaluation. Raises ConfigError for any other."""
+    """Create the folder, or accept the folder of the same evaluation. Raises ConfigError for the folder of
+    another evaluation, and for a folder that has files but no evaluation."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The interface through which training reports its events, in addition to those of its rollouts."""
+"""The interface through which training reports its events. `RunEvents` has the events of its rollouts."""
 
 from __future__ import annotations
 

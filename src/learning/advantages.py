@@ -34,7 +34,7 @@ class AdvantageEstimator:
 
 
 # To add an estimator, add its name to `Estimator` and an entry here. The option's help and docs/advantages.md
-# are made from the table.
+# are generated from this table.
 ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
     "grpo": AdvantageEstimator(
         formula="(r - mean) / std of the group",
@@ -51,7 +51,7 @@ ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
         options=("singleton_advantage",),
     ),
     "rloo": AdvantageEstimator(
-        formula="r - mean of the others",
+        formula="r - mean of the group's other rewards",
         source="RLOO, arXiv 2402.14740",
         scale=lambda rewards: len(rewards) / (len(rewards) - 1),
     ),
@@ -77,8 +77,9 @@ def describe_estimators() -> str:
 def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, singleton: str) -> list[float]:
     """Return one advantage per member of a group, before `whiten`.
 
-    Estimators without a `scale` return the rewards. With the others, a group with equal rewards has zero
-    advantages. So has a group of one, except with `singleton="raw"`, which uses `raw_singleton` as in SkyRL.
+    An estimator without a `scale` returns the rewards. With a `scale`, the advantages are zero if all rewards
+    of the group are equal. The advantage in a group of one is also zero, unless `singleton="raw"` selects
+    `raw_singleton`, as in SkyRL.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]
@@ -115,11 +116,12 @@ def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[floa
 def token_weights(
     num_tokens_S: Sequence[int], *, prompts_S: Sequence[str], reduction: str, max_sequence_length: int
 ) -> list[float]:
-    """Return one weight per sequence of an optimizer step: the weight of each of its trained tokens.
+    """Return, for each sequence of an optimizer step, the weight of each of its trained tokens.
 
-    `num_tokens_S` are the numbers of trained tokens. A masked sequence has 0 and still counts as one of the S
-    sequences. `prompts_S` names the prompt of each sequence. Only `prompt_mean` uses the prompts: it averages
-    the token means of the prompts.
+    `num_tokens_S` has the number of trained tokens of each sequence. A masked sequence has 0 trained tokens
+    and still counts as one of the S sequences. `prompts_S` names the prompt of each sequence. Only
+    `prompt_mean` uses the prompts: it computes the mean over the tokens of each prompt, and then the mean
+    over the prompts.
 
     >>> token_weights([2, 6], prompts_S=["a", "a"], reduction="token_mean", max_sequence_length=10)
     [0.125, 0.125]

@@ -21,9 +21,9 @@ class TokenSequence:
 
     tokens: np.ndarray  # [T] int64
     sampled: np.ndarray  # [T] bool
-    logprobs: np.ndarray  # [T] float32, of the sampler; 0 for other tokens
+    logprobs: np.ndarray  # [T] float32, the sampler's logprobs; 0 for tokens that were not sampled
     advantages: np.ndarray  # [T] float32; 0 for tokens that were not sampled
-    versions: np.ndarray  # [T] int64, the policy version that sampled the token; 0 for other tokens
+    versions: np.ndarray  # [T] int64, the policy version that sampled each token; 0 if it was not sampled
 
     @property
     def num_sampled(self) -> int:
@@ -58,7 +58,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """Return the sequences of one trajectory, without those that have no sampled token."""
+    """Return the sequences of one trajectory that have sampled tokens."""
     sequences = (_sequence(chain, advantage) for chain in merge_turns(turns))
     return [sequence for sequence in sequences if sequence.num_sampled]
 
@@ -93,7 +93,7 @@ def to_datum(sequence: TokenSequence) -> tinker.Datum:
 
 
 def to_datums(sequences: Iterable[TokenSequence]) -> list[tinker.Datum]:
-    """Convert the sequences that have a nonzero advantage. Others have no gradient."""
+    """Convert the sequences that have a nonzero advantage. All other sequences have no gradient."""
     return [to_datum(sequence) for sequence in sequences if has_gradient(sequence)]
 
 
@@ -102,7 +102,7 @@ def has_gradient(sequence: TokenSequence) -> bool:
 
 
 def _sequence(chain: Sequence[Turn], advantage: float) -> TokenSequence:
-    """Build the sequence of a chain, whose last prompt and completion contain all others."""
+    """Build the sequence of a chain. The last prompt and completion contain the tokens of all turns."""
     tokens = np.array([*chain[-1].prompt_ids, *chain[-1].completion_ids], dtype=np.int64)
     sampled = np.zeros(len(tokens), dtype=bool)
     logprobs = np.zeros(len(tokens), dtype=np.float32)

@@ -1,8 +1,8 @@
 """On-policy distillation: a teacher scores the tokens that the policy sampled.
 
-The advantage of each token grows by `teacher_coef` times the teacher's minus the sampler's logprob, which
-estimates the negative reverse KL divergence. As in tinker-cookbook, this term is not centred: if every token
-of a batch is unlikely for the teacher, every token becomes less likely.
+The term `teacher_coef * (teacher logprob - sampler logprob)` is added to the advantage of each token. The
+mean of this difference estimates the negative reverse KL divergence. As in tinker-cookbook, the term is not
+centred: if every token of a batch is unlikely for the teacher, every token becomes less likely.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from src.policy.sampling_policy import ReferenceModel
 async def apply_teacher(
     examples: Sequence[Example], teacher: ReferenceModel, options: DistillationOptions
 ) -> KlResult:
-    """Return the examples with `reward_coef * advantage - teacher_coef * (sampler - teacher)` per token.
+    """Return the examples with new advantages. The advantage of each sampled token becomes
+    `reward_coef * advantage + teacher_coef * (teacher logprob - sampler logprob)`.
 
-    `mean_kl` is the mean of sampler minus teacher logprobs over the sampled tokens, in nats.
+    `mean_kl` is the mean of `sampler logprob - teacher logprob` over the sampled tokens, in nats.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(teacher.logprobs(sequence.tokens.tolist()) for sequence in sequences))

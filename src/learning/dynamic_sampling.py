@@ -128,7 +128,8 @@ def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> d
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: int) -> list[T]:
-    """Return the tasks of a further batch, by a shuffle that does not affect later steps."""
+    """Return `count` shuffled tasks for a further batch. The shuffle does not affect the
+    tasks of later steps."""
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
     return order[:count]

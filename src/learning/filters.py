@@ -41,7 +41,7 @@ def keep_groups(
 ) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
     """Return the groups to train on, and the number of dropped groups by reason.
 
-    The reward rules have been applied to `groups` already.
+    The caller has applied the reward rules to `groups` already (`apply_reward_rules`).
     """
     kept: list[TrajectoryGroup] = []
     dropped: Counter[DropReason] = Counter()
@@ -57,8 +57,9 @@ def keep_groups(
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
     """Return the groups with the rewards to train on. Callers apply the rules once per group.
 
-    The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
-    set the reward of trajectories that a limit ended or that have a long answer to 0.
+    The rules are, in this order: add the judge's bonus; give failures a reward (`failed_trial_reward`); set
+    the reward to 0 for trajectories that a limit ended; set the reward to 0 for trajectories with a long
+    answer.
     """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
@@ -85,7 +86,8 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
-    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0, given the original rewards."""
+    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0. `groups` have the rewards from
+    before the rules."""
     rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
     non_stop = [
         member for member in rewarded if options.zero_reward_on_non_stop and member.stop_reason in OVERLONG
@@ -103,7 +105,8 @@ def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) ->
 
 
 def drop_reason(group: TrajectoryGroup, options: FilterOptions) -> DropReason | None:
-    """Return why a group is dropped; None if it is kept. A group of one is never constant, as in SkyRL."""
+    """Return why a group is dropped, or None if the group is kept. As in SkyRL, a group of one trajectory is
+    never dropped for a constant reward."""
     if not group.trajectories:
         return DropReason.UNGRADED
     if len(group.trajectories) < options.min_group_size:
@@ -145,9 +148,9 @@ def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryG
 
 
 def is_trainable(trajectory: Trajectory, options: FilterOptions) -> bool:
-    """Return whether the tokens are trained.
+    """Return whether the tokens of a trajectory are trained.
 
-    A masked trajectory still counts in its group's mean and in metrics.
+    If they are not, the trajectory still counts in the mean reward of its group and in metrics.
     """
     match options.apply_overlong_filtering:
         case "stop_reason":
@@ -159,7 +162,8 @@ def is_trainable(trajectory: Trajectory, options: FilterOptions) -> bool:
 
 
 def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
-    """Return whether an answer has more than `limit` sampled tokens, without the token that ended it."""
+    """Return whether an answer has more than `limit` sampled tokens. The token that ended the answer does not
+    count."""
     longest = max(
         (len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns),
         default=0,

@@ -58,7 +58,7 @@ async def apply_kl_penalty(
 
 
 def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Return Schulman's estimate per token, from `logp - logp_reference`.
+    """Return Schulman's estimate of the KL divergence at each token. `differences` is logp - logp_reference.
 
     Source: http://joschu.net/blog/kl-approx.html
 

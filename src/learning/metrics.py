@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseLengths:
-    """Tokens after the first prompt of each trajectory, sampled or observed, and the trajectory's reward."""
+    """Each trajectory's number of tokens after the first prompt, sampled or observed, and its reward."""
 
     num_tokens: Sequence[int]
     rewards: Sequence[float]
@@ -104,7 +104,7 @@ def batch_metrics(
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return the metrics of all groups of an evaluation under `test/`, and of each domain or family."""
+    """Return an evaluation's metrics: `test/` for all groups, `test/env/<domain>/` per domain or family."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
     for domain, members in by_domain_or_family(groups).items():
         values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))
@@ -234,9 +234,9 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("reward/avg_pass_at_<k>", SHARE, MEAN, "Groups with any reward above 0. k is the group size.",
         lambda played: {f"reward/avg_{n}": v for n, v in _signals(played).items() if "pass_at" in n}),
     Metric("reward/variance_per_prompt", REWARD, MEAN,
-        "Population variance of the rewards of a group of two or more.",
+        "Population variance of the rewards of a group of two or more trials.",
         lambda played: _signals(played)["variance_per_prompt"]),
-    Metric("reward/signal_ratio", SHARE, MEAN, "Groups of two or more whose rewards differ.",
+    Metric("reward/signal_ratio", SHARE, MEAN, "Groups of two or more trials whose rewards differ.",
         lambda played: _signals(played)["signal_ratio"]),
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
         lambda played: _signals(played)["mean_positive_reward"]),
@@ -297,8 +297,8 @@ LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
         _stop_reasons),
     Metric("environment/<name>", VARIES, SUM,
-        "A metric of the trial (`Trajectory.metrics`). Names that end in avg, mean, min or max select that "
-        "reduction instead.",
+        "A metric of the trial (`Trajectory.metrics`). If its name ends in avg, mean, min or max, that "
+        "reduction replaces the sum.",
         lambda played: {f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(played).items()}),
     Metric("env/all/<name>", VARIES, MEAN,
         "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",

@@ -209,8 +209,8 @@ class ImportanceOptions(Options):
     )
     tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
         default="off",
-        doc="Train no token of a trajectory whose ratios are out of bounds: their geometric mean, their "
-        "product, or any of them (outlier)",
+        doc="Train no token of a trajectory if this value is out of bounds: geometric: the geometric mean of "
+        "its ratios; product: their product; outlier: any of its ratios",
     )
     tis_sequence_mask_low: float | None = chz.field(
         default=None, doc="Lower bound of tis_sequence_mask; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
@@ -247,8 +247,8 @@ class ImportanceOptions(Options):
         }.items():
             require(
                 (low is None or low <= 1) and (high is None or high >= 1),
-                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio if sampler and "
-                "trainer agree",
+                f"{name}_low={low} and {name}_high={high} must have 1 between them, because the ratio is 1 "
+                "if sampler and trainer agree",
             )
 
 
@@ -293,14 +293,15 @@ class DynamicSamplingOptions(SeedOptions):
     dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
         default="off",
         doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); "
-        "replace: groups with differing rewards take the place of the others",
+        "replace: copies of the groups with differing rewards replace the groups with equal rewards",
     )
     dynamic_sampling_max_batches: int = chz.field(
         default=30, doc="Batches one step may sample before the run stops; 0: no limit", validator=at_least(0)
     )
     dynamic_sampling_min_replace_ratio: float = chz.field(
         default=0.3,
-        doc="replace: another batch is sampled unless more than this share of groups has differing rewards",
+        doc="replace: if at most this share of a batch's groups has differing rewards, another batch is "
+        "sampled",
     )
 
     @chz.validate

@@ -107,7 +107,8 @@ def trajectory_metrics(played: PlayedGroups) -> dict[str, list[float]]:
 
 
 def aggregate(name: str, values: Sequence[float]) -> float:
-    """Reduce the values of an entry of `Trajectory.metrics`. As in SkyRL, the end of its name selects how.
+    """Reduce the values of an entry of `Trajectory.metrics` to one number. As in SkyRL, the end of `name`
+    selects the mean, the minimum or the maximum. For any other name, the values are summed.
 
     >>> [aggregate(name, [1, 3]) for name in ("score_mean", "length_avg", "score_min", "score_max", "calls")]
     [2.0, 2.0, 1.0, 3.0, 4.0]

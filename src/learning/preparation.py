@@ -42,11 +42,11 @@ async def prepare(
 ) -> PreparedBatch:
     """Convert the examples of a batch to the datums of each substep.
 
-    `dropped` is the number of groups that the filters removed, by reason. `reference` gives the logprobs for
-    the KL penalty; None: no penalty. `teacher` gives those for distillation; None: no distillation. `learner`
-    gives those for truncated importance sampling and its masks. `version` is the version of the weights to be
-    trained. If `max_staleness` is above 0, the last operation masks the tokens that are more than
-    `max_staleness` updates older than `version`.
+    `dropped` is the number of groups that the filters removed, by reason. `reference` computes logprobs for
+    the KL penalty; None: no penalty. `teacher` computes logprobs for distillation; None: no distillation.
+    `learner` computes logprobs for truncated importance sampling and its masks. `version` is the version of
+    the weights to be trained. If `max_staleness` is above 0, the last operation masks the tokens that are
+    more than `max_staleness` updates older than `version`.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(examples_per_substep, dropped)
@@ -109,7 +109,7 @@ def stream_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch whose groups were streamed (`stream_groups`).
 
-    In contrast to `prepare`, the staleness is also measured if `max_staleness` is 0.
+    In contrast to `prepare`, the metrics contain the staleness even if `max_staleness` is 0.
     """
     _, staleness_metrics = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
     return batch_metrics(examples_P_G, dropped) | staleness_metrics

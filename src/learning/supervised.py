@@ -29,7 +29,8 @@ class SupervisedSequence:
 
 
 class SupervisedLearner:
-    """Sends supervised batches to one training client. The schedule is applied to `highest_rate`."""
+    """Sends supervised batches to one training client. `highest_rate` is the highest learning rate of the
+    schedule. `update_scale` is that of `Learner`."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ async def run(
                 folder.path, config, name=name, config=chz.asdict(config), is_judged=config.taxonomy_feedback
             ) as run_log,
         ):
-            connection_stack.pop_all()  # `run_with_reconnect` closes the connection
+            connection_stack.pop_all()  # from here on, `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
             outcome.require_trained(folder.path)
@@ -186,7 +186,7 @@ def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Generator[Journal]:
-    """Open the journal of the run. At the end of the block, record the end state and the error there."""
+    """Open the journal of the run. At the end of the block, record the end state and the error in it."""
     journal = Journal(log_path)
     try:
         yield journal

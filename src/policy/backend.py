@@ -26,7 +26,7 @@ from src.policy.training_client import TrainingClient
 
 logger = logging.getLogger(__name__)
 
-# If the option heartbeat_timeout_s is smaller than one of these two timeouts, it replaces the timeout.
+# If heartbeat_timeout_s is smaller than one of the next two timeouts, the option replaces that timeout.
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose

@@ -6,9 +6,9 @@ In the trainer, only this module calls `apply_chat_template`.
 encoded again, so every later turn is conditioned on exactly the ids that were sampled.
 
 Templates support different kinds of messages. `Chat` renders probe messages to detect what the template
-supports, and adapts messages: tools that the template does not show are described in the system message,
-results of tools that the template drops become user messages, and arguments of calls become JSON text if the
-template does not take objects.
+supports, and adapts the messages of a conversation. If the template does not show tools, the system message
+describes them. If the template drops tool results, the results become user messages. If the template does not
+take call arguments as objects, the arguments become JSON text.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = 4
 class MessageCodec:
     """A reversible replacement for a tokenizer.
 
-    A message is `role <STX> content <ETX>`; a token holds up to four bytes, and ETX is one token.
+    A message is `role <STX> content <ETX>`. ETX is one token; every other token holds up to four bytes.
     """
 
     eos_token_id: int | None = ord(END)
@@ -59,7 +59,8 @@ class MessageCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encode a text.
 
-        A token is the big-endian integer of a byte 1 and up to four bytes of text. The 1 keeps leading zeros.
+        A token is the big-endian integer of the byte 1, followed by up to four bytes of text. Without the 1,
+        zero bytes at the start of the text would be lost.
         """
         ids: list[int] = []
         for index, part in enumerate(text.split(END)):

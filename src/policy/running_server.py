@@ -28,7 +28,7 @@ class ServedModels:
 
 
 def find_server(url: str, *, key: str) -> ServedModels | str:
-    """Return the models of the server at `url`, or one line with the reason why it cannot be used.
+    """Return the models of the server at `url`, or one line with the reason why the server cannot be used.
 
     `key` is the API key; an empty key is not sent. In the reason, "it" is the server.
     """
@@ -55,12 +55,12 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
 
 
 def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
-    """Return the folder of the tokenizer of the model that the server at `url` serves, or None if the folder
-    is not on this machine or a request fails.
+    """Return the folder with the tokenizer of `model_name`, the model of the server at `url`. Return None if
+    the folder is not on this machine or a request fails.
 
     Only `get_info` of an adapter reports the folder, and only to clients on the machine of the server. The
-    function therefore creates an adapter of rank 1, and then ends its session. It does not use the SDK, which
-    would retry for minutes.
+    function therefore creates an adapter of rank 1, and then ends the session of the adapter. The function
+    does not use the SDK, which would retry for minutes.
     """
     if httpx.URL(url).host not in LOCAL_HOSTS:
         return None

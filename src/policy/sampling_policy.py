@@ -39,7 +39,7 @@ class SampleRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     temperature: float
-    top_p: float = 1.0  # below 1 only in evaluations, as the logprobs are those of the whole distribution
+    top_p: float = 1.0  # below 1 only in evaluations, because the returned logprobs ignore top_p
     seed: int | None = None  # None: the endpoint chooses a seed
     stop_token_ids: Sequence[int] = ()
 
@@ -62,8 +62,8 @@ class ReferenceModel(Protocol):
     """Scores token sequences with weights that training does not change."""
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return `log p(token | tokens before it)` for each token except the first, `len(token_ids) - 1`
-        numbers in nats.
+        """Return a list of `len(token_ids) - 1` numbers: `log p(token | tokens before it)` in nats for each
+        token except the first.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Options that follow from the model of a skyrl-tx server: its name, its tokenizer and its context.
 
-Options that the user has set are kept. Nothing is changed if the server does not answer; the program reports
-this when it connects.
+Options that the user has set are kept. If the server does not answer, no option is changed; the program
+reports the missing answer later, when it connects.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fitted_to_server[Config: BackendOptions](
 
 
 def values_of(argv: Sequence[str]) -> dict[str, str]:
-    """Return the values of `key=value` arguments. The last of several values counts."""
+    """Return the values of `key=value` arguments. If a key is repeated, its last value counts."""
     return {name: value for name, _, value in (argument.partition("=") for argument in argv)}
 
 

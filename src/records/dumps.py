@@ -9,8 +9,8 @@
 The fields have the names and contents of SkyRL's dumps:
 
     input_prompt          the first prompt
-    output_response       the text after the first prompt, in evaluations with special tokens (programs that
-                          read the dumps count them), in training examples without them
+    output_response       the text after the first prompt. Dumps of evaluations contain its special tokens,
+                          because programs that read these dumps count them; training examples do not
     score                 the rewards of the turns; the trial is passed if one of them is above 0
     reward                the sum of the rewards
     env_class             the environment (`env=`)
@@ -49,8 +49,8 @@ EXAMPLES_EVERY = 10  # steps
 ADVICE = "free space or fix the cause; the run continues without this file"
 NUM_EXAMPLES = 10  # the maximum number of examples of a step
 SHOWN_CHARACTERS = 200  # of an example's response, in the log line
-# DeepSeek's special tokens contain ｜ and ▁. Those of tool calls are kept, because they separate names and
-# arguments.
+# DeepSeek's special tokens contain ｜ and ▁. The special tokens of its tool calls are kept, because they
+# separate names and arguments.
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
 
 
@@ -189,7 +189,8 @@ def prompt_ids(trajectory: Trajectory) -> list[int]:
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens after the first prompt, or the last completion if the first prompt was rewritten."""
+    """Return the tokens after the first prompt, or only the last completion if the last prompt does
+    not start with the first prompt."""
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]

@@ -3,7 +3,7 @@
     {"event": "started", "resumed_from": 0, ...}                       one per process
     {"event": "rollout_started", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, ...}
     {"event": "finished", ... "outcome": "graded"}                     written after the rollout's tokens
-    {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the groups, as GroupKeys, of the step
+    {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the step's groups, as GroupKeys
     {"event": "quarantined", "step": 1, "task": "b", "cause": "sandbox"}
     {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the groups that the step trained on
     {"event": "evaluated", "step": 1}                                  the evaluation after the step
@@ -55,7 +55,7 @@ class End:
     cause: str  # the message of the error; empty if there was none
 
 
-GroupKey = tuple[int, str]  # the step whose batch has the task, and the task's id
+GroupKey = tuple[int, str]  # the step for which the task is scheduled, and the id of the task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +75,10 @@ class Journal:
         """Read the events of earlier processes. Raises ConfigError for a damaged line."""
         self._path = log_path / JOURNAL
         truncate_torn_line(self._path)
-        self._attempts: Counter[RolloutKey] = Counter()  # of each rollout that is not graded
-        self._settled: set[tuple[str, int | None]] = set()  # steps and evaluations whose rollouts were used
-        # The graded rollouts of the run, plus the steps that this process was the first to train.
+        self._attempts: Counter[RolloutKey] = Counter()  # attempts of each rollout without a grade
+        # ("step", n) or ("eval", n) for each step and each evaluation whose rollouts were used.
+        self._settled: set[tuple[str, int | None]] = set()
+        # Number of graded rollouts of the run, plus number of steps that this process was the first to train.
         self.progress = 0
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
@@ -132,7 +133,10 @@ class Journal:
         self._note_end(key, outcome)
 
     def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
-        """Record that a step was trained. `state` is that of `BatchCollector`; supervised steps have none."""
+        """Record that a step was trained.
+
+        `state` is `BatchCollector.state()`. Supervised fine-tuning passes {}.
+        """
         self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
         distinct = list(dict.fromkeys(groups))  # dynamic sampling may repeat a group

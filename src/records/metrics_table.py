@@ -23,7 +23,7 @@ from src.learning.metrics import (
     TRIAL_METRICS,
 )
 
-ALL_TASKS = "all tasks"  # the key of the values over all domains, in place of a domain
+ALL_TASKS = "all tasks"  # the key of the values of all domains together; the other keys are domains
 COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
 MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -40,7 +40,7 @@ PROGRESS_METRICS: tuple[Metric[Any], ...] = (
     Metric("time/max_event_loop_gap_s", SECONDS, MAX,
         "Longest delay of a timer by code that blocked the event loop."),
     Metric("throughput/sampled_tokens_per_s", Unit.TOKENS_PER_SECOND, MEAN,
-        "`tokens/sampled` per `time/rollouts`."),
+        "`tokens/sampled` divided by `time/rollouts`."),
 )
 
 SAMPLING_METRICS: tuple[Metric[Any], ...] = (
@@ -57,7 +57,8 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
     Metric("curriculum/tasks_mid", COUNT, LAST, "Tasks with an estimated pass rate from 0.1 to 0.9."),
     Metric("curriculum/tasks_easy", COUNT, LAST, "Tasks with an estimated pass rate above 0.9."),
     Metric("dynamic_sampling/batches", COUNT, SUM, "Batches sampled for the step (`dynamic_sampling`)."),
-    Metric("dynamic_sampling/bad_groups", COUNT, SUM, "Groups with equal or no rewards, over these batches."),
+    Metric("dynamic_sampling/bad_groups", COUNT, SUM,
+        "Groups with equal rewards or without rewards, over all batches sampled for the step."),
     Metric("dynamic_sampling/replaced_groups", COUNT, SUM, "Bad groups replaced by copies of good groups."),
     Metric("dynamic_sampling/surplus_groups", COUNT, SUM,
         "Good groups beyond the batch size, which are not trained."),
@@ -71,9 +72,10 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
     Metric("optim/num_substeps", COUNT, SUM, "Optimizer steps of the update."),
     Metric("optim/loss", Unit.VARIES, SUM, "Loss as the server reports it."),
     Metric("optim/kl_sample_train_v1", NATS, MEAN,
-        "Sampler minus trainer logprob per trained token (Schulman's k1); with `tis` or a TIS mask, before "
-        "the first optimizer step."),
-    Metric("optim/kl_sample_train_v2", NATS, MEAN, "Half the squared difference of these logprobs (k2)."),
+        "Sampler minus trainer logprob per trained token (Schulman's k1). With `tis` or a TIS mask, the "
+        "trainer logprobs are computed before the first optimizer step."),
+    Metric("optim/kl_sample_train_v2", NATS, MEAN,
+        "Half the squared difference of sampler and trainer logprob per trained token (k2)."),
     Metric("optim/entropy", NATS, MEAN, "Negative sampler logprob per trained token."),
     Metric("optim/clip_frac", SHARE, MEAN,
         "Trained tokens with a ratio outside the clip bounds (ppo, cispo)."),

@@ -81,7 +81,8 @@ class RunLog:
         self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Remove the lines from `step` on, because these steps are repeated. wandb keeps its first values."""
+        """Remove the lines from `step` on, because these steps are repeated. wandb keeps the
+        values that it received first."""
         if self._path.exists():
             self._rewrite([record for record in records(self._path) if record["step"] < step])
 
@@ -179,7 +180,7 @@ def recorded(path: Path, name: str) -> dict[int, float]:
 
 
 def recorded_variances(path: Path) -> dict[str, list[float]]:
-    """Return `variance_per_prompt` of every training step, for all tasks and for each domain or family."""
+    """Return (ALL_TASKS, a domain or a family) -> its `variance_per_prompt` in each training step."""
     variances: dict[str, list[float]] = {}
     for record in records(path):
         for name, value in record.items():

@@ -45,8 +45,8 @@ class StepBatch:
 class BatchCollector:
     """Collects the batch of each step.
 
-    It also keeps the state of failures and of the curriculum. The journal gives the state after `steps_done`
-    steps.
+    It also keeps the state of failures and of the curriculum. A resumed run reads the state after
+    `steps_done` steps from the journal.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BatchCollector:
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
         self._num_groups_before = 0  # number of groups that the run had played before the current step
         self._policy = NewestPolicy()
-        # By step: the plan, and the rollouts on disk that no group has used yet.
+        # Step -> (the plan of the step, its rollouts on disk that no group has used yet).
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
         self._pipeline = self._pipeline_of([])
 
@@ -80,7 +80,7 @@ class BatchCollector:
     async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncGenerator[None]:
         """Run the pipeline while the block runs.
 
-        Turns are sampled with `policy`, or with the policy of the last `update_ended`.
+        Turns are sampled with `policy` until `update_ended` sets a newer policy.
         """
         self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
@@ -150,7 +150,7 @@ class BatchCollector:
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Take as many groups as the batch has tasks, in the order in which they end.
 
-        If an earlier process was killed after it had taken the step's groups, the same groups are taken.
+        If an earlier process has recorded the groups of this step in the journal, take the same groups.
         """
         title = f"step {batch.step}"
         self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._options.group_size)
@@ -206,7 +206,7 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        Each step has one plan, because `_plan` also removes the files of unfinished trials.
+        The plan of each step is made only once, because `_plan` also removes the files of unfinished trials.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -233,8 +233,8 @@ class BatchCollector:
     def _refills(self, batch: Batch, state: SamplingState, num_needed: int) -> Sequence[Task]:
         """Return the tasks of the next refill.
 
-        Uniform refills are as large as the batch (SkyRL). The curriculum chooses one task for each missing
-        group, if possible a task that this step has not rolled out.
+        With uniform task sampling, a refill is as large as the batch, as in SkyRL. The curriculum chooses one
+        task for each missing group, if possible a task that this step has not rolled out.
         """
         options, tasks = self._options, self._available_tasks()
         step_and_attempt = {"step": batch.step, "attempt": state.num_batches}

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a run, in a process that continues after `steps_done` steps."""
+    """Saves the weights of a run. This process continues the run after `steps_done` steps."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class CheckpointSaver:
 
         Nothing is saved if `is_update_pending`, because the server may have trained a further step.
 
-        An error of the save is reported and not raised, so that it does not hide the cause. A server that
-        does not answer delays the end of the process by at most `stop_timeout_s`.
+        An error of the save is reported and not raised, so that it does not hide the error that ended the
+        run. A server that does not answer delays the end of the process by at most `stop_timeout_s`.
         """
         limit_s = self._stop_timeout_s
         too_late = f"not saved within stop_timeout_s={limit_s:g}"

@@ -28,7 +28,7 @@ from src.rollouts.options import RolloutOptions
 logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # limit of the wait between two attempts, to which `back_off` adds up to 50 %
+LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts, before `back_off` adds up to 50 %
 # A trial with a failure of these kinds is repeated.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
@@ -57,7 +57,7 @@ class TimedGroup:
 
     group: TrajectoryGroup
     duration_s: float
-    num_retries: int = 0  # attempts after the first one of each rollout
+    num_retries: int = 0  # number of attempts of all rollouts, without the first attempt of each rollout
 
 
 class Rollouts:

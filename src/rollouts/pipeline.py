@@ -1,4 +1,4 @@
-"""The schedule of tasks, and the pipeline that rolls out groups in this order.
+"""The schedule of tasks, and the pipeline that rolls out groups in the order of the schedule.
 
 With `max_staleness=0`, each batch is rolled out with the weights after the previous step. Otherwise groups
 are rolled out during updates, and each turn is sampled with the newest weights.
@@ -212,12 +212,15 @@ class Pipeline:
     def _admission_limit(self) -> int:
         """Return the number of groups that may be rolled out at once.
 
-        The limit is `max_groups_in_flight` or, with `max_staleness`, a smaller number if groups would be too
-        old. A group that ends during an update, when n other groups wait, is trained `1 + n // batch_size`
-        updates later, so at most `max_staleness` batches should end during one update. This smaller number is
-        the groups of `max_staleness` batches, plus one batch for every two updates that fit into the mean
-        duration of a group, minus the waiting groups. Before the first update has ended, it is the groups of
-        `max_staleness + 1` batches, minus the groups that steps have taken and the waiting groups.
+        The limit is `max_groups_in_flight`. With `max_staleness` above 0, there is a second limit, so that
+        groups are not too old when they are trained; the smaller one applies. A group that ends during an
+        update, when n other groups wait, is trained `1 + n // batch_size` updates later, so at most
+        `max_staleness` batches should end during one update. The second limit is
+
+            (max_staleness + s) * batch_size - waiting groups                   after the first update
+            (max_staleness + 1) * batch_size - waiting groups - taken groups    before the end of that update
+
+        where s is half the number of updates that fit into the mean duration of a group, rounded down.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size

@@ -27,12 +27,12 @@ class GroupFailures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultState:
-    """The failures up to a step. The journal records it with every step."""
+    """The failures up to a step. The journal records this state with every step."""
 
     # Task id -> number of consecutive groups without a graded trial.
     strikes: Mapping[str, int] = field(default_factory=dict)
     quarantined: Mapping[str, str] = field(default_factory=dict)  # task id -> most frequent cause
-    recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
+    recent: Sequence[GroupFailures] = ()  # failures of the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
         """Return the state with the failures of `groups` added.

@@ -30,7 +30,8 @@ class DataOptions(SeedOptions):
         default=None, doc="Held-out chats, in the form of data; None: a part of data is held out"
     )
     eval_split: float = chz.field(
-        default=0.1, doc="Share of the chats, or of a run's tasks, held out without eval_data; 0: none"
+        default=0.1,
+        doc="Share of the chats (with RUN: of the run's tasks) held out if eval_data is None; 0: none",
     )
     train_on: TrainOn = chz.field(
         default="all_assistant_messages",

@@ -14,7 +14,7 @@ OTHER_EXPONENT = 0.0775
 
 
 def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
-    """Return the learning rate for a LoRA adapter. If `hidden_size` is None, it is unknown, and the rate is
+    """Return the learning rate for a LoRA adapter. If the hidden size is unknown (None), the rate is
     LORA_RATE.
 
     Source of the formula: tinker-cookbook, `hyperparam_utils.py`.
@@ -28,10 +28,9 @@ def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
 
 
 def size_of(*models: str | None) -> tuple[int | None, str]:
-    """Return hidden size and type from the config.json of the first of `models` that has one, in a folder or
-    in the hub's cache.
+    """Return hidden size and model type of the first of `models` whose config.json states a hidden size.
 
-    Returns None and "" if there is no such file that can be read and has a hidden size.
+    A model is a folder, or a repository in the hub's cache. Returns (None, "") if no model has such a file.
     """
     for model in models:
         try:

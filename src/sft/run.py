@@ -134,7 +134,7 @@ async def train(
 
 
 def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
-    """Return the last lines of a process that took `wall_s` seconds.
+    """Return the last lines that a process prints. The process took `wall_s` seconds.
 
     `folder` has the checkpoint from which the process started.
     """

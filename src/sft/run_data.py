@@ -116,5 +116,5 @@ def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
     if run_tokenizer != tokenizer:
         raise ConfigError(
             f"{run} has tokens of tokenizer {run_tokenizer}, but this fine-tuning uses {tokenizer}; if "
-            f"both are the same, write tokenizer={run_tokenizer}"
+            f"both names mean the same tokenizer, write tokenizer={run_tokenizer}"
         )

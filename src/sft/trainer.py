@@ -1,7 +1,8 @@
 """The loop of supervised fine-tuning: each step is `update -> evaluate -> report -> save`.
 
-As in `src/terminus2_trainer.py`, a step is recorded after the server has trained it, a checkpoint is saved
-after the metrics of its step are logged, and a resumed run repeats the steps after the last checkpoint.
+As in `src/terminus2_trainer.py`, the journal records a step after the server has updated the weights, and a
+checkpoint is saved after the metrics of its step are logged. A resumed run repeats the steps after its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SupervisedTrainer:
             raise
 
     async def _evaluate_start(self, *, num_steps: int) -> None:
-        """Evaluate the weights that the process starts from if this evaluation is due.
+        """Evaluate the weights with which this process starts, if this evaluation is due.
 
         An evaluation in the journal is not repeated, except at step 0: a process that starts from step 0 has
         removed all earlier metrics, so it logs the metrics of step 0 again.
@@ -100,10 +101,10 @@ class SupervisedTrainer:
                 self._run_log.log(0, await self._evaluate(0))
                 self._journal.evaluated(0)
         elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted before it
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process stopped before evaluating
                 self._run_log.amend(step, await self._evaluate(step))
                 self._journal.evaluated(step)
-            else:  # a process with other options may have left the line of this step for `amend` to send
+            else:  # a process with other options may have logged this line without sending it
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, *, num_steps: int) -> None:

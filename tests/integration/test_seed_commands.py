@@ -351,7 +351,7 @@ def test_the_unserved_model_error_names_the_served_model(reader: Reader, server:
 def test_the_context_length_error_names_the_server_option(reader: Reader, server: str, tasks: Path) -> None:
     reader.expect_error(
         "SKYRL_TX_URL=http://localhost:8000 ./run_skyrl_tx.sh context_limit=128000",
-        f"context_limit=128000 exceeds the server's {CONTEXT}; lower it, or start the server with "
+        f"context_limit=128000 exceeds the server's {CONTEXT} tokens; lower it, or start the server with "
         "max_context_length=128000 yarn=true",
     )
 

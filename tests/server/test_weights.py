@@ -103,7 +103,7 @@ def test_a_missing_or_misshapen_tensor_is_refused(tmp_path) -> None:
         load_params(tmp_path, config, "float32")
     save_file(tensors | {"model.norm.weight": np.ones(7, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        ConfigError, match=r"model\.norm\.weight has shape \(7,\), config\.json implies \(40,\)"
+        ConfigError, match=r"model\.norm\.weight has shape \(7,\), but config\.json implies \(40,\)"
     ):
         load_params(tmp_path, config, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"not a model")

@@ -246,7 +246,10 @@ def test_an_invalid_option_gives_a_one_line_error(server: str, tmp_path: Path, o
 
 @pytest.mark.parametrize(
     ("env_key", "message"),
-    [("closed", r"is unavailable \(HTTP status 503"), ("a/../..", "env_key='a/../..' is not made of")],
+    [
+        ("closed", r"is unavailable \(HTTP status 503"),
+        ("a/../..", "env_key='a/../..' must begin with a letter"),
+    ],
 )
 def test_an_unusable_server_gives_a_one_line_error(server: str, tmp_path: Path, env_key: str, message: str):
     with pytest.raises(ConfigError, match=message):
@@ -286,7 +289,7 @@ def test_shared_state_is_a_warning(
 ):
     opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{server}/stateless/mcp gives sessions no id, so trials may share its state; set reset_tool"
+        f"{server}/stateless/mcp gives sessions no id, so trials may share the server's state; set reset_tool"
     ] * num_warnings
 
 
@@ -295,7 +298,7 @@ def test_a_machine_without_a_sandbox_gives_a_one_line_error(
 ):
     monkeypatch.setattr(verifier, "sandbox_command", lambda seccomp: ["/bin/sh", "-c", "echo denied >&2"])
     with pytest.raises(
-        ConfigError, match=r"cannot run verifiers here: .* did not start \(denied\); this needs"
+        ConfigError, match=r"cannot run verifiers here: .* did not start \(denied\); install bubblewrap"
     ):
         opened(server, task_row(), folder=tmp_path)
 

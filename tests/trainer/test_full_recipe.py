@@ -325,7 +325,7 @@ def test_a_default_follows_the_users_options() -> None:
     options, note = fitted(options, user_options, context=4096)
     assert options["max_tokens"] == "3500" and options["proactive_summarization_threshold"] == "298"
     assert note is not None and "max_tokens=" not in note
-    with pytest.raises(ConfigError, match=r"context_limit=9000 exceeds the server's 4096; lower it"):
+    with pytest.raises(ConfigError, match=r"context_limit=9000 exceeds the server's 4096 tokens; lower it"):
         fitted(options | {"context_limit": "9000"}, {"context_limit": "9000"}, context=4096)
 
 

@@ -549,7 +549,7 @@ async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
         await bench.go()
     assert not bench.path.exists()
     bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
-    with pytest.raises(ConfigError, match=r"two sets; eval_tasks chooses others, e\.g\. eval_tasks=c$"):
+    with pytest.raises(ConfigError, match=r"two sets; for example, choose other tasks with eval_tasks=c$"):
         await bench.go()
     # Here, eval_tasks is a folder, so the message cannot propose names.
     with pytest.raises(ConfigError, match=r"two sets$"):

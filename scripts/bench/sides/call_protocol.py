@@ -1,7 +1,8 @@
 """The protocol of a compared program: the program reads one JSON call per line of standard input, and answers
 with the result and the times of the call.
 
-The module uses the standard library of Python 3.11 only, because each program runs it in its own interpreter.
+The module uses the standard library of Python 3.11 only, because each compared program runs the module in its
+own interpreter.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Mapping
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
-    """Create the methods with `start`, which returns them by name, and answer calls until standard input
-    ends. The output of libraries goes to standard error."""
+    """Call `start`, which returns the methods by name, and then answer calls until standard input ends. What
+    libraries print goes to standard error, because standard output carries the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     methods = start()

@@ -79,8 +79,8 @@ class Ours:
     ) -> list[tuple[SampledSequence, ...]]:
         """Return the sequences of each prompt.
 
-        `weights` has the snapshot of each prompt, or None for the base model. Without `weights`, all prompts
-        use the latest snapshot.
+        `weights` has one entry per prompt: a snapshot, or None for the base model. Without `weights`, all
+        prompts use the latest snapshot.
         """
         futures = [
             self.engine.submit(
@@ -122,8 +122,8 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, recompute: bool = False, **options: object) -> Iterator[Ours]:
-    """Run an engine with the defaults of `settings`, which `options` replace. With `recompute`, the backward
-    pass recomputes activations, as for a model whose activations do not fit into memory."""
+    """Run an engine. `options` replace the defaults of `settings`. With `recompute`, the backward pass
+    recomputes activations, as it does for a model whose activations do not fit into memory."""
     if recompute:
         memory_division.ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:

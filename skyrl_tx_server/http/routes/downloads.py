@@ -1,11 +1,12 @@
 """Downloads of adapters in PEFT format, from URLs that are valid for an hour.
 
 The adapter is written in PEFT format when its URLs are first requested (`files.derived`). SDKs up to 0.35
-request both files in one tar. A URL contains its expiry, the generation of the checkpoint (an identifier of
-its arrays; every save creates a new one) and a signature with a secret of this process, so a download needs
-no API key. After a restart of the server the client must request new URLs. After a checkpoint is saved again
-or deleted, its URLs reply 404, so files that are downloaded one after the other always belong to the same
-generation. A running download completes, because it keeps its file open.
+request both files in one tar. A URL contains its expiry time, the generation of the checkpoint and a
+signature. Every save of a checkpoint creates a new generation, which identifies its arrays. The signature
+uses a secret of this process, so a download needs no API key, and after a restart of the server the client
+must request new URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are
+downloaded one after the other always belong to the same generation. A running download completes, because it
+keeps its file open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The routes of futures: retrieve_future, a long poll for a result or an error, and cancel_future."""
+"""The routes of futures: retrieve_future (a long poll for a result or an error) and cancel_future."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ async def get_info(state: AppState, request: Request) -> Reply:
 
 
 async def forward_backward(state: AppState, request: Request) -> Reply:
-    """Parse protobuf (from SDK 0.19 and newer) or JSON (from older SDKs). In protobuf from SDK 0.25 and
-    newer, a flag marks a `forward`."""
+    """Parse protobuf (from SDK 0.19 and newer) or JSON (from older SDKs). SDK 0.25 and newer also send
+    `forward` requests to this route, in protobuf with the flag `forward_only`."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(
             state,

@@ -19,7 +19,7 @@ def _refuse(message: str) -> Handler:
 
 
 _ACCOUNTS = "this server has no accounts and does not implement this call"
-_FLAG = "this server does not implement this call, and its reply to client/config disables it in the SDK"
+_FLAG = "this server does not implement this call, which the reply to client/config disables in the SDK"
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"
 
@@ -27,7 +27,7 @@ _USE_ANY_KEY = "if the server has no API key, use any key that begins with tml-"
 
 _MESSAGES = {
     "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory in checkpoints_dir",
-    "GET audit": f"audit: {_ACCOUNTS}; its log has one line for each request",
+    "GET audit": f"audit: {_ACCOUNTS}; the server's log has one line for each request",
     "GET billing/usage/events": f"billing usage: {_ACCOUNTS}; GET /metrics counts tokens by kind",
     "GET billing/usage/checkpoints/current": f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the "
     "size of every checkpoint",

@@ -13,7 +13,7 @@ from typing import Protocol
 from skyrl_tx_server.errors import UserError
 
 REPLACEMENT = "\ufffd"  # the character to which an incomplete UTF-8 sequence decodes
-MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
+MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token has at least 1 byte
 THINK_OPEN = "<think>"
 
 _loading = threading.Lock()  # two threads must not import transformers at the same time
@@ -105,7 +105,7 @@ class TextPieces:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []  # the ids on which the next piece depends
-        self._done = 0  # number of ids already decoded, kept as context of the next piece
+        self._done = 0  # number of `_ids` that are decoded; they are kept as context of the next piece
 
     def add(self, ids: Sequence[int]) -> str:
         self._ids += ids

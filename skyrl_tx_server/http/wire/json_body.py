@@ -1,5 +1,5 @@
-"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before
-parsing.
+"""Parse JSON request bodies. Before a body is parsed, its depth and its numbers of values, strings and
+containers are checked.
 
 The first check also counts commas and brackets inside strings, so its counts are upper bounds. A body that
 exceeds a limit in the first check is checked again without its strings.
@@ -27,7 +27,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 class JsonBounds:
     """Limits of a body."""
 
-    values: int = 10_000  # counted as the number of commas plus 1, whatever the number of containers
+    values: int = 10_000  # counted as the number of commas in the whole body plus 1
     strings: int = 20_000  # names of members are strings as well
     containers: int = 10_000  # lists and objects
     depth: int = 32
@@ -38,11 +38,11 @@ DATA_BOUNDS = JsonBounds(values=1 << 22, strings=200_000, containers=100_000)
 
 
 def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
-    """Return the value of a body, {} for an empty one. Raise UserError if it is not JSON or exceeds
-    `bounds`."""
+    """Return the value of a body, or {} if the body is empty. Raise UserError if the body is not JSON or
+    exceeds `bounds`."""
     if not body:
         return {}
-    if len(body) > bounds.depth:  # a shorter body cannot exceed any bound, because `depth` is the smallest
+    if len(body) > bounds.depth:  # `depth` is the smallest bound, so a shorter body exceeds no bound
         _check(body, bounds)
     try:
         return orjson.loads(body)

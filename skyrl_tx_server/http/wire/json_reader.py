@@ -134,7 +134,8 @@ class JsonReader:
         return parsed
 
     def refuse(self, name: str, alternative: str) -> None:
-        """Raise UserError for a field that is not supported, unless its value disables it."""
+        """Raise UserError if the request sets a field that is not supported. The values null, false, 0 and an
+        empty list do not count as set."""
         value = self._take(name)
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
@@ -169,7 +170,7 @@ def quoted(value: object) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names, each shortened, for a message."""
+    """Return the first names, each shortened, and the number of further names, for a message."""
     shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

@@ -171,7 +171,7 @@ def _sampling(
     options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
-        # OpenAI's `stop` adds to the model's end-of-sequence tokens; Tinker's `stop` replaces them.
+        # Not parsed as Tinker's `stop`, which replaces the end-of-sequence tokens: OpenAI's adds to them.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),
@@ -235,7 +235,7 @@ def _reasoning(fields: JsonReader, where: str) -> str | None:
     if text is not None and alias_text is not None and text != alias_text:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
     text = alias_text if text is None else text
-    # LiteLLM sends the text of thinking_blocks also as reasoning_content.
+    # If there is a text, thinking_blocks is ignored: LiteLLM sends its text as reasoning_content too.
     if fields.items("thinking_blocks") and not text:
         raise UserError(
             f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"

@@ -75,8 +75,8 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
 
 
 def _json_float(value: float) -> float | str:
-    """Return a finite `value`, or "inf", "-inf" or "nan". JSON has no such numbers, and the SDK converts the
-    strings to floats."""
+    """Return `value` if it is finite, otherwise the string "inf", "-inf" or "nan", because JSON has no such
+    numbers. The SDK converts these strings to floats."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -1,7 +1,7 @@
 """Parse the bodies of sampling requests.
 
-A request that the server cannot serve exactly raises a `UserError` that names an alternative. No field that
-would change a result is ignored.
+A request that the server cannot serve exactly raises a `UserError` that names an alternative. A field is
+ignored only if it cannot change a result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         target_prompt_tokens=None if targets is None else parse_cells(targets, "target_prompt_logprobs"),
         prompt_logprobs_last_n=fields.optional_integer("prompt_logprobs_last_n"),
     )
-    # Only the loss stable_reinforce reads stability records, and the server rejects this loss.
+    # `record_stability_info` can be ignored: only the loss stable_reinforce reads such records, and
+    # the server rejects this loss.
     fields.finish(ignored=("type", "record_stability_info"))
     if not 1 <= op.num_samples <= MAX_SAMPLES_PER_REQUEST:
         raise UserError(
@@ -147,8 +148,8 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Check the tokens to score and return them as int32. The matrix has one row per prompt position after
-    the first position. The value -1 means no token."""
+    """Check the tokens to score and return them as int32. The matrix has one row for each prompt position
+    except the first. The value -1 means no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(

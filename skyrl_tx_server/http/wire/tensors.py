@@ -11,7 +11,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Maximum number of cells of a matrix, because a small sparse request must not allocate gigabytes."""
+"""Maximum number of cells of a dense matrix, because a small sparse request must not allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
 _NUMBERS: frozenset[type] = frozenset((int, float, bool))
 
@@ -23,7 +23,8 @@ def to_array(
     and for fractions if `dtype` is an integer type, and OverflowError for an integer that is too large for
     `dtype`.
 
-    The list is converted in chunks, between which other threads can run, because numpy holds the GIL.
+    numpy holds the GIL during a conversion. The list is converted in chunks, so that other threads can run
+    between them.
     """
     parts = []
     for start in range(0, len(values), _CHUNK_SIZE):
@@ -56,8 +57,8 @@ def integers(values: list[object], where: str) -> np.ndarray:
 def cells_from_csr(
     values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str
 ) -> CsrMatrix:
-    """Return a sparse matrix. `crow_indices` and `col_indices` are int64. Raise UserError if they are
-    inconsistent."""
+    """Return a sparse matrix. `crow_indices` and `col_indices` are int64. Raise UserError if they do not fit
+    `values` and `shape`, or if they list a cell twice."""
     invalid = UserError(
         f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
         f"{list(shape)}"
@@ -95,14 +96,15 @@ def cells_from_csr(
 def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
         raise UserError(
-            f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a "
-            f"smaller matrix"
+            f"{where}: the shape {list(cells.shape)} exceeds this server's limit of {MAX_CELLS} cells per "
+            f"tensor; send a smaller matrix"
         )
     return cells.dense()
 
 
 def check_dimensions(shape: Sequence[int], where: str) -> None:
-    """Raise UserError for a negative dimension, which numpy would replace with the one that fits the data."""
+    """Raise UserError for a negative dimension, which numpy would replace with the size that fits the
+    data."""
     if min(shape, default=0) < 0:
         raise UserError(
             f"{where}: the shape {list(shape)} has a negative dimension; send the size of every dimension"

@@ -67,7 +67,7 @@ def _attend_on_device(
     q: jax.Array,
 ) -> jax.Array:
     """Compute the tiles whose pages are on this device, and sum the results of all devices. All pages of a
-    tile belong to one data-parallel rank."""
+    tile belong to one data-parallel rank, so the other ranks add zeros."""
     tables, is_local = local_pages(config, cache, jnp.asarray(tiles.tables))
     is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
@@ -116,7 +116,7 @@ def attend_by_loop(
 ) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(tiles.tables), jnp.asarray(tiles.starts) + tiles.lengths
-    # padding attends to all tokens before it
+    # padding positions attend to all positions before the end of the tile's tokens
     last_seen = jnp.minimum(tiles.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
 
     def attend(prompts: int) -> jax.Array:
@@ -171,9 +171,9 @@ class _Attended:
     """The state of a base-2 softmax over a part of the keys, for M prompts, K key-value heads, T queries and
     G heads per key-value head; float32."""
 
-    highest: jax.Array  # [M, K, T, G]
-    total: jax.Array  # [M, K, T, G]
-    values: jax.Array  # [M, K, T, G, hd]
+    highest: jax.Array  # [M, K, T, G], the highest score, rounded up
+    total: jax.Array  # [M, K, T, G], the sum of the weights exp2(score - highest)
+    values: jax.Array  # [M, K, T, G, hd], the sum of the weighted values
 
     def with_segment(
         self, spec: AttentionSpec, q: jax.Array, segment: Segment, visible: jax.Array

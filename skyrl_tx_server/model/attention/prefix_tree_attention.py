@@ -1,9 +1,9 @@
 """Attention over a stream of prefix trees (see `training.packing`), computed in pairs of blocks.
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
-Only pairs of blocks with visible tokens are computed, so the cost depends on the lengths of the sequences and
-not on the square of the stream's length. In the forward and in the backward pass, only the scores of one pair
-of blocks are in memory (Dao et al., arXiv:2205.14135).
+The stream is divided into blocks. A pair of a query block and a key block is computed only if a query sees a
+key, so the cost depends on the lengths of the sequences and not on the square of the stream's length. In both
+passes, only the scores of one pair of blocks are in memory (Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tree_attention(
     """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd]. On a mesh each device
     computes a share of the streams and heads."""
     if spec.sliding_window is None:
-        layout = replace(layout, positions=None)  # the program does not read positions without a window
+        layout = replace(layout, positions=None)  # only a sliding window needs positions
     if config.mesh is None:
         return _attend(spec, layout, q, k, v)
     batch_axis = batch_axes(config, q.shape[0])
@@ -164,7 +164,8 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # [N, K, G, n], the sum over the keys of softmax * its gradient, subtracted in the gradient of the scores
+    # [N, K, G, n], the sum over the keys of weight * gradient of the weight, where weights are the softmax;
+    # the gradient of the scores is weight * (gradient of the weight - this sum)
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def add_query_block(i: jax.Array, grads: _Heads) -> _Heads:

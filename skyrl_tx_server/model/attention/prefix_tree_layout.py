@@ -12,6 +12,6 @@ class TreeLayout:
     """The layout of R streams of T tokens in N blocks. The arrays of one stream have no leading axis."""
 
     subtree_end: ArrayLike  # [R, T] int32, the index after the subtree of each token
-    key_blocks: ArrayLike  # [R, N, N] int32, the key blocks of each query block, visible ones first
+    key_blocks: ArrayLike  # [R, N, N] int32, the key blocks for each query block, visible blocks first
     num_key_blocks: ArrayLike  # [R, N] int32, the number of visible key blocks
     positions: ArrayLike | None = None  # [R, T] int32, positions in the sequences, for sliding windows

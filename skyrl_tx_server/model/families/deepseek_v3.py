@@ -1,10 +1,10 @@
 """DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, and dense layers before layers with groups of experts.
 
-Heads attend in the latent space. The key of a head is `W_k c`, where `c` is the latent vector of the token,
-concatenated with the rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
-multiplied by `W_k^T`, and all heads attend to one key-value head: `c` and the rotated key. The values are
-also `c`, and the attention output is multiplied by `W_v`. The cache stores this key-value head, once as key
-and once as value, instead of the keys and values of every head.
+Heads attend in the latent space. `c` is the latent vector of a token. The key of a head is `W_k c`,
+concatenated with a rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
+multiplied by `W_k^T`, and all heads attend to one key-value head: `c`, concatenated with the rotated key. The
+values are also `c`, and the attention output is multiplied by `W_v`. The cache stores this key-value head,
+once as key and once as value, instead of the keys and values of every head.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def add_latent_attention[Aux](
 def _queries_to_latent(
     config: ModelConfig, nope: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Multiply queries [B, T, H, nope_dim] by `W_k^T`, the key part of `kv_b`: [B, T, H, kv_lora_rank]."""
+    """Return queries [B, T, H, nope_dim] times `W_k^T` as [B, T, H, kv_lora_rank]. `W_k` is the key part of
+    `kv_b`."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthk,hkc->bthc", nope, _kv_b_by_head(config, params)[:, : latent.qk_nope_head_dim])
     if module is None:
@@ -141,8 +142,8 @@ def _queries_to_latent(
 def _values_from_latent(
     config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Multiply attention outputs [B, T, H, kv_lora_rank] by `W_v`, the value part of `kv_b`: [B, T, H,
-    value_dim]."""
+    """Return attention outputs [B, T, H, kv_lora_rank] times `W_v` as [B, T, H, value_dim]. `W_v` is the
+    value part of `kv_b`."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthc,hvc->bthv", attended, _kv_b_by_head(config, params)[:, latent.qk_nope_head_dim :])
     if module is None:
@@ -172,16 +173,17 @@ def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, rope_dim]. Interleaved pairs are first moved into the two halves. This does
-    not change scores, because queries and keys have the same order."""
+    """Rotate x [B, T, heads, rope_dim]. Of interleaved pairs, the first elements are moved to the first half
+    and the second elements to the second half. This does not change scores, because it reorders queries and
+    keys in the same way."""
     if latent.interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, rope)
 
 
 def _score_scale(config: ModelConfig) -> float:
-    """Return the factor by which queries are multiplied, because `plain_attention` scales the scores by
-    head_dim^-0.5 and Hugging Face has another scale."""
+    """Return the factor of the queries that leads to the scale of Hugging Face. `plain_attention` scales the
+    scores by head_dim^-0.5, which is not that scale."""
     latent, scaling = _latent(config), config.rope_scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
     return mscale**2 * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
@@ -262,8 +264,8 @@ def _read_experts(raw: Mapping[str, Any], config: ModelConfig) -> Experts:
     ):
         raise ConfigError(
             f"n_routed_experts={experts.count}, n_group={groups.count}, topk_group={groups.per_token}, "
-            f"num_experts_per_tok={experts.per_token}: groups must have the same size of at least 2 experts, "
-            "and topk_group groups must have at least num_experts_per_tok experts"
+            f"num_experts_per_tok={experts.per_token}: all groups must have the same size, at least 2 "
+            "experts, and topk_group groups together must have at least num_experts_per_tok experts"
         )
     if not 0 <= experts.dense_layers < config.num_layers:
         raise ConfigError(

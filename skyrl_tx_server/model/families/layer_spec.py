@@ -24,9 +24,9 @@ from skyrl_tx_server.model.mesh import Axes, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""The weights of one layer by field, or of a stack of layers, whose leaves have a leading L axis. The weights
-of one layer may contain the expert matrices of the whole stack [L, E, out, in]. The entry STACK_INDEX is then
-the index of the layer in the stack."""
+"""Field -> weight, of one layer or of a stack of layers, in which every weight has a leading axis L. The
+expert matrices of one layer may be given as those of the whole stack, [L, E, out, in]. In this case the entry
+STACK_INDEX is the index of the layer in the stack."""
 
 STACK_INDEX = "stack_index"
 
@@ -60,7 +60,7 @@ class Weight:
     every tensor: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
     """
 
-    names: tuple[str, ...]  # after `model.layers.N.`; {expert} is the number of the expert
+    names: tuple[str, ...]  # without `model.layers.N.`; {expert} stands for the number of the expert
     widths: tuple[int, ...]  # number of outputs, one per name
     inputs: int = 0  # number of inputs; 0: a vector
     experts: int = 0  # size of the leading expert axis; 0: no such axis
@@ -75,7 +75,7 @@ class Weight:
 
     @property
     def is_projection(self) -> bool:
-        """Whether `project` multiplies by the field. `tile_products` multiplies by the weights of experts."""
+        """Whether the layer uses the field in `project`. `tile_products` uses the weights of experts."""
         return self.inputs > 0 and self.experts == 0 and self.switch is not None
 
     def stored_shape(self, config: ModelConfig) -> tuple[int, ...]:
@@ -116,8 +116,8 @@ class AttentionBlock(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """Return x [B, T, D] plus its attention, and the `aux` of `attend`. `adapter` is the adapter of the
-        layer: one for the batch, or all LoRA slots with the indices of the batch."""
+        """Return x [B, T, D] plus its attention, and the `aux` of `attend`. `adapter` has the factors of
+        the layer: of one adapter for the whole batch, or of all LoRA slots with the slot of each sequence."""
         ...
 
 
@@ -257,7 +257,7 @@ def add_attention[Aux](
     heads: tuple[jax.Array, jax.Array, jax.Array],
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Add the attention of the rotated heads (q, k, v), projected by `o`, to x [B, T, D]."""
+    """Compute attention with the rotated heads (q, k, v), project it by `o`, and add it to x [B, T, D]."""
     attended, aux = attend(*heads)
     attended = attended.reshape(*x.shape[:2], -1)
     (added,) = project(config, attended, params["o"], (config.hidden_size,), module_of(adapter, "o"))
@@ -299,11 +299,11 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     attention_block: AttentionBlock = add_self_attention
     mlp_block: MlpBlock = add_mlp
-    expected: Mapping[str, Any]  # entries of config.json that must be absent, null or this value
+    expected: Mapping[str, Any]  # entry of config.json -> its value, unless absent or null
     attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
-    default_head_dim: int | None = None  # None: hidden size / heads
+    default_head_dim: int | None = None  # if config.json has none; None: hidden size / heads
     first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None
     """The weights of the first `Experts.dense_layers` layers. None: the family has no such layers."""
     read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
-    """(config.json, the configuration with the entries that all families share) -> the configuration."""
+    """(config.json, configuration without the entries of this family only) -> the whole configuration."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`

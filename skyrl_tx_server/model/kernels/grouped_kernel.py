@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton
 from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM, product
 
 OUTPUTS, INPUTS = 128, 64
-"""The maximum numbers of outputs and inputs of a weight in one matrix product of a program."""
+"""A kernel program multiplies by one block of a weight at a time. This is the maximum size of the block."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:
@@ -31,8 +31,8 @@ def grouped_products(
     interpret: bool = False,
 ) -> jax.Array:
     """Multiply each tile [tile, in] by `weight[expert].T`, where `weight` is [E, out, in]. With `transposed`
-    (the backward pass), multiply each tile [tile, out] by `weight[expert]`. Tiles after the first `used` are
-    zero in the result. Sums are float32."""
+    (the backward pass), multiply each tile [tile, out] by `weight[expert]`. Only the first `used` tiles
+    are multiplied. The result of all further tiles is zero. Sums are float32."""
     count, rows, _ = tiles.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     height = max(MIN_DIM, pl.next_power_of_2(rows))

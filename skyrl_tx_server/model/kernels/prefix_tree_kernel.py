@@ -1,9 +1,10 @@
 """Pallas kernels of `tree_attention` for GPUs, compiled by Triton. The scores of a tile stay in registers
 (Dao, arXiv:2307.08691).
 
-A program computes the attention of a tile of queries of one head, the gradient of such a tile, or the
-gradients of a tile of keys and values of one key-value head. It reads the tiles of keys (or queries) one
-after the other in a fixed order, so results are bit-identical in every run. Products are summed in float32.
+In the kernels of the forward pass and of the query gradient, a program computes one tile of queries of one
+head and reads the tiles of keys. In the kernel of the key gradient, a program computes one tile of keys and
+values of one key-value head and reads the tiles of queries. A program reads tiles one after the other in a
+fixed order, so results are bit-identical in every run. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
 memory."""
-WIDE_HEAD = 256  # bytes; for wider heads, shared memory has space for one pipeline stage only
+WIDE_HEAD = 256  # bytes of a head vector; wider heads leave shared memory for one pipeline stage only
 QUERY_TILE, TILE = 128, 64
 """Tokens per tile: QUERY_TILE for queries in the forward pass, TILE for keys and in the backward pass."""
 
@@ -68,7 +69,7 @@ def backward(
     """Return the gradients of q, k and v, from the inputs and outputs of `forward` and the gradient of its
     outputs."""
     batch, length, heads, head_dim = q.shape
-    # [R, H, T], the sum over the keys of softmax * gradient, subtracted in the gradient of the scores
+    # [R, H, T]: the sum over the keys of (softmax weight * its gradient), for the gradient of the scores
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
@@ -140,8 +141,8 @@ def _has_99_kib() -> bool:
 def _query_specs(
     layout: TreeLayout, q: jax.Array, k: jax.Array, tile: int
 ) -> tuple[tuple[pl.BlockSpec, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Return the specs of programs per (tile of queries, head, stream): of the layout, of arrays like q, of k
-    and v, and of arrays [R, H, T]."""
+    """Return the block specs for a grid of (tiles of queries, heads, streams): (specs of the layout, spec of
+    arrays like q, spec of k and v, spec of arrays [R, H, T])."""
     (_, length, heads, head_dim), kv_heads, blocks = q.shape, k.shape[2], layout.num_key_blocks.shape[1]
     kv_group, tiles_per_block = heads // kv_heads, length // blocks // tile
     layout_specs = (
@@ -182,7 +183,8 @@ def _forward_kernel(
 
     start = (jnp.full(tile, MASKED), jnp.zeros(tile), jnp.zeros(queries.shape, jnp.float32))
     highest, total, attended = _over_keys(ends, key_blocks, num_key_blocks, tile, add_keys, start)
-    any_visible = total > 0  # padding may see no key; its weights are zero in the backward pass
+    # A padding query may see no key. Its `log_total` then makes its weights zero in the backward pass.
+    any_visible = total > 0
     total = jnp.where(any_visible, total, 1.0)
     out[...] = (attended / total[:, None]).astype(out.dtype)
     log_total[...] = jnp.where(any_visible, highest + jnp.log2(total), -MASKED)
@@ -262,8 +264,8 @@ def _over_keys[State](
     add: Callable[[Any, jax.Array, State], State],
     start: State,
 ) -> State:
-    """Call `add(slice of a tile of keys, visible [queries, keys], state)` for all keys of the key blocks of a
-    tile of queries."""
+    """Call `add(slice of the tile, visible [queries, keys], state)` for each tile of keys in the key blocks
+    that the program's tile of queries reads. Return the last state."""
     queries = pl.program_id(0) * tile + jnp.arange(tile)
     block = ends.shape[0] // key_blocks.shape[0]
     width = min(TILE, block)

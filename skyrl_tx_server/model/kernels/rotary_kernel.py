@@ -51,7 +51,8 @@ def normalize_and_rotate(
 
 
 def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float) -> None:
-    """Process one head of one sequence. A head is loaded as two halves, the pairs of the rotation."""
+    """Process one head of one sequence. The head is loaded as two halves, because the rotation pairs element
+    i of the first half with element i of the second half."""
     *norms, queries, keys, values = norms_and_outputs
     row, head = pl.program_id(0), pl.program_id(1)
     (_, num_queries, head_dim), num_keys = queries.shape, keys.shape[1]

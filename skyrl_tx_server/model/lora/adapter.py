@@ -29,8 +29,8 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""The factors of the adapted projections of a layer, by field. If they are stacked over layers, every leaf,
-including `scale`, has a leading axis of layers."""
+"""Field of an adapted projection -> its LoRA factors, for one layer or stacked over layers. In a stack, every
+leaf, including `scale`, has a leading axis of layers."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +165,7 @@ def slot_layer(modules: LayerAdapter, indices: LoraIndices, layer: ArrayLike) ->
 
 
 def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
-    """Return a sharding for every leaf. None: there is one device."""
+    """Return a sharding for every leaf, or None if there is only one device."""
     mesh = config.mesh
     if mesh is None:
         return None

@@ -47,7 +47,8 @@ class JoinedFactors:
     b: jax.Array
     """[R, sum(out)], multiplied by the scales. Zero where row and column belong to different parts."""
     uses: jax.Array | None
-    """[B, 1, R], one for the slot that a sequence uses and zero for the others. None: there is one slot."""
+    """[B, 1, R], 1 in the columns of the slot that a sequence uses and 0 in all other columns. None: there is
+    one slot, which all sequences use."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +70,8 @@ class LoraWeights:
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
     """Return the indices of the sequences' LoRA slots, in host memory. With `num_lora_slots`, programs are
-    compiled for one slot, for SEVERAL slots and for all slots, and `max_loras` is the smallest sufficient
-    number.
+    compiled for one slot, for SEVERAL slots and for all slots, and `max_loras` is the smallest of these
+    numbers that is at least the number of slots in use.
 
     >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
     [1, 4, 8]
@@ -154,7 +155,7 @@ def project(
     base model. `by` is the mesh axis that divides the outputs of each part (see `layer_spec.Weight`).
     None: `tensor` divides the inputs.
     """
-    # The delta then has the same sharding as the product with `weight`.
+    # With this sharding of x, the adapter's delta has the same sharding as the product with `weight`.
     x = shard_batch(config, x, features="tensor" if by is None else None)
     form = "bti,io->bto" if config.inputs_first else "bti,oi->bto"
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
@@ -171,15 +172,15 @@ def project(
 
 
 def _joins_factors(config: ModelConfig, module: LoraWeights) -> bool:
-    """Return whether `project` adds one delta to the fused output. On a GPU, the product with `weight`
-    accumulates this delta. With one delta per part, XLA would copy each part of the output."""
+    """Return whether `project` adds one delta to the fused output, not one delta to each part. On a GPU, XLA
+    adds one delta within the product with `weight`, but would copy each part to add a delta per part."""
     one_slot = module.indices is None or module.indices.max_loras == 1
     return on_gpu() and config.mesh is None and one_slot
 
 
 def fused_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
-    """Return the delta of one adapter for x [B, T, in], the parts of `low_rank_deltas` in one array
-    [B, T, sum(out)]."""
+    """Return the delta of one adapter for x [B, T, in] as one array [B, T, sum(out)]. The array contains the
+    deltas that `low_rank_deltas` returns for the parts."""
 
     def compute(weights: LoraWeights) -> tuple[jax.Array]:
         inner = _product(x, weights.a.astype(x.dtype))
@@ -190,7 +191,8 @@ def fused_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
 
 
 def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
-    """Return matrices [..., R, out_part] as one [..., len(parts) * R, sum(out_part)]."""
+    """Return one block-diagonal matrix [..., len(parts) * R, sum(out_part)]. Its blocks are the matrices
+    `parts` [..., R, out_part]."""
     widths = [part.shape[-1] for part in parts]
     leading = [(0, 0)] * (parts[0].ndim - 1)
     rows = [
@@ -244,9 +246,9 @@ def low_rank_deltas(
 ) -> tuple[jax.Array, ...]:
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
-    `inputs_first` states that the bits of products with the factors, which are [inputs, outputs], do not
-    depend on the number of rows (see `weight_layout.py`). Otherwise decode steps on a CPU transpose the
-    factors.
+    The factors have the layout [inputs, outputs]. `inputs_first` states that the bits of products with this
+    layout do not depend on the number of rows (see `weight_layout.py`). Without it, decode steps on a CPU
+    transpose the factors.
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)

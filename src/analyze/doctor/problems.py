@@ -75,9 +75,9 @@ PROBLEMS: dict[ProblemName, Problem] = {
         command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.KL_RISING: Problem(
-        sign=f"`optim/kl_sample_train_v2` above {MAX_SAMPLER_KL:g} or `optim/kl_policy_base` above "
-        f"{MAX_BASE_KL:g} nats per token in the last third of at least {MIN_STEPS} steps, and at least "
-        f"{KL_GROWTH:g} times the value of the first third",
+        sign=f"in the last third of at least {MIN_STEPS} steps, `optim/kl_sample_train_v2` is above "
+        f"{MAX_SAMPLER_KL:g} or `optim/kl_policy_base` is above {MAX_BASE_KL:g} nats per token, and this "
+        f"metric is at least {KL_GROWTH:g} times its value in the first third",
         meaning="The updates are too large: the trained policy moves away from the policy that samples, or "
         "from the base model.",
         command="agent-trainer resume {run} learning_rate={lower_rate}",

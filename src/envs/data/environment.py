@@ -24,7 +24,7 @@ from src.envs.service.tool_calls import without_thoughts
 from src.policy.chat import Chat, Message
 
 RETRY_MESSAGE = "That is not correct. Try again."
-SOLVED = 1.0  # an answer with at least this reward is not tried again
+SOLVED = 1.0  # after an answer with at least this reward there is no further attempt
 
 
 class DataEnv:

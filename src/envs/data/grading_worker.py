@@ -1,12 +1,12 @@
-"""`python -m src.envs.data.grading_worker math|regex`: compares answers with references. Requests (<-)
-and replies (->) are lines of JSON.
+"""`python -m src.envs.data.grading_worker math|regex`: compares answers with references. The worker reads
+requests (<-) and writes replies (->) as lines of JSON.
 
     -> {"id": 0}                     the worker is ready
     <- {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}
     -> {"id": 1, "equal": true}
 
-A comparison may not end for an answer such as 9^9^9^9, and Python cannot interrupt it. SIGALRM therefore ends
-the process at the deadline of a request, and its memory is limited.
+The comparison of an answer such as 9^9^9^9 may run forever, and Python cannot interrupt it. SIGALRM therefore
+ends the process at the deadline of a request. The memory of the process is limited.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def open_comparison(name: str) -> Callable[[str, str], bool]:
     from math_verify import parse, verify  # imports sympy, which takes a second
 
     def has_same_value(reference: str, answer: str) -> bool:
-        # The timeouts of math-verify are off: they would install a handler for SIGALRM.
+        # The timeouts of math-verify are off, because they would install a handler for SIGALRM.
         gold = parse(f"${reference}$", parsing_timeout=0) or parse(reference, parsing_timeout=0)
         return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0)
 

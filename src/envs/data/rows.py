@@ -5,9 +5,9 @@
     {"messages": [{"role": "user", ...}, {"role": "assistant", "content": "42"}]}          as in chat data
 
 If the last of several messages is an assistant message, it is removed from the conversation. It is the
-reference answer, unless an answer column has one. The agent sees other assistant messages as the earlier
-conversation. If several user messages follow the last of these, each is sent after the agent has answered the
-previous one.
+reference answer, unless an answer column has one. The agent sees the remaining assistant messages as the
+earlier conversation. If several user messages follow the last remaining assistant message, the agent gets the
+first of them at the start, and each further one after it has answered the previous one.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class FleetSettings:
     url: str  # of the MCP server; may contain {env_key} and {env_version}
     headers: Mapping[str, str]
     call_timeout_s: float  # of one tool call
-    verifier_timeout_s: float  # without the time of its tool calls
+    verifier_timeout_s: float  # of one verifier run, without the time of the verifier's tool calls
     max_result_chars: int  # the agent sees at most this many characters of a tool's result
     reset_tool: str  # called at the start of each trial; empty: none
     verifier_tools: frozenset[str]  # only the verifier can call them
@@ -134,9 +134,9 @@ class FleetEpisode:
             return _error(str(error))
 
     async def _call_reliably(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
-        """Call a tool for the trainer or the verifier. The result of a rejected call is an error.
+        """Call a tool for the trainer or the verifier. A rejected call returns a result that is an error.
 
-        Raises EnvServerError if there is no valid result.
+        Raises EnvServerError if the call fails in any other way.
         """
         assert self._session is not None
         try:
@@ -166,7 +166,8 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
-    """Return the settings of `environment_kwargs`, and whether all calls of an answer are executed.
+    """Return the settings of `environment_kwargs`, and whether all tool calls of an answer are executed, not
+    only the first.
 
     Raises ConfigError for an invalid option.
     """
@@ -194,7 +195,7 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
 async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
     """Run a verifier, and list the tools of each server.
 
-    Raises ConfigError if one of them fails, or if the tools of a server do not fit the settings.
+    Raises ConfigError if the verifier or a server fails, or if the tools of a server do not fit the settings.
     """
     try:
         await verify(PROBE, "", _no_tool, timeout_s=VERIFIER_TIMEOUT_S)
@@ -219,7 +220,9 @@ async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
                 f"env=fleet: {url} has no tool for the agent; add one, or shorten verifier_tools"
             )
         if not session.is_stateful and not settings.reset_tool:
-            logger.warning("%s gives sessions no id, so trials may share its state; set reset_tool", url)
+            logger.warning(
+                "%s gives sessions no id, so trials may share the server's state; set reset_tool", url
+            )
 
 
 def shortened(text: str, max_chars: int) -> str:

@@ -22,7 +22,7 @@ PROTOCOL_VERSION = "2025-06-18"
 CONNECT_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 8 * 2**20
-MAX_PAGES = 100  # of the list of tools
+MAX_PAGES = 100  # maximum number of pages of the list of tools
 # HTTP statuses that the arguments of a call cannot cause: the server denies access, the session has ended
 # (404), or the server or a gateway is unavailable.
 UNAVAILABLE = frozenset({401, 403, 404, 408, 429, 502, 503, 504})
@@ -210,7 +210,8 @@ def tool_result(result: Mapping[str, object]) -> ToolResult:
             value = json.loads(text)
     elif not text:
         text = json.dumps(value)
-    text = text.encode("utf-8", "replace").decode()  # JSON allows half of a surrogate pair
+    # JSON allows half of a surrogate pair, which UTF-8 cannot encode.
+    text = text.encode("utf-8", "replace").decode()
     return ToolResult(text=text, value=value, is_error=result.get("isError") is True)
 
 
@@ -240,7 +241,7 @@ def _objects(value: object) -> Sequence[Mapping[str, object]]:
 
 
 async def _answer(response: httpx.Response, request_id: object) -> Mapping[str, object]:
-    """Return the message that answers a request. Other messages of the stream are ignored."""
+    """Return the message of `response` that answers a request. All other messages are ignored."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip()
     pieces = _events(response) if kind == "text/event-stream" else _whole(response)
     async for piece in pieces:

@@ -59,8 +59,8 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
         value = row[name]
         if value != "" and not (isinstance(value, str) and URL_NAME.fullmatch(value)):
             raise ConfigError(
-                f"{where}: {name}={value!r} is not made of letters, digits, '.', '_' and '-', with a letter "
-                "or digit first; correct it"
+                f"{where}: {name}={value!r} must begin with a letter or digit and contain only letters, "
+                "digits, '.', '_' and '-'; correct it"
             )
     if row["task_modality"] not in MODALITIES:
         raise ConfigError(
@@ -85,7 +85,7 @@ def parse_task(line: str, *, path: Path, where: str) -> Task:
 def verifier_function(code: str, *, where: str) -> str:
     """Return the name of the function that grades: `verify`, or the only function of the code.
 
-    Raises ConfigError if the code cannot be parsed or does not determine the function.
+    Raises ConfigError if the code cannot be parsed, or defines neither `verify` nor exactly one function.
 
     >>> verifier_function("async def check(env): return 1.0", where="here")
     'check'

@@ -1,8 +1,8 @@
 """Runs the verifier of a Fleet task in a separate sandbox.
 
 The sandbox has no network, none of the trainer's environment variables, and read-only system directories. An
-agent reaches neither the process nor its files: the verifier receives the final answer as text and calls
-tools through the trainer.
+agent reaches neither the verifier's process nor its files: the verifier receives the final answer as text and
+calls tools through the trainer.
 A verifier that raises, hangs or returns no finite number gives the reward 0 with a graded-zero reason,
 because the state that the agent left can cause each of these.
 """

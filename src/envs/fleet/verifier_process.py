@@ -39,7 +39,10 @@ class Environment:
         self._exchange = exchange
 
     def call_tool(self, name: str, arguments: Json | None = None) -> Any:
-        """Return the structured result of a tool, or its text, parsed if it is JSON. Raises ToolError."""
+        """Return the structured result of a tool. If it has none, return its text, parsed if it is JSON.
+
+        Raises ToolError if the tool returned an error.
+        """
         result = self._exchange({"call": name, "arguments": arguments or {}})
         if result["is_error"]:
             raise ToolError(result["text"])

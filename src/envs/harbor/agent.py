@@ -55,7 +55,7 @@ def register_session(key: str, session: AgentSession) -> Generator[None]:
 
 
 def first_prompt(instruction: str) -> str:
-    """Return the first prompt of Terminus-2 with an empty screen, the shortest that a trial can have."""
+    """Return the first prompt of Terminus-2 with an empty screen. No first prompt of this task is shorter."""
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 

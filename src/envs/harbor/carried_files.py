@@ -1,4 +1,4 @@
-"""The files of an agent that are carried over into the fresh environment that grades its trial.
+"""Select the files of an agent that are carried over: a fresh environment with these files grades the trial.
 
 This module runs on the host. It reads a listing and an archive from the agent's environment, in which the
 agent may have replaced every program. Both are therefore untrusted data. The result contains only files that
@@ -52,8 +52,8 @@ NOT_FILES_OF_THE_AGENT = (
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
-# No symbolic link of the agent may lead to these paths: the verifier would read the expected answer, or its
-# own input, instead of a file of the agent.
+# No symbolic link of the agent may lead to these paths. Otherwise the verifier could read the expected
+# answer, or its own input, instead of a file of the agent.
 VERIFIER_PATHS = (
     "/tests", "/logs/verifier", "/proc", "/sys", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr",
     "/.sandbox",
@@ -80,7 +80,7 @@ class FileChanges:
 
     carried: Mapping[str, FileEntry] = field(default_factory=dict)  # created or changed files by path
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
-    symlinks: frozenset[str] = frozenset()  # links from before the agent acted, without those in `removed`
+    symlinks: frozenset[str] = frozenset()  # links that existed before the agent acted, minus `removed`
 
 
 class CarryRules:
@@ -304,7 +304,8 @@ def leads_to_verifier(path: str, target: str) -> bool:
 
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:
-    """Write an archive with one empty file that no verifier reads, to test whether files can be unpacked."""
+    """Write an archive with one empty file that no verifier reads, and return the changes in it. The archive
+    tests whether files can be unpacked."""
     with tarfile.TarFile(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         tar.addfile(tarfile.TarInfo(PROBE_FILE.lstrip("/")))
     return FileChanges(carried={PROBE_FILE: FileEntry(kind="f", mode=0o644, size=0)})

@@ -33,7 +33,7 @@ from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
 ENGINE_TIMEOUT_S = 120
-MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of changes that the engine reports against the image
+MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of differences from the image that the engine reports
 
 
 class DockerFiles:
@@ -83,7 +83,7 @@ class DockerFiles:
             for path, kind in difference.items()
             if kind == REMOVED and rules.removes(path) and self._is_inside(path)
         ]
-        # The engine reports no types, modes and sizes. `FilteredArchive` checks them for each member.
+        # The engine reports no types, modes or sizes. `FilteredArchive` checks them for each member.
         any_entry = FileEntry(kind="d", mode=0, size=0)
         changed = {
             path: kind
@@ -103,20 +103,22 @@ class DockerFiles:
         return FileChanges(carried=carried, removed=removed)
 
     def _is_inside(self, path: str) -> bool:
-        """Return whether `path` is neither in a mount nor a directory that contains a mount."""
+        """Return whether `path` is outside all mounts and contains no mount."""
         return not any(
             path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
             for mount in self._mounts
         )
 
     def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> bool:
-        """Add `path` to the archive. Returns whether all files below `path` were added too."""
+        """Add `path` to the archive. Of a directory that the image already has, only the directory itself is
+        added. Return whether everything below `path` was added too.
+        """
         try:
             stream, _ = container.get_archive(path)
         except NotFound:
             return False
         directory = str(PurePosixPath(path).parent)
-        # The stream is closed, because the engine cannot remove a container while it writes an archive of it.
+        # An open stream would prevent the engine from removing the container, so the stream is always closed.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             size = 0
             first: tarfile.TarInfo | None = None

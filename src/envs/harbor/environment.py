@@ -1,5 +1,5 @@
-"""env=harbor: the task source of Harbor task folders, and the configuration of the environments of their
-trials.
+"""env=harbor: the task source that loads Harbor task folders, and the configuration of the environments in
+which their trials run.
 
 Importing Harbor takes seconds, so this module does not import it at the top. Functions that need Harbor call
 `import_harbor`.
@@ -35,7 +35,7 @@ OWN_ENVIRONMENTS = {
     "sandbox": "src.envs.sandbox.environment:SandboxEnvironment",
     "docker": "src.envs.sandbox.containers:ContainerEnvironment",
 }
-"""The classes that replace those of Harbor, by the value of `environment_type`."""
+"""`environment_type` -> import path of the class that runs the environment in place of Harbor's class."""
 
 
 def new_run_label() -> str:
@@ -134,7 +134,7 @@ def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[
             replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
             for task in folder_tasks
         ]
-    # A folder of held-out tasks can be inside tasks_dir.
+    # A folder of held-out tasks can be inside tasks_dir, so its tasks are removed from the training tasks.
     held_out_paths = {task.path for task in held_out}
     train = [task for task in train if task.path not in held_out_paths]
     require_unique_ids([*train, *held_out])

@@ -42,7 +42,8 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
 
 
 def _log_mounts(paths: TrialPaths, environment_paths: EnvironmentPaths) -> list[ServiceVolumeConfig]:
-    """Return the mounts of the directories of `paths` below /logs. Create the artifacts directory."""
+    """Return mounts of three directories of `paths`, whose targets in the environment are below /logs. Create
+    the artifacts directory of `paths`."""
     artifacts = paths.host_artifact_path(MAIN_SERVICE_NAME, environment_paths.artifacts_dir.as_posix())
     artifacts.mkdir(parents=True, exist_ok=True)
     mounts = (

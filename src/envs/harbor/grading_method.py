@@ -158,7 +158,7 @@ def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
 def grading_methods(
     tasks: Iterable[Task], option: GradingOption, environment_type: str
 ) -> dict[Path, GradingMethod]:
-    """Return the grading method of each task by the task's folder, and log how many tasks use each mode."""
+    """Return a map from the task's folder to its grading method. Log how many tasks use each mode."""
     methods = {task.path: option.method_for(task, environment_type) for task in tasks}
     counts = Counter(
         method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE

@@ -27,7 +27,8 @@ from src.envs.harbor.carried_files import (
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 
 TRANSFER_TIMEOUT_S = 300
-# The agent can write to these three file systems. The host's files below /usr are on other file systems.
+# The agent can write to the file systems of these three directories. The host's files below /usr are on other
+# file systems, so -xdev excludes them.
 LIST = (
     "find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) "
     f"-prune -o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
@@ -57,7 +58,7 @@ class SandboxFiles:
         self._rules = carry_rules(self._environment.environment_variables, module_directories(self._before))
 
     async def freeze(self) -> None:
-        """Kill the agent's processes. Later uploads of Harbor go to the archive and not to the sandbox."""
+        """Kill the agent's processes. Keep the files that Harbor uploads later for `export`."""
         await self._environment.kill_processes()
         if self._environment.held_uploads is None:
             self._environment.hold_uploads()

@@ -63,8 +63,8 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
     if not folders:
         raise ConfigError(f"{directory} contains no task folders; give a folder of task folders")
     tasks: list[Task] = []
-    refused: dict[str, list[Path]] = {}  # folders by the reason
-    warnings: dict[str, list[str]] = {}  # task ids by the warning
+    refused: dict[str, list[Path]] = {}  # reason -> folders
+    warnings: dict[str, list[str]] = {}  # warning -> task ids
     for folder in folders:
         try:
             task, task_warnings = load_task(folder, check=check)
@@ -199,8 +199,8 @@ FIX_VERIFIER = (
 
 
 def verifier_needs(folder: Path) -> str | None:
-    """Return what first needs the internet in tests/test.sh: a program, with its subcommand if that matters,
-    or an apt-get install of packages that this machine lacks; None if nothing does."""
+    """Return the first command of tests/test.sh that needs the internet, or None. It is the result of
+    `needs_network`, or an `apt-get install` of the packages that this machine lacks."""
     try:
         script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -214,8 +214,8 @@ def verifier_needs(folder: Path) -> str | None:
 
 
 def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
-    """Raise ConfigError if there is neither an image nor a Dockerfile or docker-compose.yaml, or if Harbor's
-    environment refuses the task. Return a warning if the verifier may need the internet and has none."""
+    """Raise ConfigError if the task has no image, no Dockerfile and no docker-compose.yaml, or if Harbor's
+    environment refuses the task. Return a warning if the verifier needs the internet and has no network."""
     environment = folder / "environment"
     if config.environment.docker_image is None and not any(
         (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")

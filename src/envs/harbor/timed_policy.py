@@ -13,14 +13,15 @@ PROBE_TIMEOUT_S = 20.0
 
 
 class TimedPolicy(PolicyWrapper):
-    """Passes each call to `policy` and measures its time. The trial starts when this object is made."""
+    """Passes each call to `policy` and measures its time. The trial's time starts when the object is made."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self.unanswered_s = 0.0  # the waiting time of the last cancelled call
         self._started = time.monotonic()
         self._first_completion: float | None = None
-        self._sampling_s = 0.0  # after the first completion, including calls without a result
+        # The duration of all calls after the first completion, including calls without a result.
+        self._sampling_s = 0.0
         self._last_prompt: Sequence[int] = ()
 
     async def sample(self, request: SampleRequest) -> Turn:

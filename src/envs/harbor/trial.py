@@ -47,7 +47,7 @@ class RunningTrial:
     session: AgentSession
     policy: TimedPolicy
     grading: Grading
-    started: float  # by the monotonic clock
+    started: float  # `time.monotonic()` at the start of the trial
 
 
 class HarborTrial:
@@ -134,7 +134,7 @@ class HarborTrial:
                     )
                     self._running = running
                     try:
-                        # The caller of `run` enforces the trial's deadline by cancelling the call.
+                        # No deadline, because the caller of `run` cancels `run` at the trial's deadline.
                         result = await run_with_deadline(trial.run(), None)
                     except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
@@ -237,10 +237,10 @@ class HarborTrial:
 
 
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
-    """Return the waiting time of the last call if the server made the agent reach its time limit, else 0.
+    """Return how long the unanswered sampling call waited if it made the agent reach its time limit, else 0.
 
-    The server is assumed to be the cause if the call took more than half of the agent's time, or if the agent
-    has no answer at all. Harbor grades an agent that reached its time limit, but an agent that waited for a
+    The call is assumed to be the cause if it took more than half of the agent's time, or if the agent has no
+    answer at all. Harbor grades an agent that reached its time limit, but an agent that waited for a
     lost server must not be graded.
     """
     if not timed_out(result):

@@ -33,7 +33,7 @@ class FolderSummary:
     """The state of a trial's folder after the limits were applied."""
 
     size: int  # bytes
-    is_complete: bool  # no file was left out of the folder, by this module or by a download
+    is_complete: bool  # False if this module or a download left out a file
     is_essential_only: bool = False
 
 
@@ -43,7 +43,7 @@ class JobsQuota:
 
     limit: int  # bytes
     _used: int | None = None  # None: not measured yet
-    # Measured bytes of each trial folder, without the trials that have ended since then.
+    # The bytes of each trial folder when it was measured. A trial is removed when it ends.
     _measured: dict[Path, int] = field(default_factory=dict)
     _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -54,7 +54,7 @@ class JobsQuota:
             if self._used is None:
                 self._measured = _measure(folder.parents[1])
                 self._used = sum(self._measured.values())
-            # The folder of a trial that was running when it was measured is counted again below.
+            # If the trial was running when its folder was measured, its bytes are counted again below.
             self._used -= self._measured.pop(folder, 0)
             if not folder.is_dir():
                 return FolderSummary(size=0, is_complete=True)
@@ -108,7 +108,7 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
 
 
 def keep_essential(folder: Path) -> FolderSummary:
-    """Remove all files except the essential ones, and truncate the logs among these to `MAX_LOG_BYTES`."""
+    """Remove all files except the essential ones. Truncate the files in LOGS to `MAX_LOG_BYTES`."""
     size = 0
     with os.scandir(folder) as top:
         for entry in [*top]:

@@ -20,7 +20,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
     # `Grading` stores its own AgentFaults in `Grading.fault`, whose reason takes precedence. After the
-    # agent's first turn, any other AgentFault is raised by TrainingVerifier.
+    # agent's first turn, any other AgentFault comes from TrainingVerifier, which cannot read the reward file.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
@@ -73,7 +73,7 @@ def failure_kind(result: TrialResult, agent_error: TrainerError | None) -> Failu
 
 
 def zero_reason(result: TrialResult, agent_error: TrainerError | None) -> ZeroReason:
-    """Return the graded-zero reason of a trial whose agent prevented its grading."""
+    """Return the graded-zero reason of a trial that could not be graded because of its agent."""
     if isinstance(agent_error, SandboxError):
         return ZeroReason.SANDBOX_BROKEN
     if result.exception_info is None or timed_out(result):

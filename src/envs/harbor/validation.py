@@ -48,10 +48,11 @@ class TaskValidation:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
     def line(self, *, logs_dir: str | None = None) -> str:
-        """Return this task's line of the report. `logs_dir` is the folder of the trials; None: not kept."""
+        """Return this task's line of the report. `logs_dir` is the trials' folder; None: it is not kept."""
         if self.oracle is None and not self.is_unsound:
             return (
-                f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it is solvable"
+                f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether the task is "
+                "solvable"
             )
         if self.is_sound:
             return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {self.grading.name}"
@@ -86,8 +87,8 @@ async def validate(
     """Play each task with its solution and with an agent that does nothing.
 
     `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
-    known. All tasks are graded with `method`. If it is None, the scores of a task's solution determine its
-    method.
+    known. All tasks are graded with `method`. If `method` is None, the grading method of each task depends on
+    the scores of its solution.
     """
     slots = asyncio.Semaphore(n_parallel)
 
@@ -96,7 +97,8 @@ async def validate(
             return await _play(task, agent, method, environment=environment, directory=directory)
 
     async def validate_task(task: Task) -> TaskValidation:
-        """Validate one task. The method of a task without a solution is `method`, by default FRESH."""
+        """Validate one task. If `method` is None, a task is graded FRESH unless its solution gets another
+        score when it is graded in place."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
             play(task, "oracle", first),
@@ -123,8 +125,8 @@ async def validate(
 async def _play(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> float | str | None:
-    """Return the score of one of Harbor's agents, the reason for a missing score, or None without a
-    solution."""
+    """Play a task with one of Harbor's agents. Return its score, or the reason for a missing score. Return
+    None if the agent is the oracle and the task has no solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
     config = TrialConfig(

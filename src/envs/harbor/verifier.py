@@ -21,8 +21,8 @@ MAX_REWARD_BYTES = 2**20
 
 
 class TrainingVerifier(Verifier):
-    """The verifier of all trials. If a task has a separate verifier environment, the verifier runs in it, as
-    in Harbor.
+    """The verifier of all trials. If a task has a separate verifier environment, the verifier runs in that
+    environment, as in Harbor.
     """
 
     @override
@@ -70,8 +70,8 @@ class TrainingVerifier(Verifier):
 
 
 def check_reward_file(path: Path) -> None:
-    """Raise AgentFault if a reward file is not a regular file or is too large. A container may have written
-    it.
+    """Raise AgentFault if a reward file is not a regular file or is too large. The file cannot be trusted,
+    because a container may have written it.
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):

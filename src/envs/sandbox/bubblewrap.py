@@ -76,9 +76,9 @@ class Bubblewrap:
     async def start(
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
-        """Start a sandbox. `directory`, which must not exist yet, is created for its files on the host. Its
-        parent must be a directory that `run_directory` has returned. `skeleton` contains the initial files of
-        the sandbox's root, which pid 1 copies there.
+        """Start a sandbox. `directory`, which must not exist yet, is created for the sandbox's files on the
+        host. Its parent must be a directory that `run_directory` has returned. `skeleton` contains the
+        initial files of the sandbox's root, which pid 1 copies there.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -167,7 +167,7 @@ class Bubblewrap:
             raise SandboxError(f"the sandbox did not answer within {REQUEST_TIMEOUT_S} s") from error
 
     async def _request(self, verb: str, *arguments: str) -> int:
-        """Send a request that pid 1 serves itself and return its status.
+        """Send a request that pid 1 answers without running a script. Return the status in its answer.
 
         Raises TimeoutError after REQUEST_TIMEOUT_S seconds, and SandboxError if the sandbox has ended.
         """

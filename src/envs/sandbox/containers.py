@@ -86,7 +86,7 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
         # The compose file of a task may mount the same logs elsewhere, through the variables that Harbor
-        # sets.
+        # sets. These variables therefore name the volumes.
         volumes: Any = [
             {**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs
         ]
@@ -183,7 +183,7 @@ class ContainerEnvironment(DockerEnvironment):
                 definitions = document.get(section) if isinstance(document, dict) else None
                 for name, definition in (definitions if isinstance(definitions, dict) else {}).items():
                     if isinstance(definition, dict) and definition.get("external"):
-                        overrides.pop(name, None)  # compose does not create it
+                        overrides.pop(name, None)  # compose does not create external objects
                     else:
                         overrides[name] = defaults[section]
         return {section: overrides for section, overrides in sections.items() if overrides}

@@ -2,10 +2,9 @@
 
 Every container, network and volume of a trial is created with labels for its run, its user and the process of
 its trainer. A run has ended if nobody holds the lock of its directory (`run_directory`) and its process does
-not exist. The clean-up removes the
-objects of ended runs, all other containers, networks and volumes of their compose projects, and the images
-that compose built for these projects. It keeps the objects of runs on other hosts, because it cannot check
-whether these runs have ended.
+not exist. The clean-up removes the objects of ended runs, all other containers, networks and volumes of the
+same compose projects, and the images that compose built for these projects. It keeps the objects of runs on
+other hosts, because it cannot check whether these runs have ended.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def why_no_engine() -> str | None:
 
 
 def run_labels(run_label: str) -> dict[str, str]:
-    """Return the labels of all objects of a run in the engine."""
+    """Return the labels that every Docker object of a run of this process has."""
     return {RUN_LABEL: run_label, OWNER_LABEL: owner(), PROCESS_LABEL: process_name(os.getpid())}
 
 
@@ -131,7 +130,7 @@ def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DockerObject:
     kind: str  # one of KINDS
-    id: str  # the tag of an image
+    id: str  # the engine's id, or for an image its tag
     name: str  # with the kind, for reports: "container NAME"
     labels: dict[str, str]
     remove: Callable[[], object]

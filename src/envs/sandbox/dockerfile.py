@@ -57,12 +57,13 @@ class MakeDirectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildPlan:
-    """The build steps of a Dockerfile in order, and the environment and working directory of the result."""
+    """The build steps of a Dockerfile in order, and the environment and working directory of the commands
+    that run in the built sandbox."""
 
     steps: tuple[Run | Copy | MakeDirectory, ...] = ()
     environment: Mapping[str, str]
     workdir: str = "/"
-    image: str | None = None  # of the FROM line, which the sandbox does not use; None: no Dockerfile
+    image: str | None = None  # named by FROM, but the sandbox does not use it; None: no Dockerfile
 
 
 def parse_dockerfile(path: Path) -> BuildPlan:
@@ -120,7 +121,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
 
 def why_not_runnable(script: str) -> str | None:
     """Return the first action of a RUN script that the sandbox cannot do, such as installing a missing
-    package, or None.
+    package. Return None if the sandbox can run the script.
     """
     for words in commands(script):
         missing = [
@@ -142,8 +143,8 @@ def is_installed(package: str) -> bool:
 
 
 def _instructions(path: Path) -> list[tuple[int, str, str]]:
-    """Return (line number, INSTRUCTION, value) tuples. Continuation lines are joined; a here-document follows
-    the value after a newline.
+    """Return (line number, INSTRUCTION, value) tuples. Continuation lines are joined. The value of `RUN` with
+    a here-document contains the lines of the here-document.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     instructions: list[tuple[int, str, str]] = []
@@ -208,7 +209,7 @@ def _refusal(path: Path, line: int, action: str) -> ConfigError:
 def _copy(
     path: Path, line: int, value: str, variables: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
-    """Parse COPY or ADD. With `unpacks`, Docker would unpack archives, so archives are refused."""
+    """Parse COPY or ADD. `unpacks` is true for ADD. Docker would unpack its archives, so they are refused."""
     instruction = "ADD" if unpacks else "COPY"
     mode, value = _copy_options(path, line, value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
@@ -244,7 +245,7 @@ def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tup
 def _copied(
     path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool
 ) -> list[tuple[Path, str]]:
-    """Return the files of the build context that a source matches, each with its path in the sandbox."""
+    """Return the files of the build context that match `source`, each with its path in the sandbox."""
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]

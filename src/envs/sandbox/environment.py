@@ -59,8 +59,8 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` names the run whose directory holds the host files. `network` gives
-    every task the public network.
+    Options besides Harbor's: `run_label` names the run. The sandbox's files on the host are in the directory
+    of this run. `network` gives every task the public network.
     """
 
     def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:

@@ -27,8 +27,8 @@ CANNOT_START_STATUS = 126
 
 @dataclass(slots=True)
 class Stream:
-    """The bytes received from a FIFO, written to `file` if it is not None, else kept in `data`. Bytes beyond
-    the limit are dropped.
+    """The bytes received from a FIFO. They are written to `file`, or kept in `data` if `file` is None. Bytes
+    beyond MAX_FILE_BYTES or MAX_OUTPUT_BYTES, respectively, are dropped.
     """
 
     descriptor: int
@@ -65,7 +65,7 @@ class Stream:
 
 
 class ExecRequest:
-    """A command that was sent to a sandbox. `done` is a future of its exit status."""
+    """A command that was sent to a sandbox. `done` is a future with the exit status of the command."""
 
     def __init__(
         self, directory: Path, number: int, script: str, stdout: BinaryIO | None, user: SandboxUser

@@ -12,10 +12,11 @@ has these pipes, so no command can report the status of another one:
     run NUMBER TOKEN SHELL
                        start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes
                        to the FIFOs requests/TOKEN.{stdout,stderr}
-    kill NUMBER        kill that process group
-    killall NUMBER     kill all other processes and wait until they have ended
-    stat NUMBER PATH   report the `PathKind` of a path, which is encoded in hexadecimal
-    exit NUMBER STATUS the answer to run, killall and stat
+    kill NUMBER        kill the process group of the command NUMBER
+    killall NUMBER     kill all processes except pid 1 and wait until they have ended
+    stat NUMBER PATH   report the `PathKind` of PATH, a path in hexadecimal
+    ready              the first answer: the program has started
+    exit NUMBER STATUS the answer to run (the exit status of the command), stat (the kind) and killall (0)
     failed NUMBER WHY  the answer to run if the command could not be started
 
 The program is written in Perl, because perl-base is an essential package of Debian and Ubuntu, starts in 3 ms

@@ -2,8 +2,8 @@
 and never trusted.
 
 Operations whose time grows with the agent's files run in a thread. The limits hold per trial. Files beyond
-the limits are omitted. An omission is logged, noted in the trial's folder and counted. The trial does not
-fail.
+the limits are omitted. An omission is logged and noted in the trial's folder, and the metric
+`files_left_out` counts the trial. The trial does not fail.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def write_untrusted_file(received: IO[bytes], target: Path) -> None:
 def unpack(
     archive: Readable, target: Path, budget: DownloadBudget, written_paths: set[Path] | None = None
 ) -> bool:
-    """Unpack an archive that an agent made, within `budget`, which is reduced. Return whether the archive was
-    unpacked completely.
+    """Unpack an archive that an agent made, within `budget`, and subtract what was written from `budget`.
+    Return whether the archive was unpacked completely.
 
     Only regular files and directories below `target` are written: no links, no sparse files, and no existing
     file is overwritten. A truncated file gets the suffix `CUT_SUFFIX`. The paths of written files are added

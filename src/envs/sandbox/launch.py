@@ -1,5 +1,5 @@
-"""The host side of a sandbox's start: its user, its directory, its control groups, its seccomp filter and the
-command line.
+"""What the host creates to start a sandbox: its user, its directory, its control groups, its seccomp filter
+and its command line.
 
 The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. No other directory of
 the host is visible, except those of `USERLAND` and `HOST_SETTINGS`.
@@ -51,9 +51,9 @@ PRIVATE_DIRECTORIES = (
 )
 # fmt: on
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
-# Entries of /proc, besides the processes, that are harmless to read. All others are masked unless their mode
-# already denies access to an unprivileged user: the entries that Docker masks (keys, acpi, ...), iomem,
-# cmdline, and entries that later kernels add.
+# Entries of /proc, besides the processes, that are harmless to read. All other entries are masked unless
+# their mode already denies access to an unprivileged user. Among the masked entries are those that Docker
+# masks (keys, acpi, ...), iomem, cmdline, and entries that later kernels add.
 # fmt: off
 VISIBLE_IN_PROC = (
     "buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma",
@@ -126,7 +126,8 @@ class Launch:
         return True
 
     async def clean_up_when_empty(self) -> None:
-        """Remove the files and cgroups, waiting for processes that end after their bubblewrap was killed."""
+        """Remove the files and cgroups. Wait up to sum(CGROUP_WAITS_S) seconds for processes of the sandbox
+        that end later than bubblewrap."""
         for wait_s in CGROUP_WAITS_S:
             if self.clean_up():
                 return
@@ -154,8 +155,8 @@ def bubblewrap_command(
 ) -> list[str]:
     """Return the command line of bubblewrap. Later mounts cover earlier ones.
 
-    `resolver` is the resolv.conf of a sandbox with a network, whose namespace `namespace_prefix` creates;
-    None without a network.
+    `resolver` is the resolv.conf of a sandbox with a network, or None without a network. The command of
+    `namespace_prefix` creates the namespace of the network.
     """
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
     command = [_program("bwrap", "bubblewrap"), "--unshare-all", "--unshare-user", "--disable-userns"]
@@ -186,8 +187,8 @@ def bubblewrap_command(
 
 @cache
 def _proc_masks() -> tuple[str, ...]:
-    """Return options that mount /proc/sys read-only and mask the host's /proc entries that an unprivileged
-    user could read.
+    """Return options that mount /proc/sys read-only and mask entries of /proc. The entries in VISIBLE_IN_PROC
+    and entries that an unprivileged user cannot read are not masked.
     """
     masks = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for entry in sorted(Path("/proc").iterdir()):

@@ -1,4 +1,5 @@
-"""The public network of a sandbox, which slirp4netns forwards from a separate network namespace.
+"""The public network of a sandbox. The sandbox has a separate network namespace, and slirp4netns forwards the
+connections of this namespace.
 
 The sandbox never shares the network namespace of the host, so it has no access to the host's loopback
 addresses and abstract unix sockets. slirp4netns runs without its alias for the host's loopback address and
@@ -34,8 +35,8 @@ PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
 # Clouds serve the metadata and credentials of a machine at link-local addresses.
 LINK_LOCAL = "169.254.0.0/16"
 
-# Without udev, only root can open the device. slirp4netns gets a copy of the device in a separate mount
-# namespace.
+# Without udev, only root can open the device. If slirp4netns runs as another user, it gets a copy of the
+# device in a separate mount namespace.
 _OPEN_TUN = (
     "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o "
     "remount,ro /dev/net && " + 'exec "$@"'
@@ -75,8 +76,8 @@ def name_servers() -> list[str]:
 
 
 def namespace_prefix() -> list[str]:
-    """Return a command line that creates a user and network namespace, waits for a line on stdin, makes
-    link-local addresses unreachable and runs the command after it.
+    """Return the beginning of a command line. It creates a user and network namespace, waits for a line on
+    stdin, makes link-local addresses unreachable and runs the command that is appended to it.
     """
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),

@@ -1,8 +1,9 @@
 """The resource limits of a sandbox and the control groups that enforce them.
 
-A control group counts all processes of a sandbox together with the files in its tmpfs file systems. If the
-trainer can create control groups (cgroup v2: as root, or below a cgroup that systemd delegated; cgroup v1: as
-root), they limit memory and processes. Otherwise only limits per process and per user apply.
+A control group (cgroup) limits the number of processes of a sandbox and their total memory, which includes
+the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and, with
+cgroup v2, also below a cgroup that systemd delegated. If it cannot, only limits per process and per user
+apply.
 `limits_enforced_by` reports which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
@@ -30,8 +31,8 @@ SHARED_MEMORY_MB = 64  # /dev/shm, as in Docker
 CONTROLLERS = ("memory", "pids")
 CGROUP_PREFIX = "agent-trainer"
 RECORD_NAME = "cgroups"
-# The arguments are cgroup.procs files, `--`, and the command. The shell joins the cgroups and then executes
-# the command in its place.
+# The arguments are cgroup.procs files, `--`, and the command. The shell joins the cgroups and then replaces
+# itself by the command.
 JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 
 
@@ -57,7 +58,7 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return each process's limits (`resource.RLIMIT_*`). RLIMIT_NPROC counts the user's processes."""
+        """Return `resource.RLIMIT_*` -> limit of a process. RLIMIT_NPROC counts all processes of the user."""
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
             limits[resource.RLIMIT_NPROC] = self.processes

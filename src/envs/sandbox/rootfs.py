@@ -20,8 +20,8 @@ ETC_FILES = {
         "if [ -n \"${BASH_VERSION-}\" ]; then PS1='\\u@\\h:\\w\\$ '; fi\numask 022\n"
     ),
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
-    # A tmux pane keeps the limit that is set when the pane is created, and Terminus-2 raises the limit only
-    # later. The default is 2,000 lines.
+    # A tmux pane keeps the history limit that is set when the pane is created, by default 2,000 lines.
+    # Terminus-2 raises the limit only after it has created the pane.
     "tmux.conf": "set -g history-limit 100000\n",
 }
 # Files that are copied from the host if they exist. Programs in /usr read them. They hold no personal data.

@@ -38,10 +38,10 @@ SHARED_TEMPORARY = Path("/tmp")
 def root_directory() -> Path:
     """Return the parent of all run directories of this user.
 
-    This is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. The home directory
-    is read from the user database, not from the variable HOME. If that directory cannot be created or used,
-    this is a directory in /tmp that belongs to this user. The unprivileged users of root's sandboxes can
-    traverse the directory but not list it.
+    The parent is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. If that
+    directory cannot be created or used, the parent is a directory of this user in /tmp. `~` comes from the
+    user database, not from the variable HOME. The unprivileged users of root's sandboxes can traverse the
+    parent but not list it.
     """
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700
@@ -107,8 +107,8 @@ def _temporary_root(mode: int) -> Path:
 
 @cache
 def run_directory(label: str) -> Path:
-    """Create, lock and return the directory of the run `label`. It is removed when this process exits, or by
-    a later run.
+    """Create, lock and return the directory of the run `label`. It is removed when this process exits. If
+    the process is killed, a later run removes it.
     """
     directory = _locked_directory(label)
     owner = os.getpid()
@@ -189,7 +189,7 @@ def remove_ended_runs() -> list[str]:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory tree without following links. Missing permissions are added for that."""
+    """Remove a directory tree without following links. Permissions that are missing for this are added."""
 
     def allow_and_retry(function: object, path: str, error: BaseException) -> None:
         if isinstance(error, FileNotFoundError):

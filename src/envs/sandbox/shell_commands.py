@@ -54,8 +54,8 @@ def commands(script: str) -> list[list[str]]:
 
 
 def needs_network(words: Sequence[str]) -> str | None:
-    """Return the program of a command that clearly needs the network, with its subcommand if that matters,
-    else None.
+    """Return the program of a command that clearly needs the network, else None. The subcommand is added if
+    only some subcommands of the program need the network.
     """
     program, *arguments = words
     program = program.rpartition("/")[2]

@@ -115,8 +115,8 @@ OF_ANOTHER_PROCESS = {
     "sched_setparam": 0,
     "sched_setscheduler": 0,
 }
-# Calls that change a process, a process group or all processes of a user, selected by the first argument; the
-# second is the id -> the value that selects a process. The filter denies groups, users and pid 1.
+# Calls whose first argument says what the second argument identifies (a process, a process group or a user)
+# -> the value of the first argument for a process. The filter denies groups, users and pid 1.
 OF_SEVERAL_PROCESSES = {"setpriority": 0, "ioprio_set": 1}
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 

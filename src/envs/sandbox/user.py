@@ -1,10 +1,11 @@
 """The unprivileged user of a sandbox.
 
-A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is then
-not root, and the kernel's limits per user and its checks between processes separate the sandboxes. The uids
-come from a range that no distribution and no tool assigns. Two trainers do not use the same uid, because each
-uid is locked by one byte of a shared file; the kernel releases the lock when the process ends. The sandboxes
-of an ordinary user run with the uid of that user.
+A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is
+therefore not root, the kernel's limits per user apply to each sandbox on its own, and a process of one
+sandbox has no permissions for the processes of another sandbox. The uids come from a range that no
+distribution and no tool assigns. Two trainers do not use the same uid, because each uid is locked by one byte
+of a shared file; the kernel releases the lock when the process ends. The sandboxes of an ordinary user run
+with the uid of that user.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def claim_user(directory: Path) -> SandboxUser:
     start = int.from_bytes(os.urandom(4)) % len(uids)
     for position in range(len(uids)):
         uid = uids[(start + position) % len(uids)]
-        try:  # an open file description lock belongs to the descriptor, not to the process
+        # An open file description lock belongs to the descriptor and not to the process, so two sandboxes of
+        # one trainer cannot lock the same uid.
+        try:
             fcntl.fcntl(
                 descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, uid, 1, 0)
             )

@@ -27,7 +27,8 @@ FUNCTION = re.compile(
     re.DOTALL,
 )
 PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-PYTHON_VALUES: Mapping[str, object] = {"True": True, "False": False, "None": None}  # in answers of Qwen3.5
+# Qwen3.5 writes these values as in Python, not as in JSON.
+PYTHON_VALUES: Mapping[str, object] = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class WrittenCall:
     """A call as it is written in an answer."""
 
     name: str  # "" if the answer contains no complete name
-    arguments: str | Mapping[str, object]  # a str is JSON text
+    arguments: str | Mapping[str, object]  # JSON text, or the parsed arguments
     problem: str = ""  # why the arguments cannot be read; "" if there was no problem
 
 
@@ -79,7 +80,7 @@ def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]])
 
 
 def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]]:
-    """Return, for each of the OpenAI schemas, the parameters that accept text and no other value but null."""
+    """Return the parameters that accept only text, or only text and null, by the name of the tool."""
     texts: dict[str, set[str]] = {}
     for tool in tools:
         function: Any = tool["function"]

@@ -55,10 +55,10 @@ class ServiceDomain:
     """The tasks of a domain and its episodes."""
 
     name: str  # in the rows of task files and in metrics
-    splits: Mapping[str, Sequence[Task]]  # `train`, and optionally `test` and others
+    splits: Mapping[str, Sequence[Task]]  # split -> tasks; `train`, and optionally `test` and other splits
     episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a task with a seed
-    # Makes the task that a row of a task file defines, from its id and definition. None: rows can only name
-    # tasks. Raises ConfigError for gold actions that cannot be executed.
+    # (task id, definition) -> the task that a row of a task file defines. None: rows can only name existing
+    # tasks of the domain. Raises ConfigError for gold actions that cannot be executed.
     defined: Callable[[str, TaskDefinition], Task] | None = None
     close: Callable[[], Awaitable[None]] = release_nothing
 
@@ -97,7 +97,7 @@ def tool_domain(
     """Return a domain with tools over a JSON database, with the grading of toy_retail.
 
     Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
-    `path` is the file that defines the domain. `id_prefix` begins the ids of its tasks; None: `name/`.
+    `path` is the file that defines the domain. The id of each task begins with `id_prefix`; None: `name/`.
     Raises ConfigError if a gold action fails.
     """
     by_name = {tool.name: tool for tool in tools}

@@ -141,8 +141,8 @@ def tool_fields(
     """Return `Trajectory.tool_fields` of an answer (index 0) and of the messages after it (from index 1).
 
     `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
-    The arguments of a call are a JSON object and not its text as in OpenAI's API, because most chat templates
-    expect an object.
+    The arguments of a call are a JSON object, because most chat templates expect one. In OpenAI's API they
+    are a string of JSON.
     """
     if not calls:
         return {}

@@ -40,7 +40,7 @@ class RequestFailed(SandboxError):
 
 
 class WorkerLost(RequestFailed):
-    """A worker exited or sent an invalid reply when it ran a request."""
+    """A worker exited or sent an invalid reply while it ran a request."""
 
 
 class WorkerTimeout(WorkerLost):
@@ -52,7 +52,7 @@ class WorkerSettings:
     command: Sequence[str]
     environment: Mapping[str, str]  # added to the environment of this process
     num_workers: int
-    step_timeout_s: float  # per request
+    step_timeout_s: float  # the time limit of one request
 
 
 class Worker:
@@ -132,7 +132,7 @@ class Worker:
 
     async def _exit_error(self, timeout_s: float) -> SandboxError:
         status = await self._process.wait()
-        if self.is_lost:  # `kill` was called, which closes `_stderr`
+        if self.is_lost:  # `kill` was called; it closes `_stderr`, so no output can be quoted
             return SandboxError("a worker was stopped before it replied")
         self._stderr.seek(0)
         last_line = self._stderr.read().decode(errors="replace").strip().rpartition("\n")[2][:300]

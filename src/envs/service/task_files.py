@@ -43,14 +43,14 @@ class TaskProvider(Protocol):
     """Supplies the tasks of one or more domains."""
 
     def official(self, domain: str, split: str | None, /) -> list[Task]:
-        """Return the domain's own tasks of a split, or of all splits if it is None.
+        """Return the domain's own tasks of `split`, or of all splits if `split` is None.
 
         Raises ConfigError for an unknown split.
         """
         ...
 
     def defined(self, domain: str, definitions: Mapping[str, TaskDefinition], /) -> list[Task]:
-        """Return a task for each definition, in order; keys are task ids.
+        """Return a task for each definition, in order. `definitions` maps task ids to definitions.
 
         Raises ConfigError for gold actions that cannot be executed.
         """
@@ -141,7 +141,8 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return a list or a list in JSON text, which is usual in parquet tables; None for any other value."""
+    """Return `value` if it is a list, or the list that it contains as JSON text, which is usual in parquet
+    tables. None: `value` is neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -48,7 +48,8 @@ class SplitSource:
 def read_source(
     text: str, domains: Collection[str], *, may_be_named: bool = False
 ) -> RowSource | SplitSource:
-    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with one of `domains`. `may_be_named` permits `NAME=`.
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT`, where DOMAIN is one of `domains`. Only with
+    `may_be_named` may the text have `NAME=`.
 
     Raises ConfigError for a file that cannot be read.
 

@@ -238,7 +238,7 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
 
 
 def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> list[Task]:
-    """Return the tasks of an official split, or of all splits if it is None.
+    """Return the tasks of an official split, or of all splits if `split` is None.
 
     Blocks. Raises ConfigError with the benchmark's message.
     """

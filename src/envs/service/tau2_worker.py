@@ -54,7 +54,8 @@ class JudgeError(Exception):
 class ScriptedParticipant:
     """An agent or a user for the orchestrator. `Episode.say` sets its next message.
 
-    A message without tool calls that contains `stop_token` ends the conversation; None: no message does.
+    A message without tool calls that contains `stop_token` ends the conversation. If `stop_token` is None, no
+    message of this participant ends it.
     """
 
     def __init__(self, stop_token: str | None) -> None:
@@ -90,7 +91,7 @@ class Episode:
         self._participants = {AGENT: ScriptedParticipant(STOP), USER: ScriptedParticipant(None)}
         self._num_shown = {AGENT: 0, USER: 0}
         self._num_calls = 0
-        self.num_writes = 0  # calls by the agent of tools that may change the database
+        self.num_writes = 0  # the agent's calls of tools that may change the database
         self.environment = registry.get_env_constructor(domain)()
         self.orchestrator = Orchestrator(
             domain=domain,
@@ -144,7 +145,8 @@ class Episode:
     def unseen_messages(self) -> list[dict[str, Any]]:
         """Return the messages that the current speaker has not seen, in OpenAI's format.
 
-        They include the user's own messages, with the ids of their calls, but not the agent's own messages.
+        For the user, they include the user's own messages with the ids of their tool calls. For the agent,
+        they do not include the agent's own messages.
         """
         from tau2.agent.base_agent import is_valid_agent_history_message
         from tau2.user.user_simulator_base import is_valid_user_history_message

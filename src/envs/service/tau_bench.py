@@ -3,8 +3,8 @@
 environment_kwargs=domain=toy_retail             the built-in domain, which needs no download
 environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://h:8000/v1
 environment_kwargs=domain=my_package:open_clinic a domain of your own (docs/environments.md)
-train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl   tasks of files and splits, which name
-                                                 their domains
+train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl   tasks from files, whose rows name their
+                                                 domains, and from splits of domains
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
 
 
 def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel | None:
-    """Open the model that the options `user_*` name; None for scripted user simulators."""
+    """Open the model that the options `user_*` name. Return None for scripted user simulators."""
     kind = one_of(options, "user_simulator", ("scripted", "openai", "tinker"))
     if kind == "scripted":
         return None
@@ -290,7 +290,7 @@ def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel |
 
 
 def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]) -> Choice:
-    """Remove and return an option, by default the first choice. Raises ConfigError for any other value."""
+    """Remove and return an option, by default the first choice. Raises ConfigError for an invalid value."""
     text = options.pop(name, choices[0])
     choice = next((choice for choice in choices if choice == text), None)
     if choice is None:

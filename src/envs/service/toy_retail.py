@@ -5,8 +5,8 @@ The domain is a folder, by default datasets/toy_retail:
 
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
     policy.md     the rules for the agent, which the tools do not enforce
-    tasks.json    rows: id, split, instruction, scripts (variants, each a list of lines), actions (gold),
-                  communicate (facts)
+    tasks.json    a list of tasks with id, split, instruction, scripts (each a list of lines that a scripted
+                  user says), actions (the gold actions), communicate (facts that the user must be told)
 
 The reward is 1 if the database equals the result of the gold actions and the agent communicated every fact;
 otherwise it is 0.

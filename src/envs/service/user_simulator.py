@@ -128,8 +128,8 @@ class EndpointUserModel:
 class TinkerUserModel:
     """A base model or a checkpoint behind a Tinker endpoint.
 
-    It connects at the first request, and again after a failed request. `sampler_path` is the path of the
-    checkpoint; None: the base model.
+    It connects at the first request, and at the next request after a failed request. `sampler_path` is the
+    path of the checkpoint; None: the base model.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def _run(argv: Sequence[str]) -> int:
     try:
         chat(config)
     except KeyboardInterrupt:
-        say("")  # the terminal shows ^C on the line of the prompt
+        say("")  # ends the line on which the terminal shows the prompt and ^C
         raise
     return 0
 

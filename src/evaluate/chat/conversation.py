@@ -20,7 +20,7 @@ MAX_SEED = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     text: str
-    is_cut: bool  # whether the limit of an answer or of the context truncated it
+    is_cut: bool  # whether a token limit, of an answer or of the context, truncated it
 
 
 class Conversation:

@@ -24,7 +24,7 @@ OTHER = [11, 30, 6, 25, 19, 44, 10, 35, 13, 22, 38, 9]
 
 
 class Defect(Exception):
-    """The endpoint lacks a property. The message describes the observation."""
+    """The endpoint lacks a property that a check expects. The message describes the observation."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class Probe:
         return float(self.logprobs(client).mean())
 
     def step(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
-        """Run one forward_backward of TEXT for each of `weights`, then one optimizer step.
+        """Run one forward_backward of TEXT for each of the token weights `weights`, then one optimizer step.
 
         The step is plain gradient descent unless `adam` has other options. Return the mean logprob of TEXT
         before the step.

@@ -26,9 +26,9 @@ def policy_loss(
 
 
 def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[float, float]:
-    """Return the loss that the server reports, and the expected loss.
+    """Return (the loss that the server reports, the expected loss).
 
-    The ratios of the tokens lie on both sides of every clip threshold.
+    The probability ratios of the tokens lie on both sides of every clip threshold, so clipping is checked.
     """
     client = probe.client()
     logprobs = probe.logprobs(client)
