@@ -17,7 +17,8 @@ def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
     compiled it compiles the program itself.
 
     The thread is not a daemon, so that a normal exit of Python waits for the current compilation: the exit
-    handlers of XLA would crash during it. The command `python -m skyrl_tx_server` ends without waiting.
+    handlers of XLA would crash during a compilation. The command `python -m skyrl_tx_server` ends without
+    waiting.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 

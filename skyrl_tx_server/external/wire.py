@@ -164,7 +164,8 @@ class Sglang:
         for reply in replies:
             if reply["prompt_tokens"] != len(request.prompt):
                 raise ValueError(
-                    f"prompt_tokens is {reply['prompt_tokens']}, but the request has {len(request.prompt)}"
+                    f"prompt_tokens is {reply['prompt_tokens']}, but the prompt has {len(request.prompt)} "
+                    "tokens"
                 )
         return SampleReply(
             samples=[

@@ -44,7 +44,7 @@ class Prefiller:
         sequences whose texts are complete. A paused sequence that still has its pages continues without a
         chunk.
 
-        The result has one entry for each request in the batch, in order: None if further chunks of the text
+        The result has one entry for each of these first requests, in order: None if more chunks of the text
         remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
         pages, a LoRA slot or preempted sequences. After any error except SequencesLostError the state of all
         sequences is unchanged, except that paused sequences may have lost their pages.

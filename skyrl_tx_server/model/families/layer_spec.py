@@ -299,11 +299,12 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     attention_block: AttentionBlock = add_self_attention
     mlp_block: MlpBlock = add_mlp
-    expected: Mapping[str, Any]  # entry of config.json -> its value, unless absent or null
+    expected: Mapping[str, Any]  # entry of config.json -> required value; it may also be absent or null
     attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
-    default_head_dim: int | None = None  # if config.json has none; None: hidden size / heads
+    default_head_dim: int | None = None  # used if config.json has no head_dim; None: hidden size / heads
     first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None
     """The weights of the first `Experts.dense_layers` layers. None: the family has no such layers."""
     read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
-    """(config.json, configuration without the entries of this family only) -> the whole configuration."""
+    """(config.json, configuration with the entries that all families share) -> configuration that also has
+    the entries of this family."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
