@@ -14,6 +14,7 @@ import chz
 from src.core.options import above, at_least, require, share
 from src.core.skyrl_options import NO_DROPOUT
 from src.envs.options import EnvironmentOptions, TaskOptions
+from src.learning.advantages import ADVANTAGE_ESTIMATORS
 from src.learning.options import CLIPPED_LOSSES, LearnerOptions, PreparationOptions
 from src.policy.options import AdapterOptions, WatchdogOptions
 from src.records.options import DumpOptions, RunFolderOptions, TrackingOptions
@@ -145,10 +146,18 @@ class TrainerConfig(
 
     @chz.validate
     def _batch_options_agree(self) -> None:
+        estimator = ADVANTAGE_ESTIMATORS[self.estimator]
         require(
-            self.group_size >= (1 if self.singleton_advantage == "raw" else 2),
+            self.singleton_advantage != "raw" or "singleton_advantage" in estimator.options,
+            f"singleton_advantage=raw has no effect with advantage_estimator={self.advantage_estimator}; "
+            "remove it, or use advantage_estimator=grpo or dr_grpo",
+        )
+        trains_single_trials = estimator.scale is None or self.singleton_advantage == "raw"
+        require(
+            self.group_size >= (1 if trains_single_trials else 2),
             f"group_size={self.group_size}: a single trial has no other reward to compare with; use "
-            "group_size=2 or more, or singleton_advantage=raw with advantage_estimator=grpo or dr_grpo",
+            "group_size=2 or more, advantage_estimator=reinforce++, or singleton_advantage=raw with "
+            "advantage_estimator=grpo or dr_grpo",
         )
         require(
             self.min_group_size <= self.group_size,

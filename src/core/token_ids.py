@@ -1,4 +1,4 @@
-"""`TokenIds`: token ids of a prompt that share memory with the prompts that extend it."""
+"""`TokenIds`: the token ids of a prompt. A longer prompt that starts with them can use the same memory."""
 
 from __future__ import annotations
 

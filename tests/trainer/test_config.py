@@ -190,8 +190,29 @@ def test_lists_are_comma_separated():
     assert pairs(config.environment_kwargs, option="environment_kwargs") == {"cpus": "2", "network": "true"}
 
 
-def test_groups_of_one_need_raw_singleton_advantages():
-    assert parse([*BASE, "group_size=1", "singleton_advantage=raw"]).group_size == 1
+@pytest.mark.parametrize(
+    "options",
+    [["singleton_advantage=raw"], ["advantage_estimator=reinforce++"]],
+    ids=lambda options: options[0],
+)
+def test_groups_of_one_need_advantages_of_single_trials(options: list[str]):
+    assert parse([*BASE, "group_size=1", *options]).group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["group_size=1"], "a single trial has no other reward"),
+        (["group_size=1", "advantage_estimator=rloo"], "a single trial has no other reward"),
+        (
+            ["singleton_advantage=raw", "advantage_estimator=rloo"],
+            "has no effect with advantage_estimator=rloo",
+        ),
+    ],
+)
+def test_single_trials_without_an_advantage_are_refused(options: list[str], error: str):
+    with pytest.raises(ConfigError, match=error):
+        parse([*BASE, *options])
 
 
 def test_loss_fn_config_sets_the_settings_of_the_loss():
