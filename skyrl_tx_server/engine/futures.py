@@ -33,7 +33,9 @@ FAILURE_SIZE = 500
 class RequestKey:
     """Identifies a request, so that a repeated request is recognised."""
 
-    scope: str  # id of a sampler or model, or SESSION:train for new models; begins with the session id
+    scope: str
+    """A sampler id, a model id, or SESSION:train for requests that create a model. All of them begin with the
+    session id."""
     seq_id: int  # the client's number of the request within the scope
 
 
@@ -49,7 +51,8 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How long a poll waits for a result, and how long, how many and how large results are kept."""
+    """How long a poll waits for a result, how long a delivered result is kept, and the limits of the number
+    and the bytes of finished results."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0  # a result is kept this long after its delivery

@@ -10,7 +10,8 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""Units that each sequence with a slot adds to the account of its tenant; `scheduler` defines the units.
+"""Units that count in the account of a tenant for each of its sequences, as long as the sequence has a slot
+(see `scheduler`).
 A sequence is paused and its slot goes to another tenant if the account of the other tenant is smaller by at
 least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
@@ -26,7 +27,7 @@ class Request:
     request_id: int
     op: Sample
     tenant: Tenant
-    num_started: int = 0  # samples with a smaller index have or had a slot
+    num_started: int = 0  # the samples with an index below this number have or had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
     """Index of each sample with a slot -> `SampleQueue.num_dispatches` when the sample got the slot."""
@@ -46,7 +47,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether the prompt may be too long for one prefill batch, even for a batch of its own."""
+        """Whether the prompt may be too long for a prefill batch that contains nothing else."""
         return len(self.op.prompt) > CHUNK_TOKENS
 
     @property
@@ -101,7 +102,7 @@ class Tenant:
 
 @dataclass(kw_only=True, slots=True)
 class SlotPlan:
-    """Slots that sequences would gain and lose, before the scheduler carries out the plan."""
+    """A plan that the scheduler has not carried out: the slots that sequences would gain and lose."""
 
     tenants: Counter[str] = field(default_factory=Counter)  # slots gained minus slots lost
     small: Counter[str] = field(default_factory=Counter)  # the same for small requests only

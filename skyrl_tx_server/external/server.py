@@ -20,8 +20,8 @@ from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, Sampli
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-# Idle connections are closed after this time. The keep-alive time of the external server is longer, so that
-# no request uses a connection that the external server is closing.
+# This client closes a connection that was idle for this time. The time is shorter than the keep-alive time of
+# the external server, so no request uses a connection that the external server is closing.
 KEEP_IDLE_S = 2.0
 
 
@@ -112,8 +112,8 @@ async def connect(
     """Connect to the external server. Raise ConfigError if the server does not answer, is of an unknown kind,
     serves another model or cannot load adapters at run time.
 
-    Unload the adapters whose files are in the directory `adapters`, because only an earlier run of this
-    server can have loaded them.
+    Unload the adapters whose files are in the directory `adapters`: an earlier run of skyrl_tx_server loaded
+    them, and nothing else can have loaded them.
     """
     assert options.sampler_url is not None, "there is no external sampler to connect to"
     key = options.sampler_api_key
@@ -135,8 +135,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     kind = str(next(iter(served.values()), {}).get("owned_by"))
     if kind not in DIALECTS:
         raise SamplerError(
-            f"the first model of its /v1/models has owned_by={kind}; supported samplers are "
-            f"{' and '.join(DIALECTS)}"
+            f"the kind of the sampler is unknown: the first entry of /v1/models has owned_by={kind}, which "
+            f"must be {' or '.join(DIALECTS)}"
         )
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
@@ -150,7 +150,7 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     response = await client.send("GET", server.dialect.load_path)
     if response.status_code == HTTPStatus.NOT_FOUND:  # an existing POST route replies 405
         raise SamplerError(
-            f"the server cannot load adapters at run time; start it with {server.dialect.needs}"
+            f"the external server cannot load adapters at run time; start it with {server.dialect.needs}"
         )
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):

@@ -23,10 +23,13 @@ def read_json_object(
     ValueError if it is not a valid JSON object."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        text = stream.read(max_bytes + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            text = stream.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(text) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes >> 10} KiB")
     try:

@@ -1,9 +1,10 @@
 """Allocation and reuse of the KV pages of one data-parallel rank. This module uses no devices.
 
 Pages are reference counted. Sequences and a prefix tree hold references. A node of the tree is one page with
-its tokens, and its children are the pages that continue its text. The lookup of a prompt takes one step per
-page and returns the pages that were computed with the same weights. When `allocate` needs a page, the least
-recently used page that no sequence holds is evicted from the tree.
+its tokens, and its children are the pages that continue its text. The lookup of a prompt for given weights
+takes one step per page. It returns the pages of the longest cached prefix that was computed with these
+weights. When `allocate` needs a page, the least recently used page that no sequence holds is evicted from the
+tree.
 """
 
 from __future__ import annotations

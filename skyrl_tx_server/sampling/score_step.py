@@ -3,7 +3,8 @@ complete text.
 
 Few requests need these values, so a separate program computes them from the text, and prefill and decode stay
 simple. The scoring program is compiled once for each combination of padded length, number of likeliest tokens
-and number of targets per position. These two numbers are rounded up to powers of two.
+and number of targets per position. The number of likeliest tokens and the number of targets are rounded up to
+powers of two.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
 
 
 def _dense_targets(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (targets [length, K] int32, left-aligned in each row; the column of each target in this
-    matrix). Entries of `targets` that are -1 are left out of both."""
+    """Return a matrix [length, K] int32 with the targets of each row moved to its left, and the column of
+    each target in this matrix. Entries of the argument that are -1 are in neither."""
     if targets is None:
         return np.zeros((length, 0), np.int32), np.zeros(0, np.int64)
     is_target = targets.values >= 0

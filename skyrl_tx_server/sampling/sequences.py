@@ -1,4 +1,4 @@
-"""The state of a sequence, one sample of a request: its settings, tokens and KV pages."""
+"""The state of a sequence: its settings, tokens and KV pages. A sequence is one sample of a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class SequenceState:
     topk: int  # number of likeliest tokens to report at each sampled position
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)  # empty if preempted, or paused without its pages
+    # Empty if the sequence was preempted, or if it is paused and its pages were reclaimed.
+    block_table: list[int] = field(default_factory=list)
     dispatches_preempted: int = 0  # number of decode dispatches since the preemption
     pending_tokens: int = 0  # number of tokens that the dispatch in flight adds unless the sequence ends
 
@@ -52,7 +53,7 @@ class SequenceState:
 
     @property
     def position(self) -> int:
-        """The position of the last token after the dispatch in flight."""
+        """The position that the last token will have when the dispatch in flight has ended."""
         return self.length + self.pending_tokens - 1
 
     @property

@@ -40,8 +40,8 @@ class EnvSpec:
     # The test split of the benchmark; `eval_tasks` can select a part of it. If it is empty, `eval_tasks` or
     # `eval_split` selects held-out tasks from `tasks`.
     held_out: Sequence[Task] = ()
-    # Plays the environment as an agent that does nothing, closes the environment, and returns the reward of
-    # this agent. None: the reward cannot be measured.
+    # Plays the environment without any action, closes the environment, and returns the reward. None: the
+    # reward cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
@@ -78,7 +78,8 @@ class EpisodeTasks:
     """The tasks of an `EnvSpec`, after the split. Implements `TaskSource`."""
 
     def __init__(self, spec: EnvSpec, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
-        """`settings.seed` is the seed of the run; each trial replaces the seed and the temperature."""
+        """`settings.seed` is the seed of the run, from which the seeds of the environments are derived. A
+        trial uses the seed and the temperature that are passed to `trial`."""
         self.train = spec.tasks
         self.eval = spec.held_out
         self._spec = spec
@@ -120,7 +121,7 @@ class EpisodeTasks:
 def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
     """Return the task source of `spec` with the options of the run.
 
-    Raises ConfigError if two tasks share an id, and the errors of `split`.
+    Raises ConfigError if two tasks share an id. Also raises the errors of `split`.
     """
     require_unique_ids([*spec.tasks, *spec.held_out])
     train, held_out = split(
@@ -151,7 +152,7 @@ def split(
     Without a test split, the result is that of `hold_out`. With a test split, all of `spec.tasks` are
     training tasks and `fraction` is ignored. The held-out tasks are the tasks of the test split that match
     `patterns`, or the whole test split if there are no patterns. Raises ConfigError if a pattern matches a
-    training task, and the errors of `hold_out`.
+    training task. Also raises the errors of `hold_out`.
     """
     if not spec.held_out:
         return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)

@@ -1,5 +1,10 @@
 """Message environments, and `run_episode`, which plays one episode of an environment with a policy.
 
+The next prompt is the previous prompt, the answer and the observation:
+
+    prompt 1 -> answer 1 -> observation 1
+    prompt 2 = prompt 1 + answer 1 + observation 1 -> answer 2 -> ...
+
 Without `step_wise`, sampled tokens are never encoded again from their text.
 
 The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
@@ -12,8 +17,6 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
   episode ends, and its reward is the sum of the rewards so far.
 - Messages after the last answer are part of the conversation, but not of a turn.
 - An empty answer is passed to the environment, but it adds no turn to the trajectory.
-
-    prompt -> answer -> observation -> prompt + answer + observation -> answer -> ...
 """
 
 from __future__ import annotations
@@ -54,14 +57,16 @@ class ResetResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The reaction of an environment to one answer. Without messages, the agent answers again."""
+    """The reaction of an environment to one answer. If `messages` is empty and the episode is not done, the
+    agent answers again without a new message in between."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     is_done: bool = False
     stop_reason: StopReason | None = None  # used if `is_done`; None: that of the last answer
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # `Trajectory.tool_fields` of the answer (index 0) and of `messages` (from index 1).
+    # Structured tool calls, as in `Trajectory.tool_fields`, but with other keys: 0 is the answer, and i + 1
+    # is `messages[i]`.
     tool_fields: Mapping[int, Message] = field(default_factory=dict)
 
 
@@ -81,8 +86,9 @@ class MessageEnv(Protocol):
         """React to an answer, which may be empty or cut off. Return an observation for an invalid answer too.
 
         ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
-        that the answer did not cause: the trial becomes a `TrialFailure`. Any other exception is attributed
-        to the answer: the trial has reward 0 with the reason `env_error`, or the reason of the AgentFault.
+        that the answer did not cause: the trial becomes a `TrialFailure`. An AgentFault and any other
+        exception are attributed to the answer: the trial has reward 0. The reason is that of the AgentFault,
+        and `env_error` for other exceptions.
         """
         ...
 
@@ -237,7 +243,8 @@ class _Episode:
         return turn
 
     async def _step(self, turn: Turn, answer: str) -> StepResult:
-        """Return the environment's reaction to `answer`. Raises AgentFault if the answer made it raise."""
+        """Return the environment's reaction to `answer`. Raises AgentFault if the environment
+        raises an exception that is attributed to the answer."""
         try:
             return await self._env.step(answer)
         except (TrainerError, ConnectionError, TimeoutError) as error:

@@ -69,8 +69,8 @@ class Chat:
     """The conversation format of one model.
 
     With `enable_thinking`, the model may think before each answer. Only evaluations allow this. The
-    constructor raises ConfigError if the template does not show or end assistant messages, or if
-    `enable_thinking` is set and the template does not support thinking.
+    constructor raises ConfigError if the template drops assistant messages, if it writes no token that ends
+    them, or if `enable_thinking` is set and the template does not support thinking.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
@@ -129,7 +129,8 @@ class Chat:
         """Encode an assistant message as the completion that follows the generation prompt, up to and
         including the end of the turn.
 
-        Raises ValueError if the template does not show the message after its generation prompt, or does not
+        Raises ValueError if the rendered message cannot be a completion of the generation prompt (for
+        example, it begins with a thought and the prompt switches thinking off), or if the template does not
         end the turn after the message.
 
         >>> chat.decode(chat.answer_ids({"role": "assistant", "content": "Yes."}))
@@ -141,12 +142,18 @@ class Chat:
             prompt = _EMPTY_THOUGHT.sub("", prompt)
         answer = text.removeprefix(prompt)
         if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
+            if prompt.rstrip().endswith("<think>") and not message.get("reasoning_content"):
+                raise ValueError(
+                    "the generation prompt of the chat template begins a thought, but this message has no "
+                    "reasoning; add reasoning_content to the message"
+                )
             raise ValueError(
-                "the chat template does not show this message after the generation prompt, because the "
-                "prompt switches thinking off; remove the reasoning"
+                "this message cannot follow the generation prompt of the chat template, because the prompt "
+                "switches thinking off; remove the reasoning"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
-        # A tokenizer may add a space before `answer`, so `answer` is encoded separately only if necessary.
+        # Encoded alone, `answer` could get a leading space from the tokenizer. Its ids are therefore the end
+        # of the ids of `text`, unless these do not begin with the ids of `prompt`.
         ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
         turn_ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
         if not turn_ends:

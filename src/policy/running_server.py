@@ -30,7 +30,8 @@ class ServedModels:
 def find_server(url: str, *, key: str) -> ServedModels | str:
     """Return the models of the server at `url`, or one line with the reason why the server cannot be used.
 
-    `key` is the API key; an empty key is not sent. In the reason, "it" is the server.
+    `key` is the API key; an empty key is not sent. The reason is a clause about the server, for example
+    "it is not ready yet".
     """
     base = url.rstrip("/")
     try:
@@ -43,7 +44,9 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
         reply = httpx.get(f"{base}/api/v1/get_server_capabilities", headers=headers, timeout=TIMEOUT_S)
         if reply.status_code in (401, 403):
             return "it refuses the key; set TINKER_API_KEY to the key of the server"
-        models = reply.raise_for_status().json()["supported_models"]
+        if not reply.is_success:
+            return f"it answered /api/v1/get_server_capabilities with HTTP {reply.status_code}"
+        models = reply.json()["supported_models"]
         contexts = {model["model_name"]: int(model["max_context_length"]) for model in models}
     except httpx.ConnectError:
         return NO_SERVER

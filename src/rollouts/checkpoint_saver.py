@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run, each step once, and records them."""
+"""Saves and records the checkpoints of a run, at most one for each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a run. This process continues the run after `steps_done` steps."""
+    """Saves the weights of a run. The run had finished `steps_done` steps before this process started."""
 
     def __init__(
         self,

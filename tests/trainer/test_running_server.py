@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
-from src.policy.running_server import tokenizer_folder
+from src.policy.running_server import find_server, tokenizer_folder
 from src.policy.served_model import with_served_model
 from tests.fakes.server import fake_context, serving
 
@@ -41,6 +41,18 @@ def test_a_server_on_the_ipv6_loopback_is_on_this_machine(
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", client)
     assert tokenizer_folder("http://[::1]:8000", model_name="local/fake", key="") == str(tmp_path)
+
+
+def test_a_server_that_fails_to_list_its_models_is_named_with_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(url: str, **_: object) -> httpx.Response:
+        status = 200 if url.endswith("/healthz") else 500
+        return httpx.Response(status, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx, "get", answer)
+    reason = find_server("http://localhost:8000", key="")
+    assert reason == "it answered /api/v1/get_server_capabilities with HTTP 500"
 
 
 @pytest.mark.parametrize("name", ["fake", "local/fake", "models/fake.gguf"])

@@ -111,7 +111,7 @@ def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
     template = Template(family_tokenizer(FAMILIES[1]))
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     with pytest.raises(
-        ConfigError, match=r"line 1: messages.1: the chat template does not show this message"
+        ConfigError, match=r"line 1: messages.1: this message cannot follow the generation prompt"
     ):
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 

@@ -182,8 +182,12 @@ def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
 
 
 def _score_scale(config: ModelConfig) -> float:
-    """Return the factor of the queries that leads to the scale of Hugging Face. `plain_attention` scales the
-    scores by head_dim^-0.5, which is not that scale."""
+    """Return the factor by which the queries are multiplied before attention.
+
+    `plain_attention` multiplies the scores by head_dim^-0.5, where head_dim is the width of the latent head.
+    Hugging Face multiplies them by mscale^2 * (qk_nope_head_dim + qk_rope_head_dim)^-0.5. The factor is the
+    second value divided by the first.
+    """
     latent, scaling = _latent(config), config.rope_scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
     return mscale**2 * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
@@ -195,7 +199,8 @@ def _latent(config: ModelConfig) -> LatentAttention:
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:
-    """Return the output widths of the fused first projections: (queries, latent vector and rotated key)."""
+    """Return the two output widths of `q_kv`: the width of the queries (compressed if there is a
+    `q_lora_rank`), and the width of the latent vector and the shared rotary key together."""
     latent = _latent(config)
     query = latent.q_lora_rank or config.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     return query, latent.kv_lora_rank + latent.qk_rope_head_dim

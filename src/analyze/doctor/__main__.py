@@ -1,4 +1,4 @@
-"""`agent-trainer doctor [RUN]`: check this machine, or a run, and print a command for each problem.
+"""`agent-trainer doctor [RUN]`: check this machine or a run, and print a command for each problem.
 
 doctor                     check Python, JAX devices, sandbox, disk, keys and, with skyrl_tx_url=, the server
 doctor RUN                 look for the problems of docs/how-to/troubleshooting.md in an ended or running run
@@ -43,7 +43,7 @@ class DoctorConfig(Options):
         )
         require(
             self.skyrl_tx_url is None or self.run is None,
-            "doctor RUN does not check the server at skyrl_tx_url=; remove RUN, or skyrl_tx_url=",
+            "doctor checks a run or a server, not both; write doctor RUN or doctor skyrl_tx_url=URL",
         )
         require(
             self.skyrl_tx_url is None or self.skyrl_tx_url.startswith(("http://", "https://")),

@@ -19,7 +19,7 @@ class RowSource:
 
     path: Path
     rows: Sequence[Row]
-    name: str  # the domain name in metrics; empty: the domain of each task
+    name: str  # the domain name in metrics; if empty, each task keeps its own domain
 
     @property
     def domains(self) -> set[str]:
