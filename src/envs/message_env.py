@@ -243,8 +243,8 @@ class _Episode:
         return turn
 
     async def _step(self, turn: Turn, answer: str) -> StepResult:
-        """Return the environment's reaction to `answer`. Raises AgentFault if the environment
-        raises an exception that is attributed to the answer."""
+        """Return the environment's reaction to `answer`. Raises AgentFault if the environment raises an
+        exception that is attributed to the answer."""
         try:
             return await self._env.step(answer)
         except (TrainerError, ConnectionError, TimeoutError) as error:

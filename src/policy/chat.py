@@ -142,14 +142,20 @@ class Chat:
             prompt = _EMPTY_THOUGHT.sub("", prompt)
         answer = text.removeprefix(prompt)
         if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
-            if prompt.rstrip().endswith("<think>") and not message.get("reasoning_content"):
+            if not self._is_thinking:
+                raise ValueError(
+                    "this message cannot follow the generation prompt of the chat template, because the prompt "
+                    "switches thinking off; remove the reasoning"
+                )
+            has_reasoning = message.get("reasoning_content") or "</think>" in str(message.get("content"))
+            if self.opens_a_thought and not has_reasoning:
                 raise ValueError(
                     "the generation prompt of the chat template begins a thought, but this message has no "
                     "reasoning; add reasoning_content to the message"
                 )
             raise ValueError(
-                "this message cannot follow the generation prompt of the chat template, because the prompt "
-                "switches thinking off; remove the reasoning"
+                "the chat template does not render this message as a continuation of its generation prompt; "
+                "give tokenizer=DIR_OR_HUB_ID with another chat template"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
         # Encoded alone, `answer` could get a leading space from the tokenizer. Its ids are therefore the end

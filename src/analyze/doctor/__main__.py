@@ -1,4 +1,4 @@
-"""`agent-trainer doctor [RUN]`: check this machine or a run, and print a command for each problem.
+"""`agent-trainer doctor [RUN]`: check this machine or a run, and print the next command for each problem.
 
 doctor                     check Python, JAX devices, sandbox, disk, keys and, with skyrl_tx_url=, the server
 doctor RUN                 look for the problems of docs/how-to/troubleshooting.md in an ended or running run
