@@ -129,3 +129,24 @@ def test_only_chat_calls_the_template():
         for _ in re.findall(r"\.apply_chat_template\(", path.read_text())
     ]
     assert calls == ["chat.py"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "reason"),
+    [
+        ("{{ '<think>\n' }}", "", "has no reasoning; add reasoning_content"),
+        ("{{ '<think>\n' }}", "hm", "give tokenizer=DIR_OR_HUB_ID with another chat template"),
+        ("{{ '[off]' }}", "hm", "switches thinking off; remove the reasoning"),
+        ("{{ '[off]' }}", "", "give tokenizer=DIR_OR_HUB_ID with another chat template"),
+    ],
+)
+def test_a_message_that_cannot_follow_the_generation_prompt_is_refused_with_the_reason(
+    template: str, reasoning: str, reason: str
+):
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template += "{% if add_generation_prompt %}" + template + "{% endif %}"
+    if "think" in template:
+        tokenizer.chat_template = tokenizer.chat_template.replace("<think>\n\n</think>\n\n", "")
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": reasoning}
+    with pytest.raises(ValueError, match=reason):
+        Chat(tokenizer).answer_ids(answer)
