@@ -143,13 +143,11 @@ class Chat:
         answer = text.removeprefix(prompt)
         if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
             content = str(message.get("content"))
-            has_reasoning = (
-                bool(message.get("reasoning_content")) or "<think>" in content or "</think>" in content
-            )
+            has_reasoning = message.get("reasoning_content") or "<think>" in content or "</think>" in content
             if has_reasoning and not self._is_thinking:
                 raise ValueError(
-                    "this message cannot follow the generation prompt of the chat template, because the prompt "
-                    "switches thinking off; remove the reasoning"
+                    "this message cannot follow the generation prompt of the chat template, because the "
+                    "prompt switches thinking off; remove the reasoning"
                 )
             if self.opens_a_thought and not has_reasoning:
                 raise ValueError(

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a run. The run had finished `steps_done` steps before this process started (0: a new
-    run)."""
+    """Saves the weights of a run. The run had finished `steps_done` steps before this process started (0: a
+    new run)."""
 
     def __init__(
         self,

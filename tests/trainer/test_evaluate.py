@@ -280,7 +280,8 @@ async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
     )
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
     with pytest.raises(
-        ConfigError, match=r"copied is training task original under another name;.* choose other tasks with tasks=original$"
+        ConfigError,
+        match=r"copied is training task original under another name;.* other tasks with tasks=original$",
     ):
         await bench.go(f"checkpoint={folder}")
     assert not bench.path.exists()
