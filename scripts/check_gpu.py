@@ -193,9 +193,9 @@ def compile_sampling(
     """Compile prefill batches of both sizes and a dispatch of decode steps, with POSITIONS positions per
     sequence. Return the loop over decode steps."""
     width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
-    axes = 1 if model.mesh is None else model.mesh.size
+    num_devices = 1 if model.mesh is None else model.mesh.size
     pages = max(
-        config.rows * width, axes * config.cache_gib * 2**30 // page_bytes(model, np.dtype("bfloat16"))
+        config.rows * width, num_devices * config.cache_gib * 2**30 // page_bytes(model, np.dtype("bfloat16"))
     )
     cache = jax.eval_shape(
         partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16"))

@@ -47,7 +47,7 @@ from scripts.bench.compare import timed, verdict
 from scripts.bench.driver import NUM_ADAPTERS, Driver, opened
 from scripts.bench.gpu_models import MODELS, heads_size, matrix_size
 from scripts.bench.kernel_differences import paged_difference, tree_difference
-from scripts.bench.kernel_times import kernel_times
+from scripts.bench.kernel_times import KernelTime, kernel_times
 from scripts.bench.sides.ours import settings
 from scripts.bench.small_model import make_model
 from scripts.simulate.costs import DEVICES, ModelSize, Roofline
@@ -94,7 +94,7 @@ class Rows:
 
     def __init__(self, config: GpuConfig) -> None:
         self.config = config
-        self.num_failed = self.num_omitted = 0
+        self.num_failed = 0
         self._started_at = time.perf_counter()
         model, rates = MODELS[config.model], DEVICES["h200"]
         assert isinstance(rates, Roofline)
@@ -136,22 +136,26 @@ class Rows:
             result = "" if at_most is None else verdict(value, at_most=at_most)
             print(f"{name:58} {value:12.4g}     {result}", flush=True)
 
-    def kernels(self, name: str, run: Callable[[], object], *, repeats: int) -> None:
+    def kernels(self, name: str, measure: Callable[[], list[KernelTime]], *, repeats: int = 1) -> None:
         """Print the kernels with the longest times, in milliseconds for one of `repeats` repetitions."""
 
-        def measure() -> float:
-            times = kernel_times(run)
+        def total_s() -> float:
+            times = measure()
             for kernel in times[:MAX_KERNELS]:
                 count, per_repeat_ms = kernel.count / repeats, 1e3 * kernel.total_s / repeats
                 print(f"  {kernel.name[:54]:56} {per_repeat_ms:12,.3f} ms  {count:8.1f} launches")
             return sum(kernel.total_s for kernel in times) / repeats
 
         if on_gpu():
-            self.time(name, measure)
+            self.time(f"{name}, sum of all kernels", total_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `time_limit_s` has passed."""
+        return time.perf_counter() - self._started_at > self.config.time_limit_s
 
     def _try(self, name: str, measure: Callable[[], float]) -> float | None:
-        if time.perf_counter() - self._started_at > self.config.time_limit_s:
-            self.num_omitted += 1
+        if self.is_over:
             return None
         try:
             return measure()
@@ -182,7 +186,7 @@ def main(config: GpuConfig) -> int:
     with tempfile.TemporaryDirectory() as folder, loaded_once:
         model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
         for section in SECTIONS:
-            if config.sections and section.__name__ not in config.sections:
+            if rows.is_over or (config.sections and section.__name__ not in config.sections):
                 continue
             try:
                 section(rows, model_dir, dtype)
@@ -190,8 +194,10 @@ def main(config: GpuConfig) -> int:
                 rows.num_failed += 1
                 print(f"{section.__name__:58} FAILED: {type(error).__name__}: {error}", flush=True)
             gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
-    omitted = f", {rows.num_omitted} not measured because of time_limit_s" if rows.num_omitted else ""
-    print(f"{rows.num_failed} rows failed{omitted}")
+    print(
+        f"{rows.num_failed} rows failed"
+        + (", the rest was not measured: time_limit_s" if rows.is_over else "")
+    )
     return 1 if rows.num_failed else 0
 
 
@@ -216,7 +222,11 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
                 min_share=DECODE_SHARES.get(count),
             )
             if count in DECODE_SHARES:
-                decode_kernels(driver, rows, count)
+                rows.kernels(
+                    f"decode step, {count} sequences",
+                    lambda count=count: decode_kernels(driver, rows, count),
+                    repeats=STEPS,
+                )
         count = min(64, config.max_sequences)
         with_one = rows.time(
             f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count)
@@ -249,13 +259,14 @@ def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> floa
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
 
-def decode_kernels(driver: Driver, rows: Rows, count: int) -> None:
+def decode_kernels(driver: Driver, rows: Rows, count: int) -> list[KernelTime]:
+    """Return the times of the kernels in one dispatch of STEPS decode steps."""
     request_ids = driver.admit(driver.new_sequences([rows.config.context] * count), max_tokens=3 * STEPS)
     driver.decode(dispatch_next=False)
-    name = f"decode step, {count} sequences, sum of all kernels"
-    rows.kernels(name, partial(driver.decode, dispatch_next=False), repeats=STEPS)
+    times = kernel_times(partial(driver.decode, dispatch_next=False))
     for request_id in request_ids:
         driver.executor.sampler.release(request_id)
+    return times
 
 
 def admit_and_release(driver: Driver, length: int) -> None:
@@ -276,6 +287,8 @@ def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "act
     """Measure forward_backward of one sequence of each length."""
     config = rows.config
     for length in config.lengths:
+        if rows.is_over:
+            break
         options = {"dtype": dtype, "max_context_length": length, "train_tokens_per_batch": length}
         with opened(model_dir, **options, max_num_seqs=1, max_models=1) as driver:
             rows.time(
@@ -285,8 +298,10 @@ def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "act
                 min_share=TRAIN_SHARES.get(length) if activations == "activations kept" else None,
             )
             if length in TRAIN_SHARES:
-                name = f"training of {length} tokens, {activations}, sum of all kernels"
-                rows.kernels(name, lambda driver=driver, length=length: driver.train(length, 1), repeats=1)
+                rows.kernels(
+                    f"training of {length} tokens, {activations}",
+                    partial(kernel_times, partial(driver.train, length, 1)),
+                )
         del driver
         gc.collect()
 

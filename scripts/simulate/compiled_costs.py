@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, prod
+from typing import Literal
 
 ITEM_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s32": 32, "u32": 32}
 ITEM_BITS |= {"f32": 32, "s64": 64, "u64": 64, "f64": 64}
@@ -33,7 +34,7 @@ class Launch:
     """One kernel of a program."""
 
     name: str
-    kind: str  # "product", "attention" or "other"
+    kind: Literal["product", "attention", "other"]
     num_bytes: float
     flops: float = 0.0
     deep: bool = False  # a product with sums over at least DEEP inputs
@@ -121,24 +122,16 @@ class Computation:
         shapes = self.instructions[operand[0]].shapes
         return shapes[operand[1]] if operand[1] < len(shapes) else Shape("token", (0,))
 
-    def users(self, name: str) -> Iterator[Instruction]:
-        """Yield the instructions that use an output of `name`. A bitcast that is not the root stands for
-        its own users."""
+    def users(self, name: str) -> Iterator[tuple[Instruction, bool]]:
+        """Yield each instruction that uses `name`, and whether `name` is its first operand. A bitcast that is
+        not the root stands for its own users."""
         for instruction in self.instructions.values():
-            if any(operand == name for operand, _ in instruction.operands):
+            operands = [operand for operand, _ in instruction.operands]
+            if name in operands:
                 if instruction.opcode == "bitcast" and not instruction.is_root:
                     yield from self.users(instruction.name)
                 else:
-                    yield replace_operand(instruction, name)
-
-
-def replace_operand(instruction: Instruction, name: str) -> Instruction:
-    """Return the instruction. If its first operand is `name`, this operand is renamed to "", as a mark for
-    `_bytes_read`."""
-    first = instruction.operands[0][0]
-    return (
-        replace(instruction, operands=[("", 0), *instruction.operands[1:]]) if first == name else instruction
-    )
+                    yield instruction, operands[0] == name
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -300,24 +293,18 @@ def _fusion(instruction: Instruction, called: Computation) -> Launch:
     for inner in called.instructions.values():
         if inner.opcode == "parameter":
             num_bytes += _bytes_read(called, inner)
-    roots = [inner for inner in called.instructions.values() if inner.is_root]
-    for root in roots:
-        outputs = (
-            [called.instructions[name] for name, _ in root.operands] if root.opcode == "tuple" else [root]
-        )
-        num_bytes += sum(_bytes_written(called, output) for output in outputs)
+        if inner.is_root:
+            names = [name for name, _ in inner.operands] if inner.opcode == "tuple" else [inner.name]
+            num_bytes += sum(_bytes_written(called, called.instructions[name]) for name in names)
     return Launch(name=re.sub(r"[._]?\d+$", "", instruction.name), kind="other", num_bytes=num_bytes)
 
 
 def _bytes_read(called: Computation, parameter: Instruction) -> float:
     total, whole = 0.0, parameter.shapes[0].num_bytes
-    for user in called.users(parameter.name):
-        is_first = user.operands[0][0] == ""
-        if user.opcode in READS_A_PART and is_first:
+    for user, is_first in called.users(parameter.name):
+        if is_first and user.opcode in READS_A_PART:
             total += user.shapes[0].num_bytes
-        elif user.opcode in IN_PLACE and is_first:
-            continue
-        else:
+        elif not is_first or user.opcode not in IN_PLACE:
             return whole
     return min(total, whole)
 

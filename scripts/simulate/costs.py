@@ -145,7 +145,7 @@ DEVICES: dict[str, Costs] = {
         launch_s=2.9e-6,
         decode_launches=20,
         prefill_launches=45,
-        training_launches=136,
+        training_launches=126,
     ),
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }

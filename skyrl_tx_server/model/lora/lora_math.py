@@ -162,8 +162,8 @@ def project(
     fused = fused if bias is None else fused + bias
     if module is not None and (module.joined is not None or _joins_factors(config, module)):
         assert config.mesh is None
-        delta = _joined_delta(x, module.joined) if module.joined else fused_delta(x, module)
-        return split_parts(fused + delta, widths, 1)
+        factors = module.joined or joined_factors(module, x.dtype)
+        return split_parts(fused + _joined_delta(x, factors), widths, 1)
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
@@ -176,18 +176,6 @@ def _joins_factors(config: ModelConfig, module: LoraWeights) -> bool:
     adds one delta within the product with `weight`, but would copy each part to add a delta per part."""
     one_slot = module.indices is None or module.indices.max_loras == 1
     return on_gpu() and config.mesh is None and one_slot
-
-
-def fused_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
-    """Return the delta of one adapter for x [B, T, in] as one array [B, T, sum(out)]. The array contains the
-    deltas that `low_rank_deltas` returns for the parts."""
-
-    def compute(weights: LoraWeights) -> tuple[jax.Array]:
-        inner = _product(x, weights.a.astype(x.dtype))
-        inner = inner * jax.lax.stop_gradient(weights.scale).astype(x.dtype)
-        return (_product(inner, _block_diagonal(weights.b).astype(x.dtype)),)
-
-    return apply_lora(module, compute)[0]
 
 
 def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
@@ -208,27 +196,34 @@ def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
     A program that applies the same slots many times joins them once. It then computes two products for each
     projection, regardless of the number of slots and parts.
     """
-    indices = module.indices
-    assert indices is not None and indices.max_loras is not None
-    slots = jnp.asarray(indices.distinct)[: indices.max_loras]
-    at = (slots,) if module.layer is None else (slots, module.layer)
-    a, scale = jnp.asarray(module.a)[at], jnp.asarray(module.scale)[at]
+    return replace(module, joined=joined_factors(module, dtype))
+
+
+def joined_factors(module: LoraWeights, dtype: jnp.dtype) -> JoinedFactors:
+    """Join the factors of one adapter, or of the first `max_loras` distinct slots if `module` has LoRA
+    slots. Gradients reach the factors A and B, but not the scale."""
+    indices, uses = module.indices, None
+    if indices is None:
+        at, num_slots = (None,), 1
+    else:
+        assert indices.max_loras is not None
+        slots = jnp.asarray(indices.distinct)[: indices.max_loras]
+        at, num_slots = (slots,) if module.layer is None else (slots, module.layer), len(slots)
+        if num_slots > 1:
+            is_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(num_slots) < indices.count)
+            uses = jnp.repeat(is_slot.astype(dtype), module.a.shape[-1], axis=1)[:, None]
+    a, scale = jnp.asarray(module.a)[at], jax.lax.stop_gradient(jnp.asarray(module.scale)[at])
     b = _block_diagonal([jnp.asarray(part)[at] for part in module.b])  # [slots, parts * max_rank, sum(out)]
-    uses = None
-    if len(slots) > 1:
-        is_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
-        uses = jnp.repeat(is_slot.astype(dtype), a.shape[-1], axis=1)[:, None]
-    joined = JoinedFactors(
+    return JoinedFactors(
         a=a.astype(dtype).transpose(1, 0, 2).reshape(a.shape[1], -1),
         b=(b * scale[:, None, None]).astype(dtype).reshape(-1, b.shape[-1]),
         uses=uses,
     )
-    return replace(module, joined=joined)
 
 
 def _joined_delta(x: jax.Array, factors: JoinedFactors) -> jax.Array:
-    inner = x @ factors.a
-    return (inner if factors.uses is None else inner * factors.uses) @ factors.b
+    inner = _product(x, factors.a)
+    return _product(inner if factors.uses is None else inner * factors.uses, factors.b)
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
