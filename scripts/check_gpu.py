@@ -260,6 +260,7 @@ def compile_sampling(
         steps=STEPS,
         ends=None,
         tempered=False,
+        filters=False,
     )
     assert body is not None
     return body

@@ -17,7 +17,7 @@ from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import bucket
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings, is_filtered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,7 @@ class DecodeProgram:
     ends: tuple[int, ...] | None  # segment ends of `decode_steps`; None: a kernel reads the pages in place
     max_loras: int | None  # maximum number of adapters in the batch; None: any number
     rolled: bool = False  # whether a loop runs the layers
+    filters: bool | None = None  # argument of `sample_tokens`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class DecodeLayout:
     queries_per_kv_head: int
     vocab_size: int
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
+    host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
         """Return the smallest width that holds these slots. With `compacted`, return the smallest width
@@ -93,6 +95,8 @@ class DecodeLayout:
         else:
             ends = ends[: 1 + ends.index(bucket(int(positions.max()), ends))]
         loras = lora_indices(adapters, num_lora_slots=self.num_lora_slots)
+        settings = batch_settings(by_index, self.vocab_size)
+        filters = bool(np.any(is_filtered(settings, self.vocab_size))) if self.host_selects_filters else None
         return DecodeDispatch(
             sequences=indexed,
             batch=DecodeBatch(
@@ -105,6 +109,6 @@ class DecodeLayout:
                 adapters=loras,
                 stop_tokens=stop_tokens,
             ),
-            settings=batch_settings(by_index, self.vocab_size),
-            program=DecodeProgram(width=width, ends=ends, max_loras=loras.max_loras),
+            settings=settings,
+            program=DecodeProgram(width=width, ends=ends, max_loras=loras.max_loras, filters=filters),
         )

@@ -94,7 +94,7 @@ class _LoopState:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "steps", "ends", "tempered", "rolled"),
+    static_argnames=("config", "steps", "ends", "tempered", "filters", "rolled"),
     donate_argnames=("cache",),
     compiler_options=SAMPLING_OPTIONS,
 )
@@ -109,10 +109,11 @@ def decode_steps(
     steps: int,
     ends: tuple[int, ...] | None,
     tempered: bool,
+    filters: bool | None = None,
     rolled: bool = False,
 ) -> tuple[KVCache, DecodeOutputs]:
     """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
-    the dispatch. With `tempered`, logprobs are computed after temperature (see `token_sampling`).
+    the dispatch. `tempered` and `filters` are arguments of `sample_tokens`.
 
     Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
     not exceed the last end. Results are bit-identical for every number of segments. With `ends=None`, each
@@ -194,7 +195,7 @@ def decode_steps(
         logits = constrain(
             config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH)
         )
-        sampled, logprobs = sample_tokens(logits, settings, positions + 1, tempered=tempered)
+        sampled, logprobs = sample_tokens(logits, settings, positions + 1, tempered=tempered, filters=filters)
         active = state.remaining > 0
         stopped = (sampled[:, None] == batch.stop_tokens).any(axis=1)
         return _LoopState(

@@ -128,6 +128,7 @@ class ModelRunner:
             queries_per_kv_head=config.num_heads // config.num_kv_heads,
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
+            host_selects_filters=on_gpu(),
         )
         self._uses_rolled_programs = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
         self._programs = DecodePrograms(self._lower_decode)
@@ -239,8 +240,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield (name, lowered program) for each prefill program and each unrolled decode program. The
-        programs for the fewest adapters come first."""
+        """Yield (name, lowered program) for each prefill program and each unrolled decode program without
+        filters. The programs for the fewest adapters come first."""
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
@@ -263,7 +264,12 @@ class ModelRunner:
                     yield f"prefill, {len(batch.tokens)} tiles", lowered
             for dispatch_ends in ends if max_loras in decode_counts else ():
                 for width in reversed(layout.widths):
-                    program = DecodeProgram(width=width, ends=dispatch_ends, max_loras=max_loras)
+                    program = DecodeProgram(
+                        width=width,
+                        ends=dispatch_ends,
+                        max_loras=max_loras,
+                        filters=False if layout.host_selects_filters else None,
+                    )
                     yield f"decode_steps, {width} sequences", self._lower_decode(program)
 
     def _lower_decode(self, program: DecodeProgram) -> Lowered:
@@ -285,6 +291,7 @@ class ModelRunner:
             "steps": self.steps,
             "ends": program.ends,
             "tempered": self._processed_logprobs,
+            "filters": program.filters,
             "rolled": program.rolled,
         }
 

@@ -34,25 +34,40 @@ class BatchSettings:
     top_p: ArrayLike  # [B] float32; 1: no filter
 
 
+def is_filtered(settings: BatchSettings, vocab_size: int) -> ArrayLike:
+    """Return for each slot [B] whether top-k or top-p can mask a token."""
+    return (settings.temperatures > 0) & ((settings.top_p < 1) | (settings.top_k < vocab_size))
+
+
 def sample_tokens(
-    logits: jax.Array, settings: BatchSettings, positions: ArrayLike, *, tempered: bool
+    logits: jax.Array,
+    settings: BatchSettings,
+    positions: ArrayLike,
+    *,
+    tempered: bool,
+    filters: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
 
     `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are computed after
-    temperature.
+    temperature. `filters` states whether a slot of the batch is filtered. None: the device tests this and
+    whether a slot is random. A GPU would wait for the host at these tests.
     """
     random = settings.temperatures > 0
-    filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
 
     def perturb() -> jax.Array:
         scaled = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
-        scaled = jax.lax.cond(filtered.any(), lambda: _filter(scaled, settings), lambda: scaled)
+        if filters is None:
+            filtered = is_filtered(settings, logits.shape[-1])
+            scaled = jax.lax.cond(filtered.any(), lambda: _filter(scaled, settings), lambda: scaled)
+        elif filters:
+            scaled = _filter(scaled, settings)
         return jnp.where(
             random[:, None], scaled + _gumbel_noise(settings, positions, logits.shape[-1]), logits
         )
 
-    tokens = _argmax(jax.lax.cond(random.any(), perturb, lambda: logits))
+    scores = jax.lax.cond(random.any(), perturb, lambda: logits) if filters is None else perturb()
+    tokens = _argmax(scores)
     if tempered:
         logits = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

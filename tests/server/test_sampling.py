@@ -411,7 +411,13 @@ LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 
 
 def draws(
-    count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0, tempered: bool = False
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 5,
+    top_p: float = 1.0,
+    tempered: bool = False,
+    filters: bool | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample `count` tokens from LOGITS with different sample indices. Return the tokens and logprobs."""
     settings = BatchSettings(
@@ -421,9 +427,13 @@ def draws(
         top_k=np.full(count, top_k, np.int32),
         top_p=np.full(count, top_p, np.float32),
     )
-    run_sampling = jax.jit(sample_tokens, static_argnames="tempered")
+    run_sampling = jax.jit(sample_tokens, static_argnames=("tempered", "filters"))
     chosen, logprobs = run_sampling(
-        np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32), tempered=tempered
+        np.tile(LOGITS + 3, (count, 1)),
+        settings,
+        np.zeros(count, np.int32),
+        tempered=tempered,
+        filters=filters,
     )
     return np.asarray(chosen), np.asarray(logprobs)
 
@@ -456,6 +466,16 @@ def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: 
     assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
     # The logprobs are those of the distribution before temperature and filters.
     np.testing.assert_allclose(logprobs, LOGITS[chosen], atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 2}])
+def test_programs_for_a_gpu_give_the_same_tokens(settings: dict):
+    """The host selects a program with or without filters. A program with filters gives the same tokens for
+    sequences without filters."""
+    expected = draws(500, **settings)
+    for filters in {True, bool(settings.keys() & {"top_k", "top_p"})}:
+        for actual, desired in zip(draws(500, **settings, filters=filters), expected, strict=True):
+            np.testing.assert_array_equal(actual, desired)
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
