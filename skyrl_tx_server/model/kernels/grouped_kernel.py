@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM, product
+from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM
+from skyrl_tx_server.model.kernels.products import product
 
 OUTPUTS, INPUTS = 128, 64
 """A kernel program multiplies by one block of a weight at a time. This is the maximum size of the block."""

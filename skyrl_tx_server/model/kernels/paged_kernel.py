@@ -28,12 +28,16 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
     MIN_DIM,
     compiler_params,
     padded_heads,
-    product,
 )
+from skyrl_tx_server.model.kernels.products import product
+from skyrl_tx_server.model.kernels.rotary_kernel import heads_per_program
 
 PROGRAMS = 128
 """The maximum number of programs per key-value head. With this number, each multiprocessor of a GPU runs
 several programs."""
+
+PARTS_AT_ONCE = 8
+"""The number of parts of a sequence that `_merge_kernel` loads at once."""
 
 MANY_TILES = 512
 """From this number of (tile, head) pairs on, a program processes two heads and reads the pages once for both.
@@ -101,17 +105,14 @@ def paged_attention(
         keys,
         values,
     )
+    per_program = heads_per_program(heads, limit=4)
     merged = pl.pallas_call(
         _merge_kernel,
-        grid=(batch, heads),
-        in_specs=(
-            pl.BlockSpec((1,), lambda row, head: (row,)),
-            pl.BlockSpec((parts, None, None, width), lambda row, head: (0, row, head, 0)),
-            *[pl.BlockSpec((parts, None, None), lambda row, head: (0, row, head))] * 2,
-        ),
-        out_specs=pl.BlockSpec((None, None, width), lambda row, head: (row, head, 0)),
+        grid=(batch, heads // per_program),
+        in_specs=(pl.BlockSpec((1,), lambda row, block: (row,)), *[whole] * 3),
+        out_specs=pl.BlockSpec((None, per_program, width), lambda row, block: (row, block, 0)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=triton.CompilerParams(num_warps=1),
+        compiler_params=triton.CompilerParams(num_warps=4 if per_program >= 4 else 1),
         interpret=interpret,
         name="merge_parts",
     )(splits.num_parts, *attended)
@@ -214,19 +215,34 @@ def _decode_kernel(
 
 
 def _merge_kernel(num_parts: Any, out: Any, highest: Any, total: Any, merged: Any) -> None:
-    """Merge the parts of one head of a sequence."""
-    count = num_parts[0]
-    best = jax.lax.fori_loop(
-        0, count, lambda part, best: jnp.maximum(best, highest[part]), jnp.float32(MASKED)
-    )
+    """Merge the parts of some heads of a sequence. Several parts are loaded at once, because each load takes
+    longer than the merge of a part."""
+    count, (num_heads, width) = num_parts[0], merged.shape
+    row, heads = pl.program_id(0), pl.program_id(1) * num_heads + jnp.arange(num_heads)[None]
+    column = jnp.arange(width)[None, None]
 
-    def add(part: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        weight = jnp.exp2(highest[part] - best)
-        return sums[0] + weight * out[part], sums[1] + weight * total[part]
+    def add(
+        index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        best, weights, attended = state
+        part = index * PARTS_AT_ONCE + jnp.arange(PARTS_AT_ONCE)[:, None]
+        valid = jnp.broadcast_to(part < count, (PARTS_AT_ONCE, num_heads))
+        part = jnp.where(part < count, part, 0)
+        scores = triton.load(highest.at[part, row, heads], mask=valid, other=MASKED)
+        totals = triton.load(total.at[part, row, heads], mask=valid, other=0.0)
+        mask = jnp.broadcast_to(valid[..., None], (PARTS_AT_ONCE, num_heads, width))
+        outputs = triton.load(out.at[part[..., None], row, heads[..., None], column], mask=mask, other=0.0)
+        higher = jnp.maximum(best, scores.max(axis=0))
+        weight, shrink = jnp.exp2(scores - higher[None]), jnp.exp2(best - higher)
+        return (
+            higher,
+            shrink * weights + (weight * totals).sum(axis=0),
+            shrink[:, None] * attended + (weight[..., None] * outputs).sum(axis=0),
+        )
 
-    start = jnp.zeros(merged.shape, jnp.float32), jnp.float32(0)
-    attended, weights = jax.lax.fori_loop(0, count, add, start)
-    merged[...] = (attended / jnp.where(weights > 0, weights, 1.0)).astype(merged.dtype)
+    start = jnp.full(num_heads, MASKED), jnp.zeros(num_heads), jnp.zeros((num_heads, width), jnp.float32)
+    _, weights, attended = jax.lax.fori_loop(0, pl.cdiv(count, PARTS_AT_ONCE), add, start)
+    merged[...] = (attended / jnp.where(weights > 0, weights, 1.0)[:, None]).astype(merged.dtype)
 
 
 def prefill_attention(
@@ -245,27 +261,27 @@ def prefill_attention(
     tiles' prompts. `starts` [M] are the positions of the tiles' first tokens, `lengths` [M] their numbers of
     tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
-    heads_per_program = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
+    paired_heads = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
-    width = q.shape[-1]
+    width, last = q.shape[-1], num_tiles - 1  # the last tiles of a prompt are the longest and run first
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
     tiles = (
-        q.reshape(num_tiles, length, heads // heads_per_program, heads_per_program, width)
+        q.reshape(num_tiles, length, heads // paired_heads, paired_heads, width)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(num_tiles, heads // heads_per_program, -1, width)
+        .reshape(num_tiles, heads // paired_heads, -1, width)
     )
     query_spec = pl.BlockSpec(
-        (None, None, heads_per_program * length, width), lambda head, tile: (tile, head, 0, 0)
+        (None, None, paired_heads * length, width), lambda head, tile: (last - tile, head, 0, 0)
     )
-    scalar = pl.BlockSpec((1,), lambda head, tile: (tile,))
-    per_kv_head = heads // heads_per_program // kv_heads
+    scalar = pl.BlockSpec((1,), lambda head, tile: (last - tile,))
+    per_kv_head = heads // paired_heads // kv_heads
     out = pl.pallas_call(
         partial(_prefill_kernel, length=length, scale=scale),
-        grid=(heads // heads_per_program, num_tiles),
+        grid=(heads // paired_heads, num_tiles),
         in_specs=(
             scalar,
             scalar,
-            pl.BlockSpec((None, tables.shape[1]), lambda head, tile: (tile, 0)),
+            pl.BlockSpec((None, tables.shape[1]), lambda head, tile: (last - tile, 0)),
             query_spec,
             pl.BlockSpec((len(keys), None, width, page), lambda head, tile: (0, head // per_kv_head, 0, 0)),
             pl.BlockSpec((len(values), None, page, width), lambda head, tile: (0, head // per_kv_head, 0, 0)),
@@ -276,9 +292,7 @@ def prefill_attention(
         interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)
-    out = out.reshape(num_tiles, heads // heads_per_program, heads_per_program, length, width).transpose(
-        0, 3, 1, 2, 4
-    )
+    out = out.reshape(num_tiles, heads // paired_heads, paired_heads, length, width).transpose(0, 3, 1, 2, 4)
     return out.reshape(num_tiles, length, heads, width)[..., :head_dim]
 
 

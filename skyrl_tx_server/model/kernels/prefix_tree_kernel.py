@@ -5,6 +5,11 @@ In the kernels of the forward pass and of the query gradient, a program computes
 head and reads the tiles of keys. In the kernel of the key gradient, a program computes one tile of keys and
 values of one key-value head and reads the tiles of queries. A program reads tiles one after the other in a
 fixed order, so results are bit-identical in every run. Products are summed in float32.
+
+A GPU starts the programs of a grid in order, with the first axis of the grid changing fastest. In a long
+sequence, late queries see the most keys, and early keys are seen by the most queries. The grids therefore
+begin with the last tile of queries, or the first tile of keys, of all heads. The long programs then run
+first, and the multiprocessors end at about the same time.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ from jax.experimental.pallas import triton
 
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
+from skyrl_tx_server.model.kernels.products import product
 
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
 memory."""
 WIDE_HEAD = 256  # bytes of a head vector; wider heads leave shared memory for one pipeline stage only
-QUERY_TILE, TILE = 128, 64
-"""Tokens per tile: QUERY_TILE for queries in the forward pass, TILE for keys and in the backward pass."""
+TILE = 64
+"""Tokens per tile of queries or keys."""
 
 
 def forward(
@@ -36,18 +42,18 @@ def forward(
     denominators [R, H, T] float32)."""
     batch, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
-    tile = min(QUERY_TILE, length // layout.num_key_blocks.shape[1])
+    tile = min(TILE, length // layout.num_key_blocks.shape[1])
     layout_specs, query_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     out, log_total = pl.pallas_call(
         partial(_forward_kernel, tile=tile, scale=scale),
-        grid=(length // tile, heads, batch),
+        grid=(heads, length // tile, batch),
         in_specs=(*layout_specs, query_spec, key_spec, key_spec),
         out_specs=(query_spec, row_spec),
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        compiler_params=compiler_params(q, stages=3),
+        compiler_params=compiler_params(q, stages=3, warps=4),
         interpret=interpret,
         name="tree_attention_forward",
     )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v)
@@ -74,29 +80,29 @@ def backward(
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
     options: dict[str, Any] = {
-        # with 64 queries, eight warps would divide the products into narrower ones
         "compiler_params": compiler_params(q, stages=2, warps=4),
         "interpret": interpret,
     }
-    layout_specs, tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
+    layout_specs, query_tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=scale),
-        grid=(length // tile, heads, batch),
-        in_specs=(*layout_specs, tile_spec, key_spec, key_spec, tile_spec, row_spec, row_spec),
-        out_specs=tile_spec,
+        grid=(heads, length // tile, batch),
+        in_specs=(*layout_specs, query_tile_spec, key_spec, key_spec, query_tile_spec, row_spec, row_spec),
+        out_specs=query_tile_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tree_attention_query_gradient",
         **options,
     )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, grad_sum)
     kv_group = heads // kv_heads
-    query_spec = pl.BlockSpec((None, length, kv_group, q.shape[-1]), lambda i, h, r: (r, 0, h, 0))
-    row_spec = pl.BlockSpec((None, kv_group, length), lambda i, h, r: (r, h, 0))
-    ends_spec = pl.BlockSpec((None, tile), lambda i, h, r: (r, i))
+    query_spec = pl.BlockSpec((None, length, kv_group, q.shape[-1]), lambda h, i, r: (r, 0, h, 0))
+    row_spec = pl.BlockSpec((None, kv_group, length), lambda h, i, r: (r, h, 0))
+    ends_spec = pl.BlockSpec((None, tile), lambda h, i, r: (r, i))
+    key_tile_spec = pl.BlockSpec((None, tile, None, q.shape[-1]), lambda h, i, r: (r, i, h, 0))
     grad_k, grad_v = pl.pallas_call(
         partial(_key_gradient_kernel, tile=tile, scale=scale),
-        grid=(length // tile, kv_heads, batch),
-        in_specs=(ends_spec, query_spec, tile_spec, tile_spec, query_spec, row_spec, row_spec),
-        out_specs=(tile_spec, tile_spec),
+        grid=(kv_heads, length // tile, batch),
+        in_specs=(ends_spec, query_spec, key_tile_spec, key_tile_spec, query_spec, row_spec, row_spec),
+        out_specs=(key_tile_spec, key_tile_spec),
         out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         name="tree_attention_key_gradient",
         **options,
@@ -111,19 +117,14 @@ def padded_heads(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, padding),))
 
 
-def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Inside a kernel: contract axis `over[0]` of `left` with axis `over[1]` of `right`, in float32."""
-    dimensions = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
-
-
 def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.CompilerParams:
     """Return the parameters of a kernel over queries [..., hd].
 
     `stages` is the number of stages of the software pipeline on GPUs with at least 160 KiB of shared memory
     per program. GPUs with 99 KiB use at most two stages, which do not overlap loads with products. Heads
     wider than WIDE_HEAD use one stage and 8 warps on every GPU. Heads of at most 64 dimensions use 4 warps,
-    and all other heads use `warps` warps.
+    and all other heads use `warps` warps. With TILE queries, eight warps would divide the products into
+    narrower ones, and programs with four warps can share a multiprocessor.
     """
     if q.shape[-1] * q.dtype.itemsize > WIDE_HEAD:
         return triton.CompilerParams(num_warps=8, num_stages=1)
@@ -141,18 +142,19 @@ def _has_99_kib() -> bool:
 def _query_specs(
     layout: TreeLayout, q: jax.Array, k: jax.Array, tile: int
 ) -> tuple[tuple[pl.BlockSpec, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Return the block specs for a grid of (tiles of queries, heads, streams): (specs of the layout, spec of
-    arrays like q, spec of k and v, spec of arrays [R, H, T])."""
+    """Return the block specs for a grid of (heads, tiles of queries from last to first, streams): (specs of
+    the layout, spec of arrays like q, spec of k and v, spec of arrays [R, H, T])."""
     (_, length, heads, head_dim), kv_heads, blocks = q.shape, k.shape[2], layout.num_key_blocks.shape[1]
-    kv_group, tiles_per_block = heads // kv_heads, length // blocks // tile
+    kv_group, tiles_per_block, last = heads // kv_heads, length // blocks // tile, length // tile - 1
     layout_specs = (
-        pl.BlockSpec((None, length), lambda i, h, r: (r, 0)),
-        pl.BlockSpec((None, None, blocks), lambda i, h, r: (r, i // tiles_per_block, 0)),
-        pl.BlockSpec((None, 1), lambda i, h, r: (r, i // tiles_per_block)),
+        pl.BlockSpec((None, length), lambda h, i, r: (r, 0)),
+        pl.BlockSpec((None, None, blocks), lambda h, i, r: (r, (last - i) // tiles_per_block, 0)),
+        pl.BlockSpec((None, 1), lambda h, i, r: (r, (last - i) // tiles_per_block)),
     )
-    query_spec = pl.BlockSpec((None, tile, None, head_dim), lambda i, h, r: (r, i, h, 0))
-    key_spec = pl.BlockSpec((None, length, None, head_dim), lambda i, h, r: (r, 0, h // kv_group, 0))
-    return layout_specs, query_spec, key_spec, pl.BlockSpec((None, None, tile), lambda i, h, r: (r, h, i))
+    query_spec = pl.BlockSpec((None, tile, None, head_dim), lambda h, i, r: (r, last - i, h, 0))
+    key_spec = pl.BlockSpec((None, length, None, head_dim), lambda h, i, r: (r, 0, h // kv_group, 0))
+    row_spec = pl.BlockSpec((None, None, tile), lambda h, i, r: (r, h, last - i))
+    return layout_specs, query_spec, key_spec, row_spec
 
 
 def _forward_kernel(
@@ -235,7 +237,7 @@ def _key_gradient_kernel(
     """Compute the gradients of a tile of keys and values. Only the queries from a key to the end of its
     subtree see the key."""
     kv_group, keys, values, subtree_end = log_total.shape[0], k[...], v[...], ends[...]
-    first = pl.program_id(0)
+    first = pl.program_id(1)
     tiles = pl.cdiv(subtree_end.max(), tile) - first
     key_positions = first * tile + jnp.arange(tile)
 
@@ -266,7 +268,7 @@ def _over_keys[State](
 ) -> State:
     """Call `add(slice of the tile, visible [queries, keys], state)` for each tile of keys in the key blocks
     that the program's tile of queries reads. Return the last state."""
-    queries = pl.program_id(0) * tile + jnp.arange(tile)
+    queries = (pl.num_programs(1) - 1 - pl.program_id(1)) * tile + jnp.arange(tile)
     block = ends.shape[0] // key_blocks.shape[0]
     width = min(TILE, block)
     parts = block // width

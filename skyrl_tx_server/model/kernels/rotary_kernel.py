@@ -6,6 +6,7 @@ their work.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -33,40 +34,52 @@ def normalize_and_rotate(
     are rounded to the dtype of `fused` after the same operations as in `rms_norm` and `rotate`.
     """
     (batch, num_heads, head_dim), (num_queries, num_keys) = fused.shape, widths
-    whole = pl.BlockSpec()
+    whole, per_program = pl.BlockSpec(), heads_per_program(num_queries, num_keys)
     inputs = (fused, cos, sin, *(norms or ()))
     return pl.pallas_call(
-        partial(_kernel, eps=eps),
-        grid=(batch, num_heads),
+        partial(_kernel, count=per_program, eps=eps),
+        grid=(batch, num_heads // per_program),
         in_specs=(whole,) * len(inputs),
         out_specs=(whole,) * 3,
         out_shape=tuple(
             jax.ShapeDtypeStruct((batch, heads, head_dim), fused.dtype)
             for heads in (num_queries, num_keys, num_keys)
         ),
-        compiler_params=triton.CompilerParams(num_warps=1),
+        compiler_params=triton.CompilerParams(num_warps=4 if per_program >= 4 else 1),
         interpret=interpret,
         name="normalize_and_rotate",
     )(*inputs)
 
 
-def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float) -> None:
-    """Process one head of one sequence. The head is loaded as two halves, because the rotation pairs element
-    i of the first half with element i of the second half."""
+def heads_per_program(*num_heads: int, limit: int = 16) -> int:
+    """Return the largest power of two that divides all `num_heads` and `limit`, a power of two.
+
+    A program for each head would do so little work that the start of the programs would take longer.
+
+    >>> heads_per_program(32, 8), heads_per_program(28, 4), heads_per_program(9, 3)
+    (8, 4, 1)
+    """
+    return math.gcd(*num_heads, limit)
+
+
+def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, count: int, eps: float) -> None:
+    """Process `count` heads of one sequence, all of which are queries, keys or values. The heads are loaded
+    as two halves, because the rotation pairs element i of the first half with element i of the second
+    half."""
     *norms, queries, keys, values = norms_and_outputs
-    row, head = pl.program_id(0), pl.program_id(1)
+    row, begin, indices = pl.program_id(0), pl.program_id(1) * count, jnp.arange(count)[:, None]
     (_, num_queries, head_dim), num_keys = queries.shape, keys.shape[1]
     first_half = jnp.arange(head_dim // 2)
-    halves = first_half, first_half + head_dim // 2
-    is_query = head < num_queries
+    halves = first_half[None], (first_half + head_dim // 2)[None]
+    is_query = begin < num_queries
 
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(fused.dtype).astype(jnp.float32)
 
-    loaded = [fused[row, head, half] for half in halves]
+    loaded = [fused[row, begin + indices, half] for half in halves]
     parts = [part.astype(jnp.float32) for part in loaded]
     if norms:
-        mean_square = sum((part * part).sum() for part in parts) / head_dim
+        mean_square = sum((part * part).sum(axis=1, keepdims=True) for part in parts) / head_dim
         weights = [jnp.where(is_query, norms[0][half], norms[1][half]).astype(jnp.float32) for half in halves]
         parts = [
             rounded(rounded(part * jax.lax.rsqrt(mean_square + eps)) * weight)
@@ -74,7 +87,7 @@ def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float)
         ]
     (first, second), (cosine, sine) = (
         parts,
-        (table[row, first_half].astype(jnp.float32) for table in (cos, sin)),
+        (table[row, first_half].astype(jnp.float32)[None] for table in (cos, sin)),
     )
     rotated = (
         rounded(first * cosine) - rounded(second * sine),
@@ -86,10 +99,10 @@ def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, eps: float)
         (keys, first_key, rotated),
         (values, first_value, loaded),
     ):
-        in_output = (head >= first) & (head < first + output.shape[1])
+        in_output = (begin >= first) & (begin < first + output.shape[1])
         for half, result in zip(halves, results, strict=True):
             triton.store(
-                output.at[row, jnp.where(in_output, head - first, 0), half],
+                output.at[row, jnp.where(in_output, begin - first, 0) + indices, half],
                 result.astype(fused.dtype),
-                mask=jnp.broadcast_to(in_output, half.shape),
+                mask=jnp.broadcast_to(in_output, result.shape),
             )
