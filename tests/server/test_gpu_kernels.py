@@ -35,7 +35,12 @@ from skyrl_tx_server.model.attention.kv_splits import KVSplits, kv_splits_of
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
-from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
+from skyrl_tx_server.model.kernels import (
+    grouped_kernel,
+    low_rank_kernel,
+    paged_kernel,
+    prefix_tree_kernel,
+)
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_tokens
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
@@ -386,6 +391,35 @@ def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("batch", "inputs", "ranks", "outputs", "num_slots"),
+    [(4, 128, 32, 64, 1), (16, 1408, 96, 128, 1), (40, 2560, 64, 512, 2), (19, 256, 256, 192, 8)],
+)
+def test_low_rank_deltas_by_kernel_and_by_products_are_equal(
+    batch: int, inputs: int, ranks: int, outputs: int, num_slots: int
+) -> None:
+    x, a, b = normal(0, batch, inputs), normal(1, inputs, ranks), normal(2, ranks, outputs)
+    uses = None
+    if num_slots > 1:
+        slots = np.arange(batch) % num_slots
+        uses = jnp.asarray(
+            np.repeat(slots[:, None] == np.arange(num_slots), ranks // num_slots, axis=1), x.dtype
+        )
+    actual = low_rank_kernel.low_rank_delta(x, a, b, uses, interpret=True)
+    inner = x @ a if uses is None else (x @ a) * uses
+    expected = inner @ b
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_the_delta_of_a_sequence_does_not_depend_on_the_batch() -> None:
+    x, a, b = normal(0, 33, 1280, dtype="bfloat16"), normal(1, 1280, 32), normal(2, 32, 64)
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    whole = low_rank_kernel.low_rank_delta(x, a, b, None, interpret=True)
+    for first, end in ((0, 1), (5, 21), (17, 33)):
+        part = low_rank_kernel.low_rank_delta(x[first:end], a, b, None, interpret=True)
+        np.testing.assert_array_equal(part, whole[first:end])
+
+
 def test_one_delta_per_projection_has_equal_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     config, widths = tiny_qwen3.CONFIG, (24, 8, 8)
     x, weight = normal(0, 2, 5, 16), normal(1, sum(widths), 16)
@@ -435,7 +469,11 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
             ]
             results = [future.result(120) for future in [engine.submit(op) for op in ops]]
             alone = engine.submit(Sample(weights=None, prompt=prompt, settings=settings)).result(120)
-            assert isinstance(alone, SampleResult)
+            filtered = engine.submit(
+                Sample(weights=None, prompt=prompt, settings=replace(settings, top_p=0.5))
+            ).result(120)
+            assert isinstance(alone, SampleResult) and isinstance(filtered, SampleResult)
+            results.append(filtered)
             return [*alone.sequences, *(sequence for result in results for sequence in result.sequences)]
         finally:
             engine.stop()
@@ -469,6 +507,7 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
     assert actual[0].tokens.tolist() == actual[1].tokens.tolist(), (
         "a sample in a group equals a sample alone with the same seed"
     )
+    assert actual[-1].tokens.tolist() != actual[0].tokens.tolist(), "top_p has no effect"
 
 
 @pytest.mark.filterwarnings(TRITON_DEPRECATION)

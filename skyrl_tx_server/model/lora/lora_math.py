@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from skyrl_tx_server.model.kernels import low_rank_kernel
 from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
 
@@ -222,6 +223,9 @@ def joined_factors(module: LoraWeights, dtype: jnp.dtype) -> JoinedFactors:
 
 
 def _joined_delta(x: jax.Array, factors: JoinedFactors) -> jax.Array:
+    if on_gpu() and x.shape[1] == 1 and low_rank_kernel.supports(factors.a, factors.b):
+        uses = None if factors.uses is None else factors.uses[:, 0]
+        return low_rank_kernel.low_rank_delta(x[:, 0], factors.a, factors.b, uses)[:, None]
     inner = _product(x, factors.a)
     return _product(inner if factors.uses is None else inner * factors.uses, factors.b)
 
