@@ -140,7 +140,7 @@ class Measured:
 DEVICES: dict[str, Costs] = {
     "h200": Roofline(
         model=QWEN3_4B,
-        bytes_per_s=3.2e12,
+        bytes_per_s=3.45e12,
         flops_per_s=400e12,
         launch_s=2.9e-6,
         decode_launches=20,
@@ -149,10 +149,10 @@ DEVICES: dict[str, Costs] = {
     ),
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
-"""Qwen3-4B on one H200, calculated and not measured.
+"""Qwen3-4B on one H200.
 
-The times of `h200` agree with the times that `compiled_costs` calculates from the compiled programs. They
-differ by at most 5 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training of 4,096
-tokens, and by at most 10 % for a prefill batch of 1,024 tokens. The rates are 74 % of the bandwidth
-(4.3 TB/s) and 51 % of the arithmetic (790 TFLOP/s) that are reachable on an H200 (not measured by this
-project). The times of `h200-fixed` do not depend on the context."""
+The times of `h200` differ from the measured times (docs/devices.md, "Measurements on a GPU") by at most 2 %
+for decode steps of 64 and 256 sequences of 2,048 tokens and for training on 4,096 tokens, and by at most 17 %
+for prefill of 1,024 to 32,768 tokens. The rates are 80 % of the bandwidth (4.3 TB/s) and 51 % of the
+arithmetic (790 TFLOP/s) that were measured on another H200. The times of `h200-fixed` were calculated, not
+measured, and do not depend on the context."""

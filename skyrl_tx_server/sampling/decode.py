@@ -124,4 +124,4 @@ class DecodePipeline:
         following = layout.dispatch(sequences, width=width)
         if following.program != dispatch.program or self._runner.can_narrow(following):
             return None
-        return following
+        return self._runner.transfer(following)

@@ -179,6 +179,14 @@ class ModelRunner:
         narrow = replace(dispatch.program, width=width)
         return width < dispatch.program.width and self._programs.request(narrow) is not None
 
+    def transfer(self, dispatch: DecodeDispatch) -> DecodeDispatch:
+        """On one GPU, begin to copy the inputs of `dispatch` to the device, and return the dispatch with
+        these arrays. The copies take about a millisecond, during which the device can compute."""
+        if not on_gpu() or self._config.mesh is not None:
+            return dispatch
+        batch, settings = jax.device_put((dispatch.batch, dispatch.settings))
+        return replace(dispatch, batch=batch, settings=settings)
+
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         """Start a dispatch on the device without waiting for it. `carry` is the carry of the previous
         dispatch."""

@@ -97,12 +97,14 @@ def test_a_product_is_counted_for_each_iteration_of_its_loop() -> None:
         (Launch(name="copy", kind="other", num_bytes=8e9), 1e-6 + 2.0),
         (Launch(name="p", kind="product", num_bytes=1, flops=100.0, idle=1.5), 1e-6 + 1.5),
         (Launch(name="a", kind="attention", num_bytes=1, flops=100.0), 1e-6 + 2.0),
+        (Launch(name="a", kind="attention", num_bytes=8e9), 1e-6 + 1.0),
         (Launch(name="p", kind="product", num_bytes=1, deep=True), 1e-6 + 3e-6),
     ],
 )
 def test_a_launch_takes_as_long_as_its_slowest_resource(launch: Launch, expected_s: float) -> None:
     rates = Rates(
         bytes_per_s=4e9,
+        attention_bytes_per_s=8e9,
         product_flops_per_s=100.0,
         attention_flops_per_s=50.0,
         launch_s=1e-6,
