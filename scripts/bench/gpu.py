@@ -32,143 +32,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 import chz
 import jax
-import numpy as np
 
-from scripts.bench.compare import timed, verdict
 from scripts.bench.driver import NUM_ADAPTERS, Driver, opened
-from scripts.bench.gpu_models import MODELS, heads_size, matrix_size
-from scripts.bench.kernel_differences import paged_difference, tree_difference
+from scripts.bench.gpu_models import MODELS, projection_sizes
+from scripts.bench.gpu_rows import GpuConfig, Rows
+from scripts.bench.kernel_differences import (
+    low_rank_difference,
+    normal,
+    paged_difference,
+    tree_difference,
+)
 from scripts.bench.kernel_times import KernelTime, kernel_times
 from scripts.bench.sides.ours import settings
-from scripts.bench.small_model import make_model
-from scripts.simulate.costs import DEVICES, ModelSize, Roofline
+from scripts.bench.small_model import RANK, make_model
 from scripts.simulate.simulation import SimulateConfig, simulate
 from scripts.simulate.workload import run_workload
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import SaveSampler, SaveWeights
 from skyrl_tx_server.executor import device_memory, executor, memory_division
 from skyrl_tx_server.executor.memory_plan import plan_memory
-from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.kernels.low_rank_kernel import low_rank_delta
 from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
+from skyrl_tx_server.model.shapes import PREFILL_TILE
+from skyrl_tx_server.sampling import model_runner
 
-# the rows with a target come first, because `time_limit_s` may end the run
-BATCH_SIZES, LENGTHS, CONTEXT, STEPS = (64, 256, 8, 1), (4096, 1024, 8192, 32_768), 2048, 16
+BATCH_SIZES, STEPS = (64, 256, 8, 1), 16
 DECODE_SHARES = {64: 0.65, 256: 0.75}  # number of sequences -> minimum share of the limit
 TRAIN_SHARES = {4096: 0.45}  # number of tokens -> minimum share of the limit
-MAX_KERNELS = 12  # the number of rows in a table of kernel times
 MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
-
-
-@chz.chz
-class GpuConfig:
-    model: str = chz.field(default="4b", doc="4b, 8b, 32b, 30b-a3b or tiny")
-    max_sequences: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
-    longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
-    repeats: int = 5
-    sections: tuple[str, ...] = chz.field(default=(), doc="Names of functions of SECTIONS; empty: all")
-    time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this many seconds")
-    compilation_cache: str | None = chz.field(default=None, doc="Folder of compiled programs; None: no cache")
-
-    @property
-    def lengths(self) -> list[int]:
-        return [length for length in LENGTHS if length <= self.longest] or [self.longest]
-
-    @property
-    def context(self) -> int:
-        """The number of tokens of each sequence when decoding starts."""
-        return min(CONTEXT, self.longest)
-
-
-class Rows:
-    """Measures and prints the rows of the output."""
-
-    def __init__(self, config: GpuConfig) -> None:
-        self.config = config
-        self.num_failed = 0
-        self._started_at = time.perf_counter()
-        model, rates = MODELS[config.model], DEVICES["h200"]
-        assert isinstance(rates, Roofline)
-        size = ModelSize(
-            weights=matrix_size(model),
-            kv_bytes=page_bytes(model, np.dtype("bfloat16")) / PAGE_SIZE,
-            attention=heads_size(model),
-            layers=model.num_layers,
-        )
-        self.predicted = replace(rates, model=size)
-        self.limit = replace(self.predicted, bytes_per_s=4.3e12, flops_per_s=790e12, launch_s=0.0)
-
-    def time(
-        self,
-        name: str,
-        measure: Callable[[], float],
-        calculate: Callable[[Roofline], float] | None = None,
-        *,
-        min_share: float | None = None,
-    ) -> float | None:
-        """Print the seconds that `measure` returns, in milliseconds, and the calculated time.
-        Return these seconds, or None if `measure` failed."""
-        seconds = self._try(name, measure)
-        if seconds is None:
-            return None
-        text = f"{1e3 * seconds:12,.2f} ms"
-        if calculate is not None:
-            share = calculate(self.limit) / seconds
-            result = "" if min_share is None else verdict(share, at_least=min_share)
-            text += f"  calculated {1e3 * calculate(self.predicted):12,.2f} ms"
-            text += f"  {share:7.1%} of the limit  {result}"
-        print(f"{name:58} {text}", flush=True)
-        return seconds
-
-    def value(self, name: str, measure: Callable[[], float], *, at_most: float | None = None) -> None:
-        """Print the number that `measure` returns."""
-        value = self._try(name, measure)
-        if value is not None:
-            result = "" if at_most is None else verdict(value, at_most=at_most)
-            print(f"{name:58} {value:12.4g}     {result}", flush=True)
-
-    def kernels(self, name: str, measure: Callable[[], list[KernelTime]], *, repeats: int = 1) -> None:
-        """Print the kernels with the longest times, in milliseconds for one of `repeats` repetitions."""
-
-        def total_s() -> float:
-            times = measure()
-            for kernel in times[:MAX_KERNELS]:
-                count, per_repeat_ms = kernel.count / repeats, 1e3 * kernel.total_s / repeats
-                print(f"  {kernel.name[:54]:56} {per_repeat_ms:12,.3f} ms  {count:8.1f} launches")
-            return sum(kernel.total_s for kernel in times) / repeats
-
-        if on_gpu():
-            self.time(f"{name}, sum of all kernels", total_s)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `time_limit_s` has passed."""
-        return time.perf_counter() - self._started_at > self.config.time_limit_s
-
-    def _try(self, name: str, measure: Callable[[], float]) -> float | None:
-        if self.is_over:
-            return None
-        try:
-            return measure()
-        except Exception as error:
-            self.num_failed += 1
-            reason = (str(error).splitlines() or [""])[0]
-            print(f"{name:58} FAILED: {type(error).__name__}: {reason}", flush=True)
-            return None
-
-    def median_s(self, run: Callable[[], object]) -> float:
-        """Return the median seconds of a call of `run`. The first call compiles and does not count."""
-        run()
-        return median(timed(run)().wall_s for _ in range(self.config.repeats))
 
 
 def main(config: GpuConfig) -> int:
@@ -183,7 +80,9 @@ def main(config: GpuConfig) -> int:
     dtype = "bfloat16" if on_gpu() else "float32"
     print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}")
     loaded_once = mock.patch.object(executor, "load_params", functools.cache(executor.load_params))
-    with tempfile.TemporaryDirectory() as folder, loaded_once:
+    # No row measures a rolled program, and its compilation would take some of the time of the machine.
+    unrolled = mock.patch.object(model_runner, "MIN_ROLLED_LAYERS", sys.maxsize)
+    with tempfile.TemporaryDirectory() as folder, loaded_once, unrolled:
         model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
         for section in SECTIONS:
             if rows.is_over or (config.sections and section.__name__ not in config.sections):
@@ -214,27 +113,28 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
         max_models=1,
         max_loras=NUM_ADAPTERS,
     ) as driver:
+        several = min(64, config.max_sequences)
+        with_one: float | None = None
         for count in [count for count in BATCH_SIZES if count <= config.max_sequences]:
-            rows.time(
+            prompts = driver.new_sequences([context] * count)
+            step_time = rows.time(
                 f"decode step, {count} sequences of {context} tokens",
-                lambda count=count: step_s(driver, rows, count),
+                lambda prompts=prompts: step_s(driver, rows, prompts),
                 lambda device, count=count: device.decode_s([context] * count, steps=1, slots=count),
                 min_share=DECODE_SHARES.get(count),
             )
+            with_one = step_time if count == several else with_one
             if count in DECODE_SHARES:
                 rows.kernels(
                     f"decode step, {count} sequences",
-                    lambda count=count: decode_kernels(driver, rows, count),
+                    lambda prompts=prompts: decode_kernels(driver, prompts),
                     repeats=STEPS,
                 )
-        count = min(64, config.max_sequences)
-        with_one = rows.time(
-            f"decode step, {count} sequences, 1 adapter", lambda: step_s(driver, rows, count)
-        )
-        for adapters in (2, 4, NUM_ADAPTERS):
+        prompts = driver.new_sequences([context] * several)
+        for adapters in (NUM_ADAPTERS, 4, 2):
             with_several = rows.time(
-                f"decode step, {count} sequences, {adapters} adapters",
-                lambda adapters=adapters: step_s(driver, rows, count, adapters=adapters),
+                f"decode step, {several} sequences, {adapters} adapters",
+                lambda adapters=adapters: step_s(driver, rows, prompts, adapters=adapters),
             )
             if with_one and with_several:
                 ratio = with_several / with_one
@@ -253,15 +153,14 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
         rows.time("checkpoint (save_state)", lambda: rows.median_s(partial(save_state, driver)))
 
 
-def step_s(driver: Driver, rows: Rows, count: int, *, adapters: int = 1) -> float:
+def step_s(driver: Driver, rows: Rows, prompts: list[list[int]], *, adapters: int = 1) -> float:
     """Return the seconds of one decode step."""
-    prompts = driver.new_sequences([rows.config.context] * count)
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
 
-def decode_kernels(driver: Driver, rows: Rows, count: int) -> list[KernelTime]:
+def decode_kernels(driver: Driver, prompts: list[list[int]]) -> list[KernelTime]:
     """Return the times of the kernels in one dispatch of STEPS decode steps."""
-    request_ids = driver.admit(driver.new_sequences([rows.config.context] * count), max_tokens=3 * STEPS)
+    request_ids = driver.admit(prompts, max_tokens=3 * STEPS)
     driver.decode(dispatch_next=False)
     times = kernel_times(partial(driver.decode, dispatch_next=False))
     for request_id in request_ids:
@@ -369,6 +268,30 @@ def kernels(rows: Rows, *_: object) -> None:
         return
     rows.value("paged attention, difference", paged_difference, at_most=MAX_KERNEL_DIFFERENCE)
     rows.value("tree attention, difference", tree_difference, at_most=MAX_KERNEL_DIFFERENCE)
+    rows.value("deltas of adapters, difference", low_rank_difference, at_most=MAX_KERNEL_DIFFERENCE)
+    for count in [count for count in DECODE_SHARES if count <= rows.config.max_sequences]:
+        for name, uses_kernels in (("two products", False), ("two kernels", True)):
+            rows.time(
+                f"deltas of one layer, {count} sequences, {name}",
+                lambda count=count, uses_kernels=uses_kernels: deltas_s(rows, count, uses_kernels),
+            )
+
+
+def deltas_s(rows: Rows, count: int, uses_kernels: bool) -> float:
+    """Return the seconds that the deltas of the projections of one layer take in a decode step."""
+    layers = 8  # several layers, so that the launch of the program is a small part of the time
+    factors = [
+        (normal(0, inputs, ranks), normal(1, ranks, outputs))
+        for inputs, ranks, outputs in projection_sizes(MODELS[rows.config.model], RANK)
+    ]
+    xs = [normal(2 + layer, count, a.shape[0]) for layer in range(layers) for a, _ in factors]
+
+    def deltas(xs: list[jax.Array], factors: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        compute = low_rank_delta if uses_kernels else lambda x, a, b, _: (x @ a) @ b
+        return [compute(x, a, b, None) for x, (a, b) in zip(xs, factors * layers, strict=True)]
+
+    run = jax.jit(deltas)
+    return rows.median_s(lambda: jax.block_until_ready(run(xs, factors))) / layers
 
 
 def bf16(rows: Rows, *_: object) -> None:

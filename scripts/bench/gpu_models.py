@@ -54,3 +54,14 @@ def matrix_size(model: ModelConfig) -> int:
 
 def heads_size(model: ModelConfig) -> int:
     return model.num_layers * model.num_heads * model.head_dim
+
+
+def projection_sizes(model: ModelConfig, rank: int) -> list[tuple[int, int, int]]:
+    """Return (inputs, ranks of all parts, outputs) of each projection of the last layer that has an adapter.
+    Projections of experts are left out."""
+    weights = stacks_of(model)[-1].weights.values()
+    return [
+        (weight.inputs, rank * len(weight.widths), sum(weight.widths))
+        for weight in weights
+        if weight.is_projection
+    ]

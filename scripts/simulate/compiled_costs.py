@@ -75,9 +75,9 @@ H200 = Rates(
     launch_s=2.0e-6,
     deep_product_s=4.0e-6,
 )
-"""Fitted to the kernels of a decode step of 64 and of 256 sequences and of a training step, which were profiled
-on an H200 with jax 0.11.2. `launch_s` is the time of a kernel with almost no work. In a CUDA graph, the pause
-between two kernels was 0.1 to 0.3 us."""
+"""Fitted to the kernels of a decode step of 64 and of 256 sequences and of a training step, which were
+profiled on an H200 with jax 0.11.2. `launch_s` is the time of a kernel with almost no work. In a CUDA graph,
+the pause between two kernels was 0.1 to 0.3 us."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
