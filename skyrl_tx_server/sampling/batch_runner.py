@@ -41,9 +41,9 @@ from skyrl_tx_server.sampling.sequences import SequenceKey
 
 logger = logging.getLogger(__name__)
 
-GPU_PREFILLS_PER_STEP = 0.55
+GPU_PREFILLS_PER_STEP = 0.46
 """Estimated time of a decode step / time of a prefill batch. With 64 sequences of Qwen3-4B on an H200, a
-decode step takes 12.2 ms and a prefill batch of 1,024 tokens takes 22 ms (calculated, not measured)."""
+decode step takes 10.2 ms and a prefill batch of 1,024 tokens takes 22.3 ms (docs/devices.md)."""
 CPU_DECODE_COST = 1.5
 """Estimated time of a token in a decode step / time of a token in a prefill batch."""
 
