@@ -1,5 +1,6 @@
-"""Compile programs for NVIDIA H200s to machine code, on a machine without a GPU: a training step with the
-shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged attention kernel.
+"""Compile programs for NVIDIA H200s to machine code, on a machine without a GPU. The programs are training
+steps, prefill batches, a dispatch of decode steps and, for one GPU, the paged attention kernel. By default,
+they have the shapes of Qwen3-4B.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
@@ -9,23 +10,24 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
 The script prints for each program:
 
 - the compilation time, and the memory that XLA allocates in addition to the inputs
-- the number of places where the device waits for the host, and the largest message between devices
+- the number of places where the device waits for the host
+- the number of messages between devices, and the largest message
 - the operations and command buffers of the longest loop body (a layer or a decode step)
 - on one GPU, the time that `scripts/simulate/compiled_costs.py` calculates for the compiled operations, and
   the operations that take the longest
-- the registers, spilled bytes and waits of each kernel of KERNELS
+- the registers, spilled bytes and waits of each kernel in KERNELS
 
-It exits with status 1 if one of these conditions does not hold:
+It exits with status 0 if all these conditions hold, and with status 1 otherwise:
 
-- no write by compare-and-swap
-- no operation of the longest loop body outside a command buffer
-- no spilled registers in the kernels of KERNELS
-- the kernels of PIPELINED load the next tile while they compute products
-- on one GPU, at most MAX_COPIES copies in a decode step, and at most MAX_LAUNCHES launches per layer if the
-  model is dense
+- No program writes by compare-and-swap.
+- All operations of the longest loop body are in command buffers.
+- The kernels in KERNELS do not spill registers.
+- The kernels in PIPELINED load the next tile while they compute products.
+- On one GPU, a decode step has at most MAX_COPIES copies.
+- On one GPU, a decode step of a dense model has at most MAX_LAUNCHES launches per layer.
 
-The programs are not run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas'
-interpreter.
+The script does not run the programs. `tests/server/test_gpu_kernels.py` checks the results of the kernels in
+Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -91,17 +93,18 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
 """The description of the GPU for XLA, in the text format of GpuTargetConfigProto
-(xla/stream_executor/device_description.proto). Without the versions, XLA records fewer operations in command
-buffers."""
+(xla/stream_executor/device_description.proto). If the versions are missing, XLA records fewer operations in
+command buffers."""
 
 PIPELINED = ("paged_attention", "prefill_attention", "tree_attention_forward", "grouped_products")
 ONCE_PER_LAYER = "paged_attention"
 POSITIONS, STEPS = 2048, 16
 WIDE_PAGE = 128
-"""Positions per page for an additional compilation of the decode kernel. Decode steps use PAGE_SIZE."""
+"""The number of positions per page in the separate compilation of the paged attention kernel. The pages of
+decode steps have PAGE_SIZE positions."""
 MAX_LAUNCHES, MAX_COPIES = 20, 3
 CONTAINERS = ("Conditional", "DynamicSliceFusion", "While")
-"""XLA's names of operations that are not launched themselves, but contain launched operations."""
+"""XLA's names of operations that contain launched operations, but are not launches."""
 KERNELS = (*PIPELINED, "tree_attention_query_gradient", "tree_attention_key_gradient")
 
 
@@ -120,7 +123,7 @@ class CheckConfig:
 def main(config: CheckConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_dump_to={folder} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"  # before XLA reads it
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"  # must be set before XLA starts
         failures = compile_programs(config, Path(folder))
     for failure in failures:
         print(f"FAILED: {failure}")
@@ -155,7 +158,7 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
     if model.experts is None and (launches := decode.launches_per_layer()) > MAX_LAUNCHES:
         failures.append(f"a decode step has {launches:.1f} launches per layer, more than {MAX_LAUNCHES}")
     if (copies := decode.counts["Copy"]) > MAX_COPIES:
-        failures.append(f"a decode step copies {copies} times, more than {MAX_COPIES}")
+        failures.append(f"a decode step has {copies} copies, more than {MAX_COPIES}")
     heads, width = (model.num_kv_heads, model.head_dim), POSITIONS // WIDE_PAGE
     keys = jax.ShapeDtypeStruct((config.rows * width, *heads, WIDE_PAGE), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((config.rows * width, heads[0], WIDE_PAGE, heads[1]), jnp.bfloat16)
@@ -176,7 +179,7 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
 
 
 def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
-    """Return the shapes of the adapter with the shardings of the server."""
+    """Return the shapes of the adapter with the shardings that the server uses."""
     shardings = adapter_shardings(model, adapter)
     if shardings is None:
         return adapter
@@ -190,8 +193,8 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., LoopBody | None]
 ) -> LoopBody:
-    """Compile prefill batches of both sizes and a dispatch of decode steps, with POSITIONS positions per
-    sequence. Return the loop over decode steps."""
+    """Compile prefill batches of both sizes and a dispatch of decode steps. Each sequence has POSITIONS
+    positions. Return the body of the loop over decode steps."""
     width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     num_devices = 1 if model.mesh is None else model.mesh.size
     pages = max(
@@ -276,8 +279,8 @@ def compile_and_report(
     *arguments: object,
     **options: object,
 ) -> LoopBody | None:
-    """Compile a program, print its figures and append failed checks to `failures`. Return the longest body of
-    its loops."""
+    """Compile a program, print its figures and append failed checks to `failures`. Return its longest loop
+    body. None: the program has no loop or no command buffer."""
     before = set(folder.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
@@ -297,7 +300,7 @@ def compile_and_report(
     )
     loops = [line for line in text.splitlines() if " while(" in line]
     num_host_waits = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
-    print(f"  waits for the host in {num_host_waits} places")
+    print(f"  the device waits for the host in {num_host_waits} places")
     collectives = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     messages = re.findall(rf"(\w+)\[([\d,]+)\]\S*\)? (?:{collectives})(?:-start)?\(", text)
     if messages:
@@ -323,7 +326,7 @@ def compile_and_report(
 
 
 def calculated_times(text: str, sequences: Sequences) -> str:
-    """Return the calculated time of a program and of the operations that take the longest."""
+    """Return a line with the calculated time of a program, and of the operations that take the longest."""
     times: dict[str, float] = defaultdict(float)
     for launch in launches_of(text, sequences):
         times[launch.name] += RATES.time_s(launch)
@@ -334,16 +337,16 @@ def calculated_times(text: str, sequences: Sequences) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class LoopBody:
-    """The operations of a loop body, by kind. Operations of nested loops and branches are included."""
+    """The operations of a loop body, including those of nested loops and branches."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)  # number of operations of each kind
     command_buffers: int = 0
     outside: int = 0  # operations that no command buffer contains
-    launches: list[str] = field(default_factory=list)  # launched operations (not CONTAINERS), in order
+    launches: list[str] = field(default_factory=list)  # names of launched operations, in order
 
     def launches_per_layer(self) -> float:
-        """Return the average number of launches from one ONCE_PER_LAYER kernel to the next. 0: the loop body
-        has fewer than two layers."""
+        """Return the average number of launches from one launch of ONCE_PER_LAYER to the next. 0: the loop
+        body has fewer than two launches of ONCE_PER_LAYER."""
         layers = [index for index, kernel in enumerate(self.launches) if kernel == ONCE_PER_LAYER]
         return (layers[-1] - layers[0]) / (len(layers) - 1) if len(layers) > 1 else 0.0
 
@@ -351,16 +354,17 @@ class LoopBody:
         counts = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common())
         launches = self.launches_per_layer()
         return (
-            f"longest loop body: {self.command_buffers} command buffers, {self.outside} outside; {counts}"
-            + (f"; {launches:.1f} launches per layer" if launches else "")
+            f"longest loop body: {self.command_buffers} command buffers, {self.outside} operations outside; "
+            f"{counts}" + (f"; {launches:.1f} launches per layer" if launches else "")
         )
 
 
 def longest_body(path: Path) -> LoopBody | None:
-    """Return the loop body with the most operations in XLA's list of operations. None: there is no loop."""
+    """Return the loop body with the most operations in the file `path`, XLA's list of operations. None: the
+    program has no loop."""
     bodies: list[LoopBody] = []
     open_bodies: list[tuple[int, LoopBody]] = []  # (indentation of the line `body:`, body)
-    buffer_indentation = sys.maxsize  # of the current command buffer
+    buffer_indentation = sys.maxsize  # indentation of the current command buffer; maxsize: no command buffer
     for line in path.read_text().splitlines():
         indentation = len(line) - len(line.lstrip())
         while open_bodies and indentation <= open_bodies[-1][0]:
@@ -391,12 +395,12 @@ class Kernel:
     name: str
     registers: int
     spilled_bytes: int
-    waits: list[int]  # for each wait: the number of groups of copies that may still be in progress
+    waits: list[int]  # for each wait: the number of groups of copies that may be in progress after it
 
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.registers} registers, {self.spilled_bytes} bytes spilled, "
-            f"copies in progress at waits: {', '.join(map(str, self.waits))}"
+            f"groups of copies in progress after waits: {', '.join(map(str, self.waits))}"
         )
 
     def failures(self) -> Iterator[str]:
@@ -416,7 +420,8 @@ def find_ptxas() -> Path:
 
 
 def read_kernel(path: Path) -> Kernel | None:
-    """Return the Pallas kernel of a PTX file, assembled by ptxas. None: no kernel of KERNELS."""
+    """Assemble the Pallas kernel of a PTX file with ptxas, and return it. None: the kernel is not in
+    KERNELS."""
     text = path.read_text()
     name = re.search(r"\.entry (\w+)", text)
     if name is None or name[1] not in KERNELS:

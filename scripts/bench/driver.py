@@ -1,4 +1,4 @@
-"""A driver that calls an executor directly, so that a benchmark times programs without the engine."""
+"""A driver that calls an executor directly, so that the times of a benchmark do not include the engine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from skyrl_tx_server.sampling import decode_programs
 
 NUM_ADAPTERS = 8
 WARMUP_ROUNDS = 3
-"""The first round compiles a rolled program. During the first two rounds, the unrolled programs of the widest
-and of the needed width are compiled (`decode_programs`). The last round runs the program that is measured."""
+"""The first round compiles a rolled program, unless the model has too few layers for rolled programs. During
+the first two rounds, the unrolled programs for the largest width and for the needed width are compiled
+(`decode_programs`). The last round runs the program that is then measured."""
 
 
 class Driver:
-    """Calls an executor without the engine. It saves NUM_ADAPTERS sampler snapshots of one model, with the
-    names `adapter-0`, `adapter-1`, ..."""
+    """Calls an executor without the engine. The constructor saves NUM_ADAPTERS sampler snapshots of one
+    model, with the names `adapter-0`, `adapter-1`, ..."""
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.executor = executor
@@ -63,7 +64,8 @@ class Driver:
         return random_sequences(lengths, seed=next(self._seeds))
 
     def admit(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, adapters: int = 1) -> list[int]:
-        """Prefill all prompts and return their request ids."""
+        """Compute all prompts, start their sequences and return their request ids. The first `adapters`
+        snapshots are used in turn."""
         waiting: list[PrefillRequest] = []
         for index, prompt in enumerate(prompts):
             op = Sample(
@@ -98,10 +100,10 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Return the median duration, in seconds, of a dispatch of decode steps that decodes all prompts.
+        """Return the median duration, in seconds, of `dispatches` decode dispatches for all prompts.
 
-        `steps` must be the executor's `decode_steps_per_dispatch`. The prompts are decoded in WARMUP_ROUNDS
-        rounds before the measurement, because the decode programs are compiled in the background.
+        `steps` must be the executor's `decode_steps_per_dispatch`. WARMUP_ROUNDS rounds of dispatches run
+        before the measurement, because the decode programs are compiled in the background.
         """
 
         def durations_s(count: int) -> list[float]:
@@ -122,6 +124,7 @@ class Driver:
 
 @contextlib.contextmanager
 def opened(model_dir: Path, **options: object) -> Iterator[Driver]:
-    """Yield the driver of a new executor with these options. Programs are compiled at their first use."""
+    """Yield the driver of a new executor with these options. The executor has no warmup, so it compiles
+    programs only when a call needs them."""
     with tempfile.TemporaryDirectory() as folder:
         yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **(options | {"warmup": False}))))

@@ -5,22 +5,22 @@
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
 A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
-and the share of the limit: the limit divided by the measured time. The limit is the time to move the row's
-bytes at 4.3 TB/s or the time to compute its operations at 790 TFLOP/s, whichever is longer. According to
-`scripts/simulate/costs.py`, an H200 can reach these rates (not measured by this project). The row's bytes and
-operations are calculated as follows (N parameters, T tokens, L layers, H heads, K key-value heads, hd head
-dimensions, 2 bytes per value):
+and the share of the limit, which is the limit divided by the measured time. The limit is the longer of two
+times: the time to move the row's bytes at 4.3 TB/s, and the time to compute its operations at 790 TFLOP/s.
+According to `scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure
+them. The table states how the row's bytes or operations are calculated (N parameters, T tokens, L layers, H
+heads, K key-value heads, hd head dimensions, 2 bytes per value):
 
-    decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
-    prefill                                                          operations per token = 2 N + 2 L H hd T
-    LoRA training  no gradient of the base weights                   operations per token = 4 N + 6 L H hd T
+    decode step    bytes = 2 N + sum of contexts * 4 L K hd    the weights once, and all keys and values
+    prefill        operations per token = 2 N + 2 L H hd T
+    LoRA training  operations per token = 4 N + 6 L H hd T     no gradient of the base weights
 
 If a measurement fails, its row shows the error, the script continues, and the exit status is 1. Three options
-shorten a run: `sections` selects sections, no measurement starts later than `time_limit_s` seconds after
-the start, and `compilation_cache` keeps compiled programs for the next run. The models have the shapes of
-Qwen3 and random weights. The weights are loaded once for all executors. Only calls of the executor or of the
-engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, safetensors, tokenizers and
-zstandard.
+shorten a run: `sections` selects sections, `time_limit_s` starts no measurement later than this number of
+seconds after the start, and `compilation_cache` keeps compiled programs for the next run. The models have the
+shapes of Qwen3 and random weights. The weights are loaded once for all executors. Only calls of the executor
+or of the engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, safetensors, tokenizers
+and zstandard.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from skyrl_tx_server.sampling import model_runner
 BATCH_SIZES, STEPS = (64, 256, 8, 1), 16
 DECODE_SHARES = {64: 0.65, 256: 0.75}  # number of sequences -> minimum share of the limit
 TRAIN_SHARES = {4096: 0.45}  # number of tokens -> minimum share of the limit
-MAX_KERNEL_DIFFERENCE = 2e-2  # of results in bfloat16
+MAX_KERNEL_DIFFERENCE = 2e-2  # maximum of each function of `kernel_differences`
 
 
 def main(config: GpuConfig) -> int:
@@ -80,7 +80,7 @@ def main(config: GpuConfig) -> int:
     dtype = "bfloat16" if on_gpu() else "float32"
     print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}")
     loaded_once = mock.patch.object(executor, "load_params", functools.cache(executor.load_params))
-    # No row measures a rolled program, and its compilation would take some of the time of the machine.
+    # Do not compile rolled programs: no row measures them, and `time_limit_s` includes their compilation.
     unrolled = mock.patch.object(model_runner, "MIN_ROLLED_LAYERS", sys.maxsize)
     with tempfile.TemporaryDirectory() as folder, loaded_once, unrolled:
         model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
@@ -89,19 +89,20 @@ def main(config: GpuConfig) -> int:
                 continue
             try:
                 section(rows, model_dir, dtype)
-            except Exception as error:  # an executor that cannot start ends its section
+            except Exception as error:  # for example if an executor cannot start
                 rows.num_failed += 1
                 print(f"{section.__name__:58} FAILED: {type(error).__name__}: {error}", flush=True)
-            gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
+            gc.collect()  # the executor is in a reference cycle, and the next executor needs its memory
     print(
         f"{rows.num_failed} rows failed"
-        + (", the rest was not measured: time_limit_s" if rows.is_over else "")
+        + ("; rows after time_limit_s were not measured" if rows.is_over else "")
     )
     return 1 if rows.num_failed else 0
 
 
 def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Measure decode steps by number of sequences and adapters, prefill by length, and saves of weights."""
+    """Measure decode steps for several numbers of sequences and adapters, prefill for several lengths, and
+    the operations that save weights."""
     config = rows.config
     context, new = config.context, (2 * config.repeats + 4) * STEPS
     with opened(
@@ -154,12 +155,12 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def step_s(driver: Driver, rows: Rows, prompts: list[list[int]], *, adapters: int = 1) -> float:
-    """Return the seconds of one decode step."""
+    """Return the duration of one decode step, in seconds."""
     return driver.dispatch_s(prompts, dispatches=rows.config.repeats, steps=STEPS, adapters=adapters) / STEPS
 
 
 def decode_kernels(driver: Driver, prompts: list[list[int]]) -> list[KernelTime]:
-    """Return the times of the kernels in one dispatch of STEPS decode steps."""
+    """Return the times of the kernels of one decode dispatch with STEPS steps."""
     request_ids = driver.admit(prompts, max_tokens=3 * STEPS)
     driver.decode(dispatch_next=False)
     times = kernel_times(partial(driver.decode, dispatch_next=False))
@@ -183,7 +184,7 @@ def save_state(driver: Driver) -> None:
 
 
 def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "activations kept") -> None:
-    """Measure forward_backward of one sequence of each length."""
+    """Measure forward_backward on one sequence, for each length."""
     config = rows.config
     for length in config.lengths:
         if rows.is_over:
@@ -214,8 +215,8 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Measure how long concurrent agents with three turns each and simultaneous training operations take, and
-    compare this time with the time that the simulator calculates."""
+    """Measure how long a load takes, and compare this time with the time that the simulator calculates. In
+    the load, concurrent agents take three turns each while training operations run."""
     config = rows.config
     load = SimulateConfig(
         agents=min(64, config.max_sequences),
@@ -237,10 +238,10 @@ def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
         max_models=1,
     ) as driver:
         seconds: float | None = None
-        for number in range(2):  # the first time compiles
+        for number in range(2):  # the first run compiles programs
             engine = Engine(driver.executor)
             seconds = rows.time(
-                f"{load.agents} agents, 3 turns, beside {load.training_ops} training operations"
+                f"{load.agents} agents, 3 turns, during {load.training_ops} training operations"
                 + ("" if number else ", with compilation"),
                 lambda engine=engine: run_workload(load.workload, engine, time.perf_counter).total_s,
             )
@@ -252,7 +253,7 @@ def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Print the memory plan of a server without options, and the peak memory of all sections so far."""
+    """Print the memory plan of a server without options, and the peak memory of the script until now."""
     peak = device_memory.stats().get("device_peak_bytes")
     with tempfile.TemporaryDirectory() as folder:
         unset = dict.fromkeys(("max_num_seqs", "max_models", "max_loras", "max_context_length"))
@@ -262,9 +263,10 @@ def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def kernels(rows: Rows, *_: object) -> None:
-    """Print the largest differences between compiled kernels and Pallas' interpreter."""
+    """Print the largest differences between compiled kernels and Pallas' interpreter, and the times of the
+    deltas of adapters with and without kernels."""
     if not on_gpu():
-        print("kernels: a GPU is needed")
+        print("kernels: this section was skipped, because it needs a GPU")
         return
     rows.value("paged attention, difference", paged_difference, at_most=MAX_KERNEL_DIFFERENCE)
     rows.value("tree attention, difference", tree_difference, at_most=MAX_KERNEL_DIFFERENCE)
@@ -278,8 +280,9 @@ def kernels(rows: Rows, *_: object) -> None:
 
 
 def deltas_s(rows: Rows, count: int, uses_kernels: bool) -> float:
-    """Return the seconds that the deltas of the projections of one layer take in a decode step."""
-    layers = 8  # several layers, so that the launch of the program is a small part of the time
+    """Return how long the deltas of the projections of one layer take in a decode step, in seconds. Without
+    `uses_kernels`, XLA computes two products for each projection."""
+    layers = 8  # with several layers, the launch of the program takes a small part of the time
     factors = [
         (normal(0, inputs, ranks), normal(1, ranks, outputs))
         for inputs, ranks, outputs in projection_sizes(MODELS[rows.config.model], RANK)

@@ -1,12 +1,14 @@
-"""Configurations with the shapes of Qwen3 models, for benchmarks and compilation checks. Neither needs
-trained weights."""
+"""Configurations with the shapes of Qwen3 models. Benchmarks and compilation checks use them without trained
+weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.model.families.layer_spec import Weight
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 
@@ -41,10 +43,25 @@ MODELS = {
 
 
 def matrix_size(model: ModelConfig) -> int:
-    """Return the number of weights in the matrices of the layers and the head. All experts are counted,
-    although each token is multiplied by some of them only."""
+    """Return the number of weights in the matrices of the layers and the head, all experts included."""
+    return _size_of(model, lambda weight: prod(weight.shape))
+
+
+def active_size(model: ModelConfig) -> int:
+    """Return the number of weights in the matrices of the layers and the head by which each token is
+    multiplied. Of the experts, these are the `per_token` experts of a token."""
+    per_token = 0 if model.experts is None else model.experts.per_token
+    return _size_of(
+        model,
+        lambda weight: (
+            prod(weight.shape) * per_token // weight.experts if weight.experts else prod(weight.shape)
+        ),
+    )
+
+
+def _size_of(model: ModelConfig, size_of: Callable[[Weight], int]) -> int:
     layers = sum(
-        len(stack.layers) * prod(weight.shape)
+        len(stack.layers) * size_of(weight)
         for stack in stacks_of(model)
         for weight in stack.weights.values()
         if weight.inputs
@@ -57,8 +74,8 @@ def heads_size(model: ModelConfig) -> int:
 
 
 def projection_sizes(model: ModelConfig, rank: int) -> list[tuple[int, int, int]]:
-    """Return (inputs, ranks of all parts, outputs) of each projection of the last layer that has an adapter.
-    Projections of experts are left out."""
+    """Return (number of inputs, sum of the ranks of all parts, number of outputs) of each projection with an
+    adapter in a layer of the last stack. Projections of experts are left out."""
     weights = stacks_of(model)[-1].weights.values()
     return [
         (weight.inputs, rank * len(weight.widths), sum(weight.widths))

@@ -11,14 +11,14 @@ import chz
 import numpy as np
 
 from scripts.bench.compare import timed, verdict
-from scripts.bench.gpu_models import MODELS, heads_size, matrix_size
+from scripts.bench.gpu_models import MODELS, active_size, heads_size, matrix_size
 from scripts.bench.kernel_times import KernelTime
 from scripts.simulate.costs import DEVICES, ModelSize, Roofline
 from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
-# the rows with a target come first, because `time_limit_s` may end the run
+# lengths with a target come first, because `time_limit_s` may end the run before the other lengths
 LENGTHS, CONTEXT = (4096, 1024, 8192, 32_768), 2048
 MAX_KERNELS = 12  # the number of rows in a table of kernel times
 
@@ -29,7 +29,7 @@ class GpuConfig:
     max_sequences: int = chz.field(default=256, doc="Largest number of sequences that are decoded together")
     longest: int = chz.field(default=32_768, doc="Largest number of tokens of a prompt or training sequence")
     repeats: int = 5
-    sections: tuple[str, ...] = chz.field(default=(), doc="Names of functions of SECTIONS; empty: all")
+    sections: tuple[str, ...] = chz.field(default=(), doc="Sections to measure, by name; empty: all sections")
     time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this many seconds")
     compilation_cache: str | None = chz.field(default=None, doc="Folder of compiled programs; None: no cache")
 
@@ -44,7 +44,7 @@ class GpuConfig:
 
 
 class Rows:
-    """Measures and prints the rows of the output."""
+    """Measures and prints the rows of the output. It measures nothing after `time_limit_s`."""
 
     def __init__(self, config: GpuConfig) -> None:
         self.config = config
@@ -54,6 +54,7 @@ class Rows:
         assert isinstance(rates, Roofline)
         size = ModelSize(
             weights=matrix_size(model),
+            active_weights=active_size(model),
             kv_bytes=page_bytes(model, np.dtype("bfloat16")) / PAGE_SIZE,
             attention=heads_size(model),
             layers=model.num_layers,
@@ -69,8 +70,8 @@ class Rows:
         *,
         min_share: float | None = None,
     ) -> float | None:
-        """Print the seconds that `measure` returns, in milliseconds, and the calculated time.
-        Return these seconds, or None if `measure` failed."""
+        """Print the duration that `measure` returns in seconds, and the duration that `calculate` returns for
+        an H200. Return the measured duration, or None if there is none: `measure` failed or did not run."""
         seconds = self._try(name, measure)
         if seconds is None:
             return None
@@ -84,14 +85,15 @@ class Rows:
         return seconds
 
     def value(self, name: str, measure: Callable[[], float], *, at_most: float | None = None) -> None:
-        """Print the number that `measure` returns."""
+        """Print the number that `measure` returns, and whether it is at most `at_most`."""
         value = self._try(name, measure)
         if value is not None:
             result = "" if at_most is None else verdict(value, at_most=at_most)
             print(f"{name:58} {value:12.4g}     {result}", flush=True)
 
     def kernels(self, name: str, measure: Callable[[], list[KernelTime]], *, repeats: int = 1) -> None:
-        """Print the kernels with the longest times, in milliseconds for one of `repeats` repetitions."""
+        """Print the kernels with the longest total times, and the sum of all kernel times. `measure` measures
+        `repeats` repetitions. The printed times are milliseconds per repetition."""
 
         def total_s() -> float:
             times = measure()
@@ -120,6 +122,7 @@ class Rows:
             return None
 
     def median_s(self, run: Callable[[], object]) -> float:
-        """Return the median seconds of a call of `run`. The first call compiles and does not count."""
+        """Return the median duration of a call of `run`, in seconds. The first call compiles programs and is
+        not measured."""
         run()
         return median(timed(run)().wall_s for _ in range(self.config.repeats))

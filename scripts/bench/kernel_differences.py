@@ -1,9 +1,9 @@
 """The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16.
 
 `paged_difference` returns the largest absolute difference of the output. `tree_difference` compares the
-output and each gradient. It divides the largest absolute difference of each array by the largest absolute
-value of this array, and returns the largest quotient. `low_rank_difference` compares the deltas of 40
-sequences with eight LoRA slots in the same way.
+output and each gradient. For each of these arrays, it divides the largest absolute difference by the largest
+absolute value, and it returns the largest quotient. `low_rank_difference` returns this quotient for the
+deltas of 40 sequences that use eight LoRA slots.
 """
 
 from __future__ import annotations

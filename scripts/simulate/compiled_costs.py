@@ -1,9 +1,10 @@
-"""Calculate the time of a compiled GPU program from the operations that XLA compiled it to.
+"""Calculate the time of a compiled GPU program from its optimized HLO.
 
-`launches_of` reads the optimized HLO of a program and returns each launch of a kernel with the bytes that it
-moves and the operations that it computes. The launches of a loop are multiplied by its trip count. Of a
-conditional, only the branch with the fewest launches is counted; in sampling, this is the branch without
-top-p and top-k filters. `Rates.time_s` is the time of a launch:
+`launches_of` returns each launch of a kernel in a program, with the bytes that the kernel moves and the
+operations that it computes. The launches of a loop body are repeated for each trip of the loop; a loop
+without a known number of trips counts as one trip. Of the branches of a conditional, only the branch with the
+fewest launches counts. In sampling, this is the branch without top-p and top-k filters. `Rates.time_s`
+returns the time of a launch:
 
     launch_s + max(bytes / bytes_per_s, operations * idle / flops_per_s, deep_product_s if deep)
 
@@ -25,20 +26,22 @@ WITHOUT_LAUNCH = frozenset(
     | {"copy-done", "async-done", "fusion-done"}
 )
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that update their first operand in place, and the index of the operand with the new values."""
+"""Operations that update their first operand in place, and the index of the operand that contains the new
+values."""
 READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
+"""Operations that read only a part of their first operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One kernel of a program."""
+    """One launch of a kernel."""
 
     name: str
     kind: Literal["product", "attention", "other"]
     num_bytes: float
     flops: float = 0.0
-    deep: bool = False  # a product with sums over at least DEEP inputs
-    idle: float = 1.0  # factor on the time of `flops` for the multiprocessors that do not compute
+    deep: bool = False  # whether the launch is a product that sums over at least DEEP inputs
+    idle: float = 1.0  # factor by which idle multiprocessors extend the time of `flops` (see `_idle`)
 
 
 MULTIPROCESSORS = 132
@@ -50,7 +53,7 @@ DEEP = 1024
 class Rates:
     """The rates of a GPU."""
 
-    bytes_per_s: float  # of products and other kernels than attention
+    bytes_per_s: float  # rate of all kernels except attention
     attention_bytes_per_s: float
     product_flops_per_s: float
     attention_flops_per_s: float
@@ -75,14 +78,15 @@ H200 = Rates(
     launch_s=2.0e-6,
     deep_product_s=4.0e-6,
 )
-"""Fitted to the kernels of a decode step of 64 and of 256 sequences and of a training step, which were
-profiled on an H200 with jax 0.11.2. `launch_s` is the time of a kernel with almost no work. In a CUDA graph,
-the pause between two kernels was 0.1 to 0.3 us."""
+"""The rates of an H200. They were fitted to the kernel times of a decode step of 64 sequences, a decode step
+of 256 sequences and a training step. A profiler measured these times, with jax 0.11.2. `launch_s` is the time
+of a kernel that does almost no work. It does not include the pause between two kernels, which was 0.1 to 0.3
+us in a CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """What the HLO does not contain: the positions that attention reads."""
+    """The numbers of positions that attention reads. The HLO does not contain these numbers."""
 
     cached: float = 0.0  # positions in KV pages, summed over the sequences of a decode batch
     stream: int = 0  # tokens of a training stream
@@ -127,8 +131,8 @@ class Computation:
         return shapes[operand[1]] if operand[1] < len(shapes) else Shape("token", (0,))
 
     def users(self, name: str) -> Iterator[tuple[Instruction, bool]]:
-        """Yield each instruction that uses `name`, and whether `name` is its first operand. A bitcast that is
-        not the root stands for its own users."""
+        """Yield each instruction that uses `name`, and whether `name` is its first operand. If a bitcast uses
+        `name` and is not the root, the users of the bitcast are yielded instead of the bitcast."""
         for instruction in self.instructions.values():
             operands = [operand for operand, _ in instruction.operands]
             if name in operands:
@@ -183,7 +187,7 @@ def _closing(text: str, opened: int) -> int:
 
 
 def launches_of(text: str, sequences: Sequences) -> list[Launch]:
-    """Return the launches of a program in order. The launches of a loop are repeated for each trip."""
+    """Return the launches of a program in order. The launches of a loop body are repeated for each trip."""
     computations, entry = parse(text)
     return _Reader(computations, sequences).launches(entry)
 
@@ -222,7 +226,7 @@ class _Reader:
             case "fusion" | "fusion-start":
                 called = self.computations[instruction.called("calls")]
                 calls = [inner for inner in called.instructions.values() if inner.opcode == "custom-call"]
-                if calls:  # only the call is counted: it moves slices of the arrays of the fusion
+                if calls:  # count only the calls, because they read slices of the operands of the fusion
                     return [self._custom_call(called, inner) for inner in calls]
                 return [_fusion(instruction, called)]
             case _:
@@ -282,9 +286,10 @@ class _Reader:
 def _idle(dims: tuple[int, ...]) -> float:
     """Return `Launch.idle` of a product with outputs of this size on an H200.
 
-    Each multiprocessor computes tiles of 128 x 128 outputs, or of 64 x 128 if there are at most 64 rows. In
-    the last round, the multiprocessors without a tile are idle. The factor is 1 if there are at most as many
-    tiles as multiprocessors, because the sums of a tile are then divided among several multiprocessors."""
+    In each round, every multiprocessor computes one tile of 128 x 128 outputs, or of 64 x 128 outputs if
+    there are at most 64 rows. In the last round, the multiprocessors without a tile are idle. If there are at
+    most as many tiles as multiprocessors, several multiprocessors share the sums of a tile, and the factor
+    is 1."""
     rows, columns = dims if len(dims) == 2 else (1, *dims)
     tiles = ceil(rows / (128 if rows > 64 else 64)) * ceil(columns / 128)
     return ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS / tiles if tiles > MULTIPROCESSORS else 1.0
@@ -292,7 +297,7 @@ def _idle(dims: tuple[int, ...]) -> float:
 
 def _fusion(instruction: Instruction, called: Computation) -> Launch:
     """Return the launch of a fusion. If the fusion reads only slices of a parameter, only the bytes of these
-    slices count. If it updates an operand in place, only the bytes of the update count."""
+    slices count. If the fusion updates a parameter in place, only the bytes of the update count."""
     num_bytes = 0.0
     for inner in called.instructions.values():
         if inner.opcode == "parameter":

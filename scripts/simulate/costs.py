@@ -1,7 +1,8 @@
 """Estimate how long the compiled programs of the engine take on a device.
 
-The time of a program is its number of launches times the time of a launch, plus the larger of the time to
-read its bytes and the time to compute its operations:
+`FixedTimes` and `Measured` use given times of programs. `Roofline` calculates the time of a program: the
+number of launches times the time of a launch, plus the longer of the time to read the bytes and the time to
+compute the operations. Usually the longer time is that of these bytes or operations:
 
     decode step    bytes: all weights, and the keys and values of each sequence
     prefill batch  operations: 2 per weight and token, and those of attention over the context
@@ -43,16 +44,22 @@ class Costs(Protocol):
 class ModelSize:
     """The sizes of a model on which the time of a program depends."""
 
-    weights: float  # number of weights by which each token is multiplied, including the head
+    weights: float  # number of weights of the layers and the head, all experts included
     kv_bytes: float  # bytes of the keys and values of one position in all layers
     attention: float  # num_layers * num_heads * head_dim
     layers: int
     itemsize: int = 2  # bytes per weight
+    active_weights: float | None = None  # weights by which each token is multiplied; None: all weights
+
+    @property
+    def token_flops(self) -> float:
+        """The number of operations of the products of one token with the weights."""
+        return 2 * (self.weights if self.active_weights is None else self.active_weights)
 
 
 def step_flops(model: ModelSize, *, cached: float, slots: int) -> float:
     """Return the number of operations of a decode step for sequences with `cached` positions in total."""
-    return 2 * model.weights * slots + 4 * model.attention * cached
+    return model.token_flops * slots + 4 * model.attention * cached
 
 
 QWEN3_4B = ModelSize(weights=4.02e9, kv_bytes=147_456, attention=36 * 32 * 128, layers=36)
@@ -60,21 +67,20 @@ QWEN3_4B = ModelSize(weights=4.02e9, kv_bytes=147_456, attention=36 * 32 * 128, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """A device described by its achieved rates."""
+    """A device that is described by the rates that programs reach on it."""
 
     model: ModelSize
     bytes_per_s: float
     flops_per_s: float
     launch_s: float
-    # kernel launches per layer; scripts/check_gpu.py also counts those of a decode step
-    decode_launches: int  # in a decode step
-    prefill_launches: int  # in a prefill batch
-    training_launches: int  # in a training micro-batch
+    decode_launches: int  # launches per layer in a decode step; scripts/check_gpu.py prints this number
+    prefill_launches: int  # launches per layer in a prefill batch
+    training_launches: int  # launches per layer in a training micro-batch
     shapes: PrefillShapes = GPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
         tokens = tiles * PREFILL_TILE
-        flops = tokens * (2 * self.model.weights + 4 * self.model.attention * context)
+        flops = tokens * (self.model.token_flops + 4 * self.model.attention * context)
         return self._time_s(self.model.weights * self.model.itemsize, flops, self.prefill_launches)
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
@@ -84,7 +90,7 @@ class Roofline:
         return steps * self._time_s(num_bytes, flops, self.decode_launches)
 
     def training_s(self, tokens: int) -> float:
-        flops = tokens * (4 * self.model.weights + 6 * self.model.attention * tokens)
+        flops = tokens * (2 * self.model.token_flops + 6 * self.model.attention * tokens)
         return self._time_s(3 * self.model.weights * self.model.itemsize, flops, self.training_launches)
 
     def _time_s(self, num_bytes: float, flops: float, launches: int) -> float:
@@ -94,11 +100,11 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedTimes:
-    """A device described by constants that do not depend on the context."""
+    """A device that is described by times that do not depend on the context."""
 
-    prefill_batch_s: float
-    step_s: float
-    sequence_step_s: float  # for each sequence, in addition to `step_s`
+    prefill_batch_s: float  # time of a prefill batch of the large size
+    step_s: float  # time of a decode step without sequences
+    sequence_step_s: float  # time that each sequence adds to a decode step
     token_s: float  # training time of a token
     shapes: PrefillShapes = GPU_PREFILL
 
@@ -114,7 +120,7 @@ class FixedTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A device described by the times of its programs, which `calibrate` measures."""
+    """A device that is described by the times of its programs. `calibrate` measures these times."""
 
     # number of tiles -> (seconds of a batch without context, additional seconds per token of context)
     prefill: dict[int, tuple[float, float]]
@@ -149,10 +155,10 @@ DEVICES: dict[str, Costs] = {
     ),
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
-"""Qwen3-4B on one H200.
+"""Descriptions of one H200 that runs Qwen3-4B.
 
-The times of `h200` differ from the measured times (docs/devices.md, "Measurements on a GPU") by at most 2 %
-for decode steps of 64 and 256 sequences of 2,048 tokens and for training on 4,096 tokens, and by at most 17 %
-for prefill of 1,024 to 32,768 tokens. The rates are 80 % of the bandwidth (4.3 TB/s) and 51 % of the
-arithmetic (790 TFLOP/s) that were measured on another H200. The times of `h200-fixed` were calculated, not
-measured, and do not depend on the context."""
+The times that `h200` calculates differ from the measured times (docs/devices.md, "Measurements on a GPU") by
+at most 2 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training on 4,096 tokens. For
+prefill of 1,024 to 32,768 tokens, they differ by at most 17 %. On another H200, a bandwidth of 4.3 TB/s and a
+computing rate of 790 TFLOP/s were measured. The rates of `h200` are 80 % of this bandwidth and 51 % of this
+computing rate. The times of `h200-fixed` were calculated, not measured, and do not depend on the context."""

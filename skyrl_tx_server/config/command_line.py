@@ -1,5 +1,5 @@
-"""Parses the command line into the server's options, reads secrets from the environment, and prints --help.
-Each mistake is reported in one line.
+"""Parses the command line into the server's options, reads secrets from the environment, and prints the help.
+Each mistake of the user is reported in one line.
 
 The trainer's `src/cli/command_line.py` follows the same rules; neither program imports the other.
 """
@@ -41,7 +41,7 @@ _COMPONENTS = {
     "External sampler": SamplerOptions,
     "Several processes": ProcessOptions,
 }
-"""Heading in the help -> component."""
+"""Maps each heading of the help to the class of the options below the heading."""
 
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
 """Options that other users of the machine must not see, and the environment variables that hold them."""
@@ -72,6 +72,10 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
             if equals
             else f"{argument!r} is not of the form key=value; {suggestion}"
         )
+    for argument in argv:
+        name, _, value = argument.partition("=")
+        if chz.chz_fields(options)[name].final_type is str and value.lower() in _NONE:
+            raise ConfigError(f"{argument}: expected str; the option has no value None")
     try:
         return chz.Blueprint(options).make_from_argv([_with_none(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
@@ -100,7 +104,12 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     if (file := values.get("api_key_file")) is not None and file.lower() not in _NONE:
         if "api_key" in values:
             raise ConfigError("api_key and api_key_file: both are given; pass one of them")
-        keys_to_add["api_key"] = _key_in(Path(file).expanduser())
+        keys_to_add["api_key"] = _key_in(Path(os.path.expanduser(file)))
+    for name, key in keys_to_add.items():
+        if key.lower() in _NONE:
+            raise ConfigError(
+                f"{name}: {key!r} is not a key; for a server without this key, unset {SECRETS[name]}"
+            )
     return [*argv, *(f"{name}={value}" for name, value in keys_to_add.items())]
 
 
@@ -136,7 +145,7 @@ def _without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _with_present_name(argument: str, names: Sequence[str]) -> str:
-    """Return `argument` with the present name of its option. Print a notice if `argument` has a former
+    """Return `argument` with the current name of its option. Print a notice if `argument` has a former
     name."""
     name, equals, value = argument.partition("=")
     present = RENAMED_OPTIONS.get(name)
@@ -172,7 +181,7 @@ def _key_in(file: Path) -> str:
 
 
 def help_words(argv: Sequence[str]) -> list[str] | None:
-    """Return the words for which the help is searched; None if `argv` does not request help.
+    """Return the words that select options of the help, or None if `argv` does not request help.
 
     >>> help_words(["--help", "memory"]), help_words(["--help"]), help_words(["port=0"])
     (['memory'], [], None)
@@ -187,8 +196,8 @@ def help_text(
     usage: str = "python -m skyrl_tx_server key=value ...",
     words: Sequence[str] = (),
 ) -> str:
-    """Return the help: a line for each option with its default and meaning. The server's options are grouped
-    by component.
+    """Return the help, which has one line with the name, meaning and default of each option. The server's
+    options are grouped by component.
 
     With `words`, return only some options: each of `words` must be the beginning of a word in the heading,
     the name or the meaning of the option.
@@ -214,7 +223,8 @@ def _has_word(text: str, beginning: str) -> bool:
 
 
 def _sections(options: type) -> list[tuple[list[str], list[str]]]:
-    """Return the sections of the help: the lines of each heading, and the names of the options below it."""
+    """Return the sections of the help, each as (lines of the heading, names of the options below the
+    heading)."""
     names = list(chz.chz_fields(options))
     if options is not ServerConfig:
         return [([], names)]
@@ -254,7 +264,8 @@ def print_help(text: str) -> None:
 
 
 def _with_none(argument: str) -> str:
-    """Return `argument`, with None in place of an empty value, `none` or `null`, in upper or lower case."""
+    """Return `argument`. Replace its value by None if the value is empty, `none` or `null`, in upper or lower
+    case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in _NONE else argument
 

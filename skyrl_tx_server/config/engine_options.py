@@ -56,7 +56,7 @@ class EngineOptions(TenantOptions):
         doc="org/name by which clients refer to the model; default: the hub id, or "
         "local/<name of the directory or file>",
     )
-    checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
+    checkpoints_dir: str = chz.field(default="./checkpoints", doc="Directory of the tinker:// checkpoints")
     checkpoint_quota_gb: float | None = chz.field(
         default=None,
         metadata=positive(1e9),
@@ -81,20 +81,20 @@ class EngineOptions(TenantOptions):
     max_context_length: int | None = chz.field(
         default=None,
         metadata=positive(MAX_TOKENS),
-        doc="Largest sum of prompt and completion in tokens; default: the model's own limit, but at most "
-        "32768, or less on a small GPU",
+        doc="Maximum number of tokens of a prompt and its completion together; default: the model's own "
+        "limit or 32768, whichever is smaller, and less on a GPU with little memory",
     )
     yarn: bool = chz.field(
         default=False,
-        doc="Extend the context with YaRN if max_context_length is beyond the model's own limit, as Qwen "
-        "documents; this may lower the quality on short texts",
+        doc="Extend the context with YaRN, as Qwen documents, if max_context_length is above the model's own "
+        "limit; YaRN may lower the quality on short texts",
     )
     max_num_seqs: int | None = chz.field(
         default=None,
         metadata=positive(1_000_000),
         doc="Slots of the decode batch: the number of sequences that are decoded together; default: 32 on a "
-        "CPU; on a GPU 256 if cache_tokens is set, otherwise 32 to 256, about one for each 2,048 tokens of "
-        "the KV cache",
+        "CPU and for models whose KV pages no GPU kernel reads in place; otherwise 256 if cache_tokens is "
+        "set, and 32 to 256 if not, about one for each 2,048 tokens of the KV cache",
     )
     cache_tokens: int | None = chz.field(
         default=None,
@@ -110,7 +110,7 @@ class EngineOptions(TenantOptions):
         "XLA_CLIENT_MEM_FRACTION takes precedence",
     )
     decode_steps_per_dispatch: int = chz.field(
-        default=16, metadata=positive(64), doc="Decode steps per device dispatch, at most the page size of 64"
+        default=16, metadata=positive(64), doc="Decode steps per dispatch, at most 64 (the size of a KV page)"
     )
     train_share: float | None = chz.field(
         default=None,
@@ -148,12 +148,13 @@ class EngineOptions(TenantOptions):
     fsdp_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices over which the sequences of a batch are divided; each keeps a part of every matrix",
+        doc="Devices over which the sequences of a batch are divided; each device keeps a part of every "
+        "matrix",
     )
     data_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices over which the sequences of a batch are divided; each keeps all weights",
+        doc="Devices over which the sequences of a batch are divided; each device keeps all weights",
     )
     expert_parallel: int = chz.field(
         default=1,
@@ -207,10 +208,13 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias`, or its hub id, or local/<name of the directory or file>."""
+    """Return the org/name of a model. It is `alias` if this is not None, otherwise the hub id of the model or
+    local/<name of the directory or file>, with `-` instead of `:`."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        return f"local/{path.resolve().stem}"
-    return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model
+        return f"local/{path.resolve().stem.replace(':', '-')}"
+    if path.is_dir() or base_model.count("/") != 1:
+        return f"local/{path.resolve().name.replace(':', '-')}"
+    return base_model

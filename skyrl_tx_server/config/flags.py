@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from skyrl_tx_server.config.renamed import RENAMED_OPTIONS
 from skyrl_tx_server.errors import ConfigError
 
 OPTION_OF_FLAG: Mapping[str, str] = {
@@ -22,7 +23,7 @@ OPTION_OF_FLAG: Mapping[str, str] = {
     "served_model_name": "model_alias",
     "tensor_parallel_size": "tensor_parallel",
 }
-"""Flag with underscores -> option."""
+"""Maps a flag, written with underscores, to the option that it sets."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "gradient_checkpointing": "the server recomputes layers if their activations do not fit into memory",
@@ -30,7 +31,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "train_micro_batch_size": "sequences are packed into micro-batches of train_tokens_per_batch tokens; set "
     "that option instead",
 }
-"""Flag with underscores -> why the flag has no effect."""
+"""Maps a flag, written with underscores, to the reason why it has no effect."""
 
 REFUSED: Mapping[str, str] = {
     "api_key": "set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
@@ -41,7 +42,7 @@ REFUSED: Mapping[str, str] = {
     "external_inference_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
     "sampler_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
 }
-"""Flag with underscores -> what to do instead."""
+"""Maps a refused flag, written with underscores, to what the user must do instead."""
 
 
 def as_options(
@@ -68,7 +69,7 @@ def as_options(
         elif name in REFUSED:
             raise ConfigError(f"{flag} is not accepted: {REFUSED[name]}")
         option = OPTION_OF_FLAG.get(name, name)
-        if not equals and flag.startswith("--") and remaining and _is_value(remaining[0]):
+        if not equals and flag.startswith("--") and remaining and _is_value(remaining[0], names):
             value = remaining.pop(0) if name in WITHOUT_EFFECT or option in names else ""
         if name in WITHOUT_EFFECT:
             notices.append(f"{flag} has no effect: {WITHOUT_EFFECT[name]}")
@@ -83,6 +84,8 @@ def as_options(
     return options, notices
 
 
-def _is_value(argument: str) -> bool:
-    """Return whether an argument is the value of the flag before it, and not a further flag or option."""
-    return not argument.startswith("--") and "=" not in argument
+def _is_value(argument: str, names: Sequence[str]) -> bool:
+    """Return whether `argument` is the value of the flag before it, not another flag or option."""
+    name, equals, _ = argument.partition("=")
+    is_option = equals and (name in names or name in RENAMED_OPTIONS)
+    return not argument.startswith("--") and not is_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 
 import chz
@@ -14,7 +15,7 @@ from skyrl_tx_server.errors import ConfigError
 
 @chz.chz
 class HttpOptions(TenantOptions):
-    """Where the server listens, and which requests it accepts."""
+    """The address at which the server listens, and the rules for the requests that it accepts."""
 
     host: str = chz.field(default="127.0.0.1", doc="Address to listen on")
     port: int = chz.field(
@@ -26,8 +27,9 @@ class HttpOptions(TenantOptions):
     api_key: str | None = chz.field(
         default=None,
         repr=False,
-        doc="Key that every request must have, beginning with tml-; default: every client that reaches the "
-        "port is accepted. Pass it as SKYRL_TX_API_KEY in the environment, or by api_key_file",
+        doc="Key, beginning with tml-, that a request must have unless it has a tenant's key; default: if "
+        "api_keys_file is not set either, every client that reaches the port is accepted. Pass it as "
+        "SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,
@@ -78,7 +80,7 @@ class HttpOptions(TenantOptions):
             raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
         if not self.has_api_key and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
-                f"host={self.host}: every client that reaches this machine could train, sample and delete; "
+                f"host={self.host}: every client that reaches this machine could use and delete all models; "
                 "pass api_key=tml-... or allow_anyone=true"
             )
 
@@ -87,7 +89,7 @@ class HttpOptions(TenantOptions):
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
-            if path is not None and not Path(path).expanduser().is_file():
+            if path is not None and not Path(os.path.expanduser(path)).is_file():
                 raise ConfigError(f"{name}={path}: no such file")
 
 

@@ -23,8 +23,8 @@ class ProcessOptions(BoundedOptions):
 
     coordinator_address: str | None = chz.field(
         default=None,
-        doc="host:port of rank 0, to which the processes of a server on several hosts connect; all processes "
-        "need the same value",
+        doc="host:port at which rank 0 listens for the other processes, if a server has several processes; "
+        "all processes need the same value",
     )
     num_processes: int = chz.field(
         default=1,
@@ -73,7 +73,7 @@ class ProcessOptions(BoundedOptions):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of rank 0. A server of one process has no such address."""
-        assert self.coordinator_address is not None, "one process has no coordinator"
+        assert self.coordinator_address is not None, "a server of one process has no coordinator_address"
         return _host_and_port(self.coordinator_address)
 
     @property
@@ -99,17 +99,17 @@ def _cluster_key(file: str | None) -> bytes:
         if not key:
             raise ConfigError(
                 "num_processes: several processes need a common secret: cluster_key_file=FILE, or "
-                f"{CLUSTER_KEY_VARIABLE} in the environment. Create one with: "
+                f"{CLUSTER_KEY_VARIABLE} in the environment. Create a secret with: "
                 "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     else:
         name = f"cluster_key_file={file}"
         try:
-            key = Path(file).expanduser().read_text()
+            key = Path(os.path.expanduser(file)).read_text()
         except OSError as error:
             raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"{name}: cannot be read: not text") from None
+            raise ConfigError(f"{name}: cannot be read: it is not UTF-8 text") from None
     key = key.strip()
     if len(key) < MIN_CLUSTER_KEY:
         raise ConfigError(

@@ -10,17 +10,18 @@ from skyrl_tx_server.errors import ConfigError
 
 @chz.chz
 class SamplerOptions(BoundedOptions):
-    """Options of an external vLLM or SGLang server that generates the rollouts."""
+    """Options of an external vLLM or SGLang server that samples the completions."""
 
     sampler_url: str | None = chz.field(
         default=None,
-        doc="http://host:port of a vLLM or SGLang that generates the rollouts, see docs/external-sampler.md; "
-        "default: this server generates them",
+        doc="http://host:port of a vLLM or SGLang server that samples the completions, see "
+        "docs/external-sampler.md; default: this server samples them",
     )
     sampler_adapters: str | None = chz.field(
         default=None,
         doc="Directory to which this server writes adapters for the external sampler; the external sampler "
-        "must be able to read them under the same path; default: sampler_adapters below checkpoints_dir",
+        "must be able to read it at the same path; default: the directory sampler_adapters in "
+        "checkpoints_dir",
     )
     sampler_api_key: str | None = chz.field(
         default=None,
@@ -35,8 +36,8 @@ class SamplerOptions(BoundedOptions):
     sampler_check: float = chz.field(
         default=0.02,
         metadata=between(0, 1),
-        doc="Fraction of the external sampler's samples whose log-probabilities this server computes again "
-        "to compare them; the first samples of each snapshot are always compared",
+        doc="Share of the external sampler's samples whose log-probabilities this server computes again and "
+        "compares; the first samples of each snapshot are always compared",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,

@@ -35,8 +35,8 @@ class TenantOptions(BoundedOptions):
     tenant_max_tokens: int = chz.field(
         default=1 << 24,
         metadata=positive(1 << 50),
-        doc="Tokens in the waiting and running requests of one tenant: prompts, completions of maximum "
-        "length, and training data",
+        doc="Tokens that the waiting and running requests of one tenant may have; prompts, training data and "
+        "completions of maximum length are counted",
     )
     tenant_max_checkpoints: int = chz.field(
         default=1000, metadata=positive(1_000_000_000), doc="Checkpoints that one tenant may have"
@@ -44,7 +44,8 @@ class TenantOptions(BoundedOptions):
     tenant_checkpoint_quota_gb: float | None = chz.field(
         default=None,
         metadata=positive(1e9),
-        doc="Size in GiB of all checkpoints of one tenant; default: only checkpoint_quota_gb applies",
+        doc="Size in GiB that all checkpoints of one tenant may have together; default: only "
+        "checkpoint_quota_gb applies",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Finds the token that completes a stop string. Decodes only the tokens that can be part of the string."""
+"""Finds the token that completes a stop string. Only tokens that can be part of the string are decoded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skyrl_tx_server.errors import ConfigError, UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Return the tokenizer of the model. Raise UserError if the directory has no tokenizer.json. Only stop
-    strings need it, stop token ids do not."""
+    """Return the tokenizer of the model. Raise UserError if the directory has no tokenizer.json. Stop
+    strings need the tokenizer. Stop token ids do not."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
@@ -38,9 +38,9 @@ def find_stop(
 ) -> int | None:
     """Return the number of tokens up to and including the token that completes a stop string, or None.
 
-    Only stop strings that end in the last `new` tokens are found, because earlier calls have searched the
-    tokens before them. A token has at least one byte of text, so a stop string of n bytes lies within n
-    tokens.
+    The function finds only a stop string that ends within the last `new` tokens, because earlier calls have
+    searched the tokens before the last `new` tokens. A token has at least one byte of text, so a stop string
+    of n bytes lies within n tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3
@@ -48,9 +48,13 @@ def find_stop(
     max_stop_tokens = max(len(stop.encode()) for stop in stop_strings)
     first = len(tokens) - new
 
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=False)
+
     def contains_stop(start: int, end: int) -> bool:
-        text = tokenizer.decode(list(tokens[start:end]), skip_special_tokens=False)
-        return any(stop in text for stop in stop_strings)
+        # The token before `start` is decoded too, because some tokenizers remove a space at the beginning.
+        before, text = (decode(tokens[max(0, start - 1) : last]) for last in (start, end))
+        return any(stop in text[len(before) :] for stop in stop_strings)
 
     if not contains_stop(max(0, first - max_stop_tokens), len(tokens)):
         return None

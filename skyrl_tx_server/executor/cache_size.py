@@ -1,4 +1,4 @@
-"""Chooses the number of decode slots and KV pages that fit into the available memory."""
+"""Chooses the numbers of slots and KV pages that fit into the available memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
     """Return the requested size, reduced so that the cache of one data-parallel rank fits into
     `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length or `cache_tokens`
-    tokens do not fit, or if `cache_tokens` is less than one sequence of maximum length and a spare page for
-    each slot."""
+    tokens do not fit. Also raises ConfigError if `cache_tokens` is too small for one sequence of maximum
+    length and one spare page for each slot."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
@@ -55,7 +55,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
             slots = min(slots, 1 << (default_slots.bit_length() - 1))
             requested = replace(requested, slots=slots)
     elif settings.cache_tokens is None:
-        slots = min(requested.slots, budget_pages // (context_pages + 1 + copied))
+        slots = min(requested.slots, (budget_pages - 1) // (context_pages + 1 + copied))
         pages = 1 + slots * (context_pages + 1)
     else:
         pages = requested.pages
@@ -69,8 +69,8 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
             too_large, minimum_pages = "cache_tokens or max_context_length", pages
         needed = (minimum_pages + copied) * requested.page_bytes / 2**30
         raise ConfigError(
-            f"max_context_length={max_length} cache_tokens={settings.cache_tokens}: the KV cache takes at "
-            f"least {needed:.1f} GiB on each device, {budget_bytes / 2**30:.1f} GiB are available: set a "
+            f"max_context_length={max_length} cache_tokens={settings.cache_tokens}: the KV cache needs at "
+            f"least {needed:.1f} GiB on each device, but {budget_bytes / 2**30:.1f} GiB are available; set a "
             f"smaller {too_large}"
         )
     if pages - 1 < context_pages + slots:
@@ -82,8 +82,8 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         )
     if slots < requested.slots:
         logger.warning(
-            "max_num_seqs=%d: only %d sequences fit into %.1f GiB with max_context_length=%d; set a smaller "
-            "max_context_length for more",
+            "max_num_seqs=%d: only %d sequences fit into %.1f GiB with max_context_length=%d; for more "
+            "sequences, set a smaller max_context_length",
             requested.slots * settings.mesh.batch,
             slots * settings.mesh.batch,
             settings.mesh.batch * budget_bytes / 2**30,
@@ -91,7 +91,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         )
     elif pages < requested.pages:
         logger.info(
-            "the KV cache holds %d tokens of up to %d sequences",
+            "the KV cache has room for %d tokens of at most %d sequences",
             (pages - 1) * PAGE_SIZE * settings.mesh.batch,
             slots * settings.mesh.batch,
         )

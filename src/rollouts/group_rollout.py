@@ -1,7 +1,7 @@
 """Roll out groups of trials.
 
 One semaphore limits the number of concurrent trials. A trial has up to `trial_attempts` attempts, each with a
-deadline. This module converts exceptions of a trial to a `TrialFailure`.
+deadline. This module converts an exception of a trial to a `TrialFailure`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts, before `back_off` adds up to 50 %
-# A trial with a failure of these kinds is repeated.
+# A trial is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
 )
@@ -37,7 +37,7 @@ REPEATED_FAILURES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPlan:
-    """How the groups of one batch are rolled out."""
+    """The settings with which the groups of one batch are rolled out."""
 
     step: int
     purpose: str  # "step", "refill-<n>" or "eval"; part of the folder's name and of the seeds
@@ -57,13 +57,14 @@ class TimedGroup:
 
     group: TrajectoryGroup
     duration_s: float
-    num_retries: int = 0  # number of attempts of all rollouts, without the first attempt of each rollout
+    num_retries: int = 0  # number of attempts after the first attempt of each rollout, for the whole group
 
 
 class Rollouts:
-    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts on disk are not repeated.
+    """Runs trials. At most `n_parallel_envs` trials of all groups run at the same time. Rollouts on disk are
+    not repeated.
 
-    A `judge` adds its bonus to training trials only.
+    The `judge` adds its bonus to training trials only. If it is None, no bonus is added.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Rollouts:
         self._options = options
         self._finished = finished
         self._slots = asyncio.Semaphore(options.n_parallel_envs)
-        self._noop_rewards: dict[str, float | None] = {}  # by task; None: it could not be measured
+        self._noop_rewards: dict[str, float | None] = {}  # by task id; None: the reward could not be measured
 
     async def groups(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[TimedGroup], None]
     ) -> list[TimedGroup]:
-        """Roll out one group per task and return them in the order of the tasks.
+        """Roll out one group per task. Return the groups in the order of the tasks.
 
-        `on_group` is called with each group when it ends.
+        `on_group` is called with each group when the group ends.
         """
         kept = self.kept(plan)
 
@@ -196,9 +197,13 @@ class Rollouts:
         self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
     ) -> Trajectory | TrialFailure:
         deadline_s = self._options.trial_timeout_s or DEFAULT_DEADLINE_S
-        trial = self._source.trial(
-            task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
-        )
+        try:
+            trial = self._source.trial(
+                task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
+            )
+        except Exception as error:
+            logger.exception("%s: the trial could not be created", task.id)
+            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
         playing = asyncio.ensure_future(trial.run(policy))
         try:
             await asyncio.wait({playing}, timeout=deadline_s)
@@ -214,7 +219,7 @@ class Rollouts:
                     message,
                 )
                 return graded
-            if playing.cancelled():  # by a call inside the trial; the run itself was not cancelled
+            if playing.cancelled():  # a call inside the trial cancelled the trial; the run was not cancelled
                 return TrialFailure(
                     task_id=task.id, kind=FailureKind.HARBOR, message="a call inside the trial cancelled it"
                 )
@@ -242,8 +247,9 @@ async def _end(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:
-    """Return the wait in seconds. It doubles with each attempt, and the seed adds up to 50 %."""
-    return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
+    """Return the wait in seconds: `wait_s`, doubled for each attempt after the first, up to LONGEST_WAIT_S,
+    plus up to 50 % that depend on the seed."""
+    return min(LONGEST_WAIT_S, wait_s * 2 ** min(attempts - 1, 32)) * (1 + (seed % 1000) / 2000)
 
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
@@ -277,7 +283,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
 async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """Run the coroutines concurrently and return their results in order.
 
-    The first error cancels the other coroutines. It is raised itself, not in an exception group.
+    The first error cancels the other coroutines. This error is raised, not an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:

@@ -338,6 +338,42 @@ def test_the_flag_api_key_file_sets_the_api_key(tmp_path: Path) -> None:
         with_secrets(flags, {})
 
 
+def test_the_value_of_a_flag_may_contain_an_equals_sign() -> None:
+    assert parse(["--base-model", "./a=b", "port=1"]).base_model == "./a=b"
+    with pytest.raises(ConfigError, match="--base-model needs a value"):
+        parse(["--base-model", "port=1"])
+
+
+@pytest.mark.parametrize("name", ["base_model", "checkpoints_dir", "host"])
+@pytest.mark.parametrize("value", ["", "none", "null"])
+def test_options_without_the_value_none_refuse_it(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}: expected str"):
+        parse(["base_model=x", f"{name}={value}"])
+
+
+def test_a_key_named_none_is_refused(tmp_path: Path) -> None:
+    """Otherwise the server would accept requests without a key."""
+    with pytest.raises(ConfigError, match=r"'none' is not a key; .* unset SKYRL_TX_API_KEY"):
+        with_secrets(["base_model=x"], {"SKYRL_TX_API_KEY": "none"})
+    (tmp_path / "key").write_text("null\n")
+    with pytest.raises(ConfigError, match="'null' is not a key"):
+        with_secrets([f"api_key_file={tmp_path / 'key'}"], {})
+    assert parse(with_secrets(["base_model=x"], {"SKYRL_TX_API_KEY": ""})).api_key is None
+
+
+def test_the_home_of_an_unknown_user_gives_one_line() -> None:
+    with pytest.raises(ConfigError, match="api_key_file=~nosuchuser/k: cannot be read: No such file"):
+        with_secrets(["api_key_file=~nosuchuser/k"], {})
+    with pytest.raises(ConfigError, match="ssl_certfile=~nosuchuser/k: no such file"):
+        parse(["base_model=x", "ssl_certfile=~nosuchuser/k", "ssl_keyfile=~nosuchuser/k"])
+
+
+def test_a_colon_in_a_file_name_is_replaced_in_the_alias(tmp_path: Path) -> None:
+    config = parse([f"base_model={tmp_path / 'qwen3:4b.gguf'}"])
+    assert config.alias == "local/qwen3-4b"
+    chz.replace(config, base_model=str(tmp_path), model_alias=config.alias)
+
+
 def test_every_flag_maps_to_an_option_or_has_no_effect() -> None:
     options = chz.chz_fields(ServerConfig)
     assert all(new in options and old not in options for old, new in OPTION_OF_FLAG.items())

@@ -41,8 +41,9 @@ from skyrl_tx_server.model.kernels import (
     paged_kernel,
     prefix_tree_kernel,
 )
-from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_tokens
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
+from skyrl_tx_server.model.kernels.write_kernel import write_tokens
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
 from skyrl_tx_server.model.layers import rms_norm, rope_tables, rotate
 from skyrl_tx_server.model.lora import lora_math

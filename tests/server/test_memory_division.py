@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from skyrl_tx_server.config.engine_options import EngineOptions
-from skyrl_tx_server.executor import memory_division
+from skyrl_tx_server.executor import cache_size, memory_division
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_division import (
     RESERVED_SHARE_OF_GPU_MEMORY,
@@ -95,3 +95,14 @@ def test_the_slots_follow_the_size_of_the_kv_cache() -> None:
     }
     assert list(slots.values()) == [32, 32, 64, 64, 128, 128]
     assert fitting_cache(resolve_model(settings(max_num_seqs=48)), 1e12).slots == 48
+
+
+def test_copied_pages_and_the_null_page_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "decodes_in_place", lambda config: False)
+    model = resolve_model(settings())
+    full = fitting_cache(model, 1e12)
+    pages_per_slot = full.context_pages + 1 + full.copied_pages
+    for budget_pages in (2 * pages_per_slot, 2 * pages_per_slot + 1):
+        cache = fitting_cache(model, budget_pages * full.page_bytes)
+        assert cache.slots == (budget_pages - 1) // pages_per_slot
+        assert cache.pages_bytes + cache.copy_bytes <= budget_pages * full.page_bytes

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.executor_protocol import FinishedSequence
@@ -624,6 +625,20 @@ def test_find_stop_looks_back_only_as_far_as_a_stop_string():
     assert find_stop(tokenizer, text, ("ö",), new=len(text)) == len(tokenizer.encode("héllo wö").ids)
     assert find_stop(tokenizer, text, ("nope", "d\n"), new=len(text)) == len(text) - 4
     assert find_stop(tokenizer, [], ("x",), new=0) is None
+
+
+def test_find_stop_finds_a_space_that_decoding_removes():
+    """The decoders of SentencePiece models remove the space at the beginning of the decoded tokens."""
+    tokenizer = Tokenizer(models.WordLevel({"b": 0, "\u2581": 1, "a": 2, "\u2581a": 3}, unk_token="b"))
+    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    for text, stop, expected in (
+        ([0, 1, 2], " a", 3),
+        ([0, 1], " ", 2),
+        ([0, 0, 3, 0], " a", 3),
+        ([0, 2, 0], " a", None),
+    ):
+        assert find_stop(tokenizer, text, (stop,), new=len(text)) == expected
 
 
 def test_results_have_the_right_types_and_lengths(engine: Engine):

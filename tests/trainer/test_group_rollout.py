@@ -21,8 +21,19 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(tmp_path, play_trial, *, tasks=(A, B), parallel=8, deadline=None, wait=0.0, seed=0, **changes):
-    source = FakeTasks(train=tasks, play=play_trial)
+async def play(
+    tmp_path,
+    play_trial,
+    *,
+    tasks=(A, B),
+    parallel=8,
+    deadline=None,
+    wait=0.0,
+    seed=0,
+    source_class=FakeTasks,
+    **changes,
+):
+    source = source_class(train=tasks, play=play_trial)
     reported = []
     settings = RolloutOptions(
         n_parallel_envs=parallel,
@@ -130,6 +141,7 @@ async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, 
 def test_the_wait_before_a_retry_doubles_and_has_jitter():
     assert [back_off(2.0, attempts, seed=0) for attempts in (1, 2, 3, 9)] == [2, 4, 8, 60]
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
+    assert [back_off(wait_s, 5000, seed=0) for wait_s in (0.0, 2.0)] == [0, 60]
 
 
 async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
@@ -195,6 +207,18 @@ async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
     [failed] = groups[0].failures
     assert failed.kind == FailureKind.HARBOR
     assert failed.message.startswith("KeyError: 'oops' (tests/trainer/test_group_rollout.py:")
+    assert groups[1].rewards == [1]
+
+
+async def test_an_exception_when_a_trial_is_created_is_its_failure(tmp_path):
+    class BrokenTasks(FakeTasks):
+        def trial(self, task, **options):
+            if task is A:
+                raise KeyError("oops")
+            return super().trial(task, **options)
+
+    groups, _, _ = await play(tmp_path, succeed, group_size=1, source_class=BrokenTasks)
+    assert [failure.kind for failure in groups[0].failures] == [FailureKind.HARBOR]
     assert groups[1].rewards == [1]
 
 

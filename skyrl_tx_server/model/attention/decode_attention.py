@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.paged_kernel import paged_attention, write_tokens
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
+from skyrl_tx_server.model.kernels.write_kernel import write_tokens
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, local_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over

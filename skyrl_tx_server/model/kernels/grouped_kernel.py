@@ -1,4 +1,5 @@
-"""A Pallas kernel for GPUs that multiplies each tile by the weight of its expert (grouped matmul)."""
+"""A Pallas kernel for GPUs that multiplies each tile of tokens by the weight of its expert (grouped
+matmul)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM
 from skyrl_tx_server.model.kernels.products import product
 
 OUTPUTS, INPUTS = 128, 64
-"""A kernel program multiplies by one block of a weight at a time. This is the maximum size of the block."""
+"""The maximum size of the block of a weight by which a kernel program multiplies at a time."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:
-    """Return whether the kernel supports these shapes."""
+    """Return whether the kernel supports these shapes of `tiles` and `weight` (see `grouped_products`)."""
     return min(_block(size, OUTPUTS) for size in weight.shape[1:]) >= MIN_DIM and tiles.shape[1] <= OUTPUTS
 
 
@@ -31,9 +32,10 @@ def grouped_products(
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply each tile [tile, in] by `weight[expert].T`, where `weight` is [E, out, in]. With `transposed`
-    (the backward pass), multiply each tile [tile, out] by `weight[expert]`. Only the first `used` tiles
-    are multiplied. The result of all further tiles is zero. Sums are float32."""
+    """Multiply each tile of tokens by the weight of its expert. `experts` has the expert of each tile, and
+    `weight` is [E, out, in]. A tile [tokens, in] is multiplied by `weight[expert].T`. With `transposed` (in
+    the backward pass), a tile [tokens, out] is multiplied by `weight[expert]`. Only the first `used` tiles
+    are multiplied. The results of the other tiles are zero. Products are summed in float32."""
     count, rows, _ = tiles.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     height = max(MIN_DIM, pl.next_power_of_2(rows))
@@ -42,8 +44,8 @@ def grouped_products(
     weight_spec = pl.BlockSpec((weight.shape[0], width, inputs), lambda tile, column: (0, column, 0))
     if transposed:
         weight_spec = pl.BlockSpec((weight.shape[0], inputs, width), lambda tile, column: (0, 0, column))
-    # On a GPU, consecutive programs have consecutive tiles (grid axis 0) and the same outputs. Tiles are
-    # sorted by expert, so most consecutive programs read the same weight.
+    # On a GPU, consecutive programs compute the same output columns of consecutive tiles, because grid axis 0
+    # changes fastest. Tiles are sorted by expert, so most consecutive programs read the same weight.
     out = pl.pallas_call(
         partial(_kernel, depth=depth, transposed=transposed),
         grid=(count, outputs // width),

@@ -1,9 +1,10 @@
-"""Two Pallas kernels for GPUs that compute the deltas of adapters in a decode step, compiled by Triton.
+"""Two Pallas kernels for GPUs, compiled by Triton, that compute the deltas of adapters in a decode step.
 
-In a decode step, the products with A and B read little memory. Their time is the latency of one program that
-multiplies all inputs. The first kernel divides the inputs into splits, which run in parallel, and the second
-kernel adds the results of the splits before it multiplies by B. Splits are added in a fixed order, so the
-result of a sequence does not depend on the other sequences.
+In a decode step, the products with the factors A and B read little memory. If one program multiplied all
+inputs by A, its latency would determine the time. The first kernel therefore divides the inputs into splits,
+and different programs multiply them by A in parallel. The second kernel adds the results of the splits and
+multiplies the sum by B. It adds them in a fixed order, so the result of a sequence does not depend on the
+other sequences.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from jax.experimental.pallas import triton
 from skyrl_tx_server.model.kernels.products import product
 
 ROWS, RANKS, INPUTS = 32, 32, 128
-"""The sizes of the blocks that a program multiplies: sequences, columns of A, and rows of A."""
+"""The sizes of the blocks that a program multiplies: the number of sequences, of columns of A and of rows of
+A."""
 BLOCKS_PER_SPLIT = 5
-"""The approximate number of blocks of INPUTS inputs that a program of the first kernel multiplies."""
+"""The maximum number of blocks of INPUTS inputs in a split. One program of the first kernel multiplies one
+split."""
 MIN_OUTPUTS, MAX_OUTPUTS = 64, 256
 """The minimum and maximum number of outputs that a program of the second kernel computes."""
 
@@ -43,8 +46,8 @@ def low_rank_delta(
 ) -> jax.Array:
     """Return ((x @ a) * uses) @ b [B, out] for x [B, in], a [in, R] and b [R, out].
 
-    `uses` [B, R] is 1 in the columns of the LoRA slot of a sequence and 0 in all other columns. None: all
-    sequences use all columns. Products are summed in float32, and x @ a is rounded to the dtype of x.
+    In each row of `uses` [B, R], the columns of the sequence's LoRA slot are 1 and all other columns are 0.
+    None: all sequences use all columns. Products are summed in float32. x @ a is rounded to the dtype of b.
     """
     assert supports(a, b)
     (batch, inputs), (ranks, outputs) = x.shape, b.shape
@@ -80,7 +83,7 @@ def low_rank_delta(
 
 
 def _split_kernel(x: Any, a: Any, sums: Any, *, num_blocks: int, blocks_per_split: int) -> None:
-    """Multiply the inputs of one split by RANKS columns of A."""
+    """Multiply the inputs of ROWS sequences in one split by RANKS columns of A."""
     columns, first = pl.ds(pl.program_id(0) * RANKS, RANKS), pl.program_id(1) * blocks_per_split
     rows = pl.program_id(2) * ROWS + jnp.arange(ROWS)[:, None]
 
@@ -94,7 +97,7 @@ def _split_kernel(x: Any, a: Any, sums: Any, *, num_blocks: int, blocks_per_spli
 
 
 def _delta_kernel(sums: Any, b: Any, *uses_and_out: Any) -> None:
-    """Multiply the sums of ROWS sequences by a block of columns of B."""
+    """For ROWS sequences, add the results of the splits and multiply the sum by a block of columns of B."""
     *uses, out = uses_and_out
     width, rows = b.shape[1], pl.program_id(1) * ROWS + jnp.arange(ROWS)[:, None]
 
@@ -115,12 +118,13 @@ def _delta_kernel(sums: Any, b: Any, *uses_and_out: Any) -> None:
 
 
 def _load_rows(array: Any, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Load a block of `array`. Rows after the end of the batch are zero."""
+    """Load a block of `array`. Rows after the end of the batch are loaded as zeros."""
     mask = _in_batch(rows, array.shape[0], columns.shape[1])
     block = array.at[rows, columns]
     return triton.load(block) if mask is None else triton.load(block, mask=mask, other=0.0)
 
 
 def _in_batch(rows: jax.Array, batch: int, width: int) -> jax.Array | None:
-    """Return whether rows [R, 1] are rows of the batch, for a block of `width` columns. None: all are."""
+    """Return the mask [ROWS, `width`] of a block. It is True in those of the `rows` [ROWS, 1] that belong to
+    the batch. None: all rows belong to the batch."""
     return None if batch % ROWS == 0 else jnp.broadcast_to(rows < batch, (ROWS, width))

@@ -1,10 +1,11 @@
 """Pallas kernels for attention over KV pages on GPUs, compiled by Triton.
 
 Decoding: a KV split (`kv_splits`) is one part of the pages of one or more sequences. A program processes
-several splits in order. For each split, it computes the attention of the queries of all its sequences, for
-one key-value head. The parts of a long sequence are in different splits, which can run in parallel
-(FlashDecoding). The KV pages of a shared prompt are read once for several sequences, whose queries fill one
-matrix product. Each bit of a result depends only on the length and the pages of its sequence.
+several splits in order, for one key-value head. For each split, it computes the attention of the queries of
+all sequences of the split. The parts of a long sequence are in different splits, which can run in parallel
+(FlashDecoding). The KV pages of a shared prompt are read once for several sequences, whose queries are the
+rows of one matrix product. Each bit of the result of a sequence depends only on the length, the pages and the
+queries of this sequence.
 
 Prefill: a program computes the attention of one tile of a prompt for one or two heads. It reads the pages of
 the prompt one after the other.
@@ -37,16 +38,17 @@ PROGRAMS = 128
 several programs."""
 
 PARTS_AT_ONCE = 8
-"""The number of parts of a sequence that `_merge_kernel` loads at once."""
+"""The number of parts of a sequence that `_merge_kernel` loads together."""
 
 MANY_TILES = 512
-"""From this number of (tile, head) pairs on, a program processes two heads and reads the pages once for both.
-With fewer pairs, two heads per program would leave too few programs to use the whole GPU."""
+"""If a prefill batch has at least this number of (tile, head) pairs, a program processes two heads, if they
+share a key-value head, and reads the pages once for both. With fewer pairs, there would be too few programs
+for all multiprocessors of a GPU."""
 
 
 def supports_head_dim(head_dim: int) -> bool:
-    """Return whether the kernels read pages with this head width in place. For other widths all pages would
-    be copied and padded to a power of two.
+    """Return whether the kernels can read pages with this head dimension in place. With other head
+    dimensions, all pages would be copied and padded to a power of two.
 
     >>> [supports_head_dim(head_dim) for head_dim in (64, 96, 128, 256, 576)]
     [True, False, True, True, False]
@@ -65,10 +67,11 @@ def paged_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return attention [B, H, hd] of q [B, H, hd] over the KV pages: keys [N, K, hd, P] and values [N, K, P,
-    hd]. `tables` [B, W] are the block tables of the sequences and `lengths` [B] their lengths. `splits` are
-    KV splits that cover at least these lengths. The page size P is a power of two. Positions after the end of
-    a sequence may be NaN. The result of a sequence without a split is zero."""
+    """Return the attention [B, H, hd] of q [B, H, hd] over N KV pages with keys [N, K, hd, P] and values
+    [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences. `lengths` [B] are the lengths of the
+    sequences, and `splits` are KV splits that cover at least these lengths. The page size P is a power of
+    two. Keys and values after the end of a sequence may be NaN. The result of a sequence without a split is
+    zero."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)
@@ -88,8 +91,8 @@ def paged_attention(
         out_shape=tuple(
             jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
         ),
-        # Five stages, because page numbers are loaded two stages before their pages: with four stages, no
-        # load overlaps a product.
+        # Page numbers are loaded two stages before their pages. With fewer than five stages, no load would
+        # overlap a product.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
         interpret=interpret,
         name="paged_attention",
@@ -119,52 +122,6 @@ def paged_attention(
     return merged[..., :head_dim]
 
 
-def write_tokens(
-    keys: jax.Array,
-    values: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: jax.Array,
-    pages: jax.Array,
-    places: jax.Array,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Write the key and the value of one token of each sequence to the KV pages of `layer` [1] int32, in
-    place: keys [L, N, K, hd, P] and values [L, N, K, P, hd]. k and v are [B, K, hd]. `pages` [B] int32 are
-    the page numbers, -1 for a sequence that is not written, and `places` [B] int32 the positions in the
-    pages. NaNs in v are replaced by zeros, and infinities by the largest finite numbers."""
-    batch, kv_heads, head_dim = k.shape
-    whole = pl.BlockSpec()
-    row = pl.BlockSpec((1,), lambda row, head: (row,))
-    head = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, head, 0))
-    return pl.pallas_call(
-        _write_kernel,
-        grid=(batch, kv_heads),
-        in_specs=(whole, whole, head, head, whole, row, row),
-        out_specs=(whole, whole),
-        out_shape=(
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(values.shape, values.dtype),
-        ),
-        input_output_aliases={0: 0, 1: 1},
-        compiler_params=triton.CompilerParams(num_warps=1),
-        interpret=interpret,
-        name="write_tokens",
-    )(keys, values, k, v, layer, pages, places)
-
-
-def _write_kernel(
-    _: Any, __: Any, k: Any, v: Any, layer: Any, pages: Any, places: Any, keys: Any, values: Any
-) -> None:
-    """Write one head of one sequence."""
-    head, page, place, column = pl.program_id(1), pages[0], places[0], jnp.arange(k.shape[0])
-    mask = jnp.broadcast_to(page >= 0, column.shape)
-    at = layer[0], jnp.maximum(page, 0), head
-    triton.store(keys.at[*at, column, place], k[...].astype(keys.dtype), mask=mask)
-    triton.store(values.at[*at, place, column], jnp.nan_to_num(v[...]).astype(values.dtype), mask=mask)
-
-
 def _decode_kernel(
     counts: Any,
     rows: Any,
@@ -184,8 +141,9 @@ def _decode_kernel(
     programs: int,
     scale: float,
 ) -> None:
-    """Write the state of `_over_pages` of each part. If several sequences share a part, all of them have the
-    same number of positions in it, so the length of the first one (`leader`) limits the part for all."""
+    """Write the result of `_over_pages` for each part of each sequence. Sequences that share a part have the
+    same number of positions in it. The length of the first of them (`leader`) therefore limits the positions
+    for all of them."""
     head, program = pl.program_id(0), pl.program_id(1)
     (batch, _, width), num_queries = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * num_queries)
@@ -195,7 +153,7 @@ def _decode_kernel(
         split = program + turn * programs
         row, query_head, leader = rows[split, member], query % num_queries, rows[split, 0]
         last = jnp.minimum(end[split], lengths[leader])
-        valid = (row >= 0) & (query_head < group)  # other queries are padding
+        valid = (row >= 0) & (query_head < group)  # all other queries are padding
         row, query_head = jnp.where(valid, row, batch), head * group + query_head
         mask = jnp.broadcast_to(valid[:, None], (len(query), width))
         queries = triton.load(q.at[row[:, None], query_head[:, None], column], mask=mask, other=0.0)
@@ -215,8 +173,8 @@ def _decode_kernel(
 
 
 def _merge_kernel(num_parts: Any, out: Any, highest: Any, total: Any, merged: Any) -> None:
-    """Merge the parts of some heads of a sequence. Several parts are loaded at once, because each load takes
-    longer than the merge of a part."""
+    """Merge the results of the parts of a sequence, for some heads. Several parts are loaded together,
+    because a load takes longer than the merge of a part."""
     count, (num_heads, width) = num_parts[0], merged.shape
     row, heads = pl.program_id(0), pl.program_id(1) * num_heads + jnp.arange(num_heads)[None]
     column = jnp.arange(width)[None, None]
@@ -256,14 +214,15 @@ def prefill_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return causal attention of M tiles q [M, T, H, hd] over the KV pages: keys [N, K, hd, P] and values
-    [N, K, P, hd], which include the keys and values of the tiles. `tables` [M, W] are the block tables of the
-    tiles' prompts. `starts` [M] are the positions of the tiles' first tokens, `lengths` [M] their numbers of
-    tokens without padding."""
+    """Return the causal attention [M, T, H, hd] of M tiles q [M, T, H, hd] over N KV pages with keys
+    [N, K, hd, P] and values [N, K, P, hd]. The pages must include the keys and values of the tiles. `tables`
+    [M, W] are the block tables of the tiles' prompts. `starts` [M] are the positions of the tiles' first
+    tokens. `lengths` [M] are the tiles' numbers of tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     paired_heads = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
-    width, last = q.shape[-1], num_tiles - 1  # the last tiles of a prompt are the longest and run first
+    # The last tiles of a prompt attend to the most positions, so their programs run first.
+    width, last = q.shape[-1], num_tiles - 1
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
     tiles = (
         q.reshape(num_tiles, length, heads // paired_heads, paired_heads, width)
@@ -310,7 +269,7 @@ def _prefill_kernel(
 ) -> None:
     queries, end = q[...], starts[0] + lengths[0]
     position = starts[0] + jnp.arange(len(queries)) % length
-    limit = jnp.minimum(position + 1, end)  # padding attends to all tokens before it
+    limit = jnp.minimum(position + 1, end)  # padding attends to all tokens of the prompt up to `end`
     _, total, attended = _over_pages(
         queries, limit, (0, end), lambda index: tables[index], keys, values, scale
     )
@@ -329,11 +288,13 @@ def _over_pages(
     values: Any,
     scale: float,
 ) -> _State:
-    """Attend with queries [M, hd] to the positions of pages. `span` is (first page, end position). Each query
-    attends to positions before its `limit` [M].
+    """Compute the attention of queries [M, hd] over the positions in `span`, which is (index of the first
+    page in the block table, end position). Each query attends to the positions before its `limit` [M].
+    `page_of` returns the number of the page with a given index.
 
-    Return in float32: the highest base-2 scores [M], rounded up, or MASKED if there are no positions; the
-    sums [M] of the weights 2^(score - highest); the sums [M, hd] of the values with these weights.
+    Return three float32 arrays: the highest base-2 scores [M], rounded up, or MASKED if there are no
+    positions; the sums [M] of the weights 2^(score - highest); the sums [M, hd] of the values with these
+    weights.
     """
     first, end = span
     count, page = len(queries), values.shape[1]

@@ -1,15 +1,16 @@
-"""Pallas kernels of `tree_attention` for GPUs, compiled by Triton. The scores of a tile stay in registers
+"""Pallas kernels of `tree_attention` for GPUs, compiled by Triton. The scores of a tile are kept in registers
 (Dao, arXiv:2307.08691).
 
-In the kernels of the forward pass and of the query gradient, a program computes one tile of queries of one
-head and reads the tiles of keys. In the kernel of the key gradient, a program computes one tile of keys and
-values of one key-value head and reads the tiles of queries. A program reads tiles one after the other in a
-fixed order, so results are bit-identical in every run. Products are summed in float32.
+In the kernels of the forward pass and of the query gradient, a program computes the results of one tile of
+queries of one head and reads the tiles of keys and values. In the kernel of the key gradient, a program
+computes the gradients of one tile of keys and values of one key-value head and reads the tiles of queries. A
+program reads tiles one after the other in a fixed order, so results are bit-identical in every run. Products
+are summed in float32.
 
-A GPU starts the programs of a grid in order, with the first axis of the grid changing fastest. In a long
-sequence, late queries see the most keys, and early keys are seen by the most queries. The grids therefore
-begin with the last tile of queries, or the first tile of keys, of all heads. The long programs then run
-first, and the multiprocessors end at about the same time.
+A GPU starts the programs of a grid in order. The index of the first axis of the grid changes fastest. In a
+long sequence, the last queries attend to the most keys, and the most queries attend to the first keys. The
+grids therefore begin with the last tile of queries of all heads, or with the first tile of keys of all heads.
+The longest programs then run first, and all multiprocessors finish at about the same time.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.products import product
 
 MIN_DIM, MAX_HEAD_DIM = 16, 256
-"""The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
-memory."""
-WIDE_HEAD = 256  # bytes of a head vector; wider heads leave shared memory for one pipeline stage only
+"""The minimum size of an axis of a matrix product, and the maximum head dimension with which tiles fit into
+shared memory."""
+WIDE_HEAD = 256
+"""The maximum number of bytes of the vector of one head with which shared memory can hold several pipeline
+stages. Heads with more bytes use one stage."""
 TILE = 64
-"""Tokens per tile of queries or keys."""
+"""The maximum number of tokens of a tile of queries or keys."""
 
 
 def forward(
     layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention of q [R, T, H, hd] over k, v [R, T, K, hd]: (outputs like q, log2 of the softmax
-    denominators [R, H, T] float32)."""
+    """Return the attention of q [R, T, H, hd] over k and v [R, T, K, hd] for R streams, as (outputs with the
+    shape of q, base-2 logarithms of the softmax denominators [R, H, T] float32)."""
     batch, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
     tile = min(TILE, length // layout.num_key_blocks.shape[1])
@@ -72,10 +75,11 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v, from the inputs and outputs of `forward` and the gradient of its
-    outputs."""
+    """Return the gradients of q, k and v. The arguments are the inputs and results of `forward`, and the
+    gradient `grad_out` of the outputs."""
     batch, length, heads, head_dim = q.shape
-    # [R, H, T]: the sum over the keys of (softmax weight * its gradient), for the gradient of the scores
+    # [R, H, T], the sum over the keys of softmax weight * gradient of this weight. The gradient of the scores
+    # needs this sum.
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
@@ -121,10 +125,11 @@ def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.Comp
     """Return the parameters of a kernel over queries [..., hd].
 
     `stages` is the number of stages of the software pipeline on GPUs with at least 160 KiB of shared memory
-    per program. GPUs with 99 KiB use at most two stages, which do not overlap loads with products. Heads
-    wider than WIDE_HEAD use one stage and 8 warps on every GPU. Heads of at most 64 dimensions use 4 warps,
-    and all other heads use `warps` warps. With TILE queries, eight warps would divide the products into
-    narrower ones, and programs with four warps can share a multiprocessor.
+    per program. On GPUs with 99 KiB, kernels use at most two stages, and loads then do not overlap products.
+    Heads of more than WIDE_HEAD bytes use one stage and 8 warps on every GPU. Heads of at most 64 dimensions
+    use 4 warps. All other heads use `warps` warps. The kernels of this module set `warps` to 4, for two
+    reasons: with tiles of TILE tokens, each of 8 warps would compute narrower products, and programs with 4
+    warps can share a multiprocessor.
     """
     if q.shape[-1] * q.dtype.itemsize > WIDE_HEAD:
         return triton.CompilerParams(num_warps=8, num_stages=1)
@@ -135,15 +140,17 @@ def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.Comp
 
 def _has_99_kib() -> bool:
     """Return whether a program on this GPU has at most 99 KiB of shared memory (CUDA C++ Programming Guide,
-    Technical Specifications per Compute Capability). Without a GPU, programs are compiled for an H200."""
+    Technical Specifications per Compute Capability). Return False without a GPU: programs are then compiled
+    for an H200."""
     return getattr(jax.local_devices()[0], "compute_capability", None) in ("8.6", "8.9", "12.0", "12.1")
 
 
 def _query_specs(
     layout: TreeLayout, q: jax.Array, k: jax.Array, tile: int
 ) -> tuple[tuple[pl.BlockSpec, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Return the block specs for a grid of (heads, tiles of queries from last to first, streams): (specs of
-    the layout, spec of arrays like q, spec of k and v, spec of arrays [R, H, T])."""
+    """Return the block specs for a grid of (heads, tiles of queries from last to first, streams), as (specs
+    of the arrays of `layout`, spec of arrays with the shape of q, spec of k and v, spec of arrays
+    [R, H, T])."""
     (_, length, heads, head_dim), kv_heads, blocks = q.shape, k.shape[2], layout.num_key_blocks.shape[1]
     kv_group, tiles_per_block, last = heads // kv_heads, length // blocks // tile, length // tile - 1
     layout_specs = (
@@ -185,7 +192,8 @@ def _forward_kernel(
 
     start = (jnp.full(tile, MASKED), jnp.zeros(tile), jnp.zeros(queries.shape, jnp.float32))
     highest, total, attended = _over_keys(ends, key_blocks, num_key_blocks, tile, add_keys, start)
-    # A padding query may see no key. Its `log_total` then makes its weights zero in the backward pass.
+    # A padding query may attend to no key. Its `log_total` is then -MASKED, a large number, so that its
+    # weights are zero in the backward pass.
     any_visible = total > 0
     total = jnp.where(any_visible, total, 1.0)
     out[...] = (attended / total[:, None]).astype(out.dtype)
@@ -234,8 +242,8 @@ def _key_gradient_kernel(
     tile: int,
     scale: float,
 ) -> None:
-    """Compute the gradients of a tile of keys and values. Only the queries from a key to the end of its
-    subtree see the key."""
+    """Compute the gradients of a tile of keys and values. Only the queries from the position of a key to the
+    end of its subtree attend to the key."""
     kv_group, keys, values, subtree_end = log_total.shape[0], k[...], v[...], ends[...]
     first = pl.program_id(1)
     tiles = pl.cdiv(subtree_end.max(), tile) - first
@@ -246,7 +254,7 @@ def _key_gradient_kernel(
         part, positions = pl.ds(begin, tile), begin + jnp.arange(tile)
         visible = (key_positions[:, None] <= positions[None]) & (positions[None] < subtree_end[:, None])
         queries, gradient = q[part, head], grad_out[part, head]
-        # scores, weights and their gradients are [keys, queries]
+        # The scores, the weights and the gradients of the scores have the axes [keys, queries].
         scores = jnp.where(visible, product(keys, queries, over=(1, 1)) * (scale * LOG2E), MASKED)
         weights = jnp.exp2(scores - log_total[head, part][None])
         grad_scores = weights * (product(values, gradient, over=(1, 1)) - grad_sum[head, part][None])
@@ -267,7 +275,7 @@ def _over_keys[State](
     start: State,
 ) -> State:
     """Call `add(slice of the tile, visible [queries, keys], state)` for each tile of keys in the key blocks
-    that the program's tile of queries reads. Return the last state."""
+    of the program's tile of queries. Each call returns the state for the next call. Return the last state."""
     queries = (pl.num_programs(1) - 1 - pl.program_id(1)) * tile + jnp.arange(tile)
     block = ends.shape[0] // key_blocks.shape[0]
     width = min(TILE, block)

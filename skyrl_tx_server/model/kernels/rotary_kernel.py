@@ -1,7 +1,7 @@
 """A Pallas kernel for GPUs that normalizes and rotates the queries and keys of a decode step.
 
-It replaces three to five kernels of XLA per layer. In a decode step, their launches would take longer than
-their work.
+It replaces three to five kernels per layer that XLA would generate. In a decode step, the launches of these
+kernels would take longer than their computations.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def normalize_and_rotate(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split a fused projection [B, H + 2K, hd] into queries [B, H, hd], keys and values [B, K, hd], and apply
-    RMS norm and rotation to queries and keys.
+    """Split the output [B, H + 2K, hd] of a fused projection into queries [B, H, hd], keys and values
+    [B, K, hd], and apply RMS norm and rotation to queries and keys.
 
     `widths` is (H, K). `norms` are the weights [hd] of the norms of queries and keys; None: queries and keys
-    are not normalized. `cos` and `sin` [B, hd / 2] are those of `rope_tables`. hd is a power of two. Values
-    are rounded to the dtype of `fused` after the same operations as in `rms_norm` and `rotate`.
+    are not normalized. `cos` and `sin` [B, hd / 2] are results of `rope_tables`. hd is a power of two.
+    Intermediate results are rounded to the dtype of `fused` after the same operations as in `rms_norm` and
+    `rotate`.
     """
     (batch, num_heads, head_dim), (num_queries, num_keys) = fused.shape, widths
     whole, per_program = pl.BlockSpec(), heads_per_program(num_queries, num_keys)
@@ -52,9 +53,10 @@ def normalize_and_rotate(
 
 
 def heads_per_program(*num_heads: int, limit: int = 16) -> int:
-    """Return the largest power of two that divides all `num_heads` and `limit`, a power of two.
+    """Return the largest power of two that divides all `num_heads` and is at most `limit`. `limit` must be a
+    power of two.
 
-    A program for each head would do so little work that the start of the programs would take longer.
+    If a program processed only one head, its start would take longer than its computations.
 
     >>> heads_per_program(32, 8), heads_per_program(28, 4), heads_per_program(9, 3)
     (8, 4, 1)
@@ -63,9 +65,9 @@ def heads_per_program(*num_heads: int, limit: int = 16) -> int:
 
 
 def _kernel(fused: Any, cos: Any, sin: Any, *norms_and_outputs: Any, count: int, eps: float) -> None:
-    """Process `count` heads of one sequence, all of which are queries, keys or values. The heads are loaded
-    as two halves, because the rotation pairs element i of the first half with element i of the second
-    half."""
+    """Process `count` heads of one sequence. The heads are either all queries, all keys or all values. Each
+    head is loaded as two halves, because the rotation combines element i of the first half with element i of
+    the second half."""
     *norms, queries, keys, values = norms_and_outputs
     row, begin, indices = pl.program_id(0), pl.program_id(1) * count, jnp.arange(count)[:, None]
     (_, num_queries, head_dim), num_keys = queries.shape, keys.shape[1]
