@@ -39,7 +39,7 @@ def transfer_to_nurse(database: Database, *, summary: str) -> Mapping[str, objec
 TOOLS = (
     Tool(
         name="get_appointment",
-        description="Patient, day and status of an appointment.",
+        description="Return the patient, day and status of an appointment.",
         parameters=["appointment"],
         run=get_appointment,
     ),
@@ -59,7 +59,7 @@ TOOLS = (
     ),
     Tool(
         name="transfer_to_nurse",
-        description="Hand over a medical question.",
+        description="Hand a medical question over to a nurse.",
         parameters=["summary"],
         run=transfer_to_nurse,
     ),
@@ -76,7 +76,8 @@ def database() -> Database:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return three tasks per patient: what the user says, the gold actions and the facts to communicate."""
+    """Return three tasks per patient. A task contains the instruction and the messages of the user, the gold
+    actions, and the facts that the agent must communicate."""
     tasks = []
     for number, (appointment_id, appointment) in enumerate(database()["appointments"].items()):
         patient, day = appointment["patient"], DAYS[(number + 2) % len(DAYS)]

@@ -68,8 +68,8 @@ EXTERNAL_SAMPLE_REQUESTS = 1024
 """The number of sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
-"""The server closes a connection that is idle for this time. It is longer than the idle timeout of clients'
-connection pools, so that clients do not send a request on a connection that the server is closing."""
+"""The server closes a connection that is idle for this time. The time is longer than the idle timeout of
+clients' connection pools, so that no client sends a request on a connection that the server is closing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: ServerConfig) -> int:
-    """Print the memory plan, serve, or follow rank 0, depending on the options."""
+    """Print the memory plan, serve, or follow rank 0, as the options require. Return the exit status."""
     if config.dry_run:
         print(_dry_run(config))
         return 0
@@ -128,7 +128,8 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 
 def _dry_run(config: ServerConfig) -> str:
-    """Return the memory plan. Print it and raise ConfigError if the model does not fit into memory."""
+    """Return the text of the memory plan. If the model does not fit into memory, print the plan and raise
+    ConfigError."""
     from skyrl_tx_server.distributed.rendezvous import join, lead
     from skyrl_tx_server.executor.memory_plan import plan_memory
 
@@ -302,7 +303,7 @@ def _app_state(
 ) -> AppState:
     sample_requests = EXTERNAL_SAMPLE_REQUESTS
     if config.sampler_url is None:
-        # With 8 requests per slot, a free slot is filled at once. More would only make clients poll more.
+        # With 8 requests per slot, a free slot is filled at once. More requests only cause more polls.
         slots = engine.stats()["slots"]
         assert isinstance(slots, int)
         sample_requests = max(64, 8 * slots)

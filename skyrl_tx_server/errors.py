@@ -12,7 +12,7 @@ ServerError                 500 server
 |   `-- ConflictError       400 user     the name is already in use; not 409, because the SDK would retry
 |-- CapacityError           429 server   no slot or memory is free; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
-|-- FutureLostError         410 server   the server has no such request or session any more
+|-- FutureLostError         410 server   the server no longer has this request or session
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
 `-- ConfigError (ValueError)             invalid option or model directory; the server prints one line

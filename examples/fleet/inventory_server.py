@@ -54,7 +54,7 @@ TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 TOOLS = {
     "get_stock": Tool(get_stock, "Return the number of units of an item.", {"item": TEXT}),
     "add_stock": Tool(add_stock, "Add units of an item.", {"item": TEXT, "units": NUMBER}),
-    "reset": Tool(reset, "Set the inventory of a task.", {"stock": {"type": "object"}}),
+    "reset": Tool(reset, "Replace the inventory with the stock of a task.", {"stock": {"type": "object"}}),
     "export_stock": Tool(lambda inventory: inventory.stock, "Return all items with their units."),
 }
 

@@ -1,5 +1,5 @@
-"""One model on several processes ("ranks"), usually one per host. Rank 0 schedules the work, and every rank
-makes the same calls.
+"""Runs one model on several processes ("ranks"), usually one per host. Rank 0 schedules the work, and every
+rank makes the same calls.
 
 jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor
 to the other ranks before it makes the call itself. Values that depend on the host (files, free memory, random
@@ -13,8 +13,8 @@ result. Only rank 0 reads and writes checkpoints.
 
 A ServerError other than SequencesLostError occurs on every rank alike and fails one operation. Any other
 error, or a lost process, stops the server, because device states may have diverged. Rank 0 reads plain text
-from the other ranks, never a pickle. The other ranks unpickle messages of rank 0 after they have
-authenticated them (see `channel`). Messages to the user call a rank "process", as the option `process_id`
+from the other ranks, never a pickle. The other ranks authenticate each message of rank 0 (see `channel`)
+before they unpickle it. Messages to the user call a rank "process", as the option `process_id`
 does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
@@ -49,8 +49,8 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 2.0
-"""The time that a failing rank waits, so that the message with the cause is sent and read before the rank
-exits. jax ends the other processes as soon as rank 0 exits."""
+"""The time for which a failing rank waits, so that the other ranks receive the cause of the failure before
+the rank exits. jax ends the other processes as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
 RESTART_HINT = "start all processes again; saved checkpoints are in checkpoints_dir"
 FATAL = "!"
@@ -63,7 +63,7 @@ class RankLostError(ServerError):
 
 
 class RankGroup(Protocol):
-    """Communication between the ranks of one server, for code that runs on every rank."""
+    """The communication between the ranks of one server that code on every rank uses."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
         """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank must call
@@ -111,8 +111,9 @@ class _Outcome:
         return self.value
 
     def summary(self) -> str:
-        """Return a text that must be equal on every rank: "" for a result, and the type of a ServerError. For
-        a SequencesLostError and for an error of another kind, return FATAL and a message."""
+        """Return a text that must be equal on every rank. The text is "" for a result, and the name of the
+        type for a ServerError. For a SequencesLostError and for any error that is not a ServerError, it is
+        FATAL followed by a message."""
         if self.error is None:
             return ""
         expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)
@@ -160,7 +161,7 @@ class RankZero:
     def __init__(
         self, connections: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
     ) -> None:
-        """`on_lost` is called once, from any thread, with one line that says why the server cannot
+        """`on_lost` is called at most once, from any thread, with one line that says why the server cannot
         continue."""
         self._connections = dict(connections or {})
         self._on_lost = on_lost
@@ -183,7 +184,7 @@ class RankZero:
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
         """Send the call to the other ranks and make it here with `make`. Return what `make` returns, or raise
-        its ServerError. Raises RankLostError if a rank is lost or its summary differs from this rank's."""
+        its ServerError. Raises RankLostError if a rank is lost or has another summary than rank 0."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
@@ -246,7 +247,7 @@ class RankZero:
                 return
             self._lost.set_result(reason)
         for replies in self._replies.values():
-            replies.put("")  # wakes a call that waits for a reply
+            replies.put("")  # ends the wait of a call for a reply
         sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
         sender.start()
         sender.join(LAST_MESSAGE_S)  # a rank may have stopped reading

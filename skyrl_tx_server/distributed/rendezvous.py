@@ -1,4 +1,4 @@
-"""Connects the processes of one server: all other processes connect to process 0 at `coordinator_address`.
+"""Connects the processes of one server. The other processes connect to process 0 at `coordinator_address`.
 
 All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
 process 0 announces a free port for `jax.distributed`. A missing process is detected before jax starts and
@@ -29,7 +29,7 @@ from skyrl_tx_server.files.base_model import fingerprint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10
-"""The seconds for which process 0 waits for the authentication of a new connection, and then for its
+"""The time for which process 0 waits for the authentication of a new connection, and then again for the
 handshake."""
 RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
@@ -40,12 +40,12 @@ _REMEDIES = {
     _MODEL_FILES: "give every process the same model files",
     _JAX: "install the same version of jax on every host",
 }
-"""A setting that is not an option -> what to do if its value differs between two processes."""
+"""Maps a setting that is not an option to what the user must do if two processes have different values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handshake:
-    """The first message of a process, as JSON."""
+    """The first message that a process sends to process 0 after the authentication, encoded as JSON."""
 
     process_id: int
     num_processes: int

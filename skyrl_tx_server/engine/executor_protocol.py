@@ -93,7 +93,8 @@ class Sampler(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Sequences with a decode slot, including preempted ones, whose slots stay reserved."""
+        """The number of sequences that have a slot. A preempted sequence counts, because its slot stays
+        reserved."""
         ...
 
     @property
@@ -109,8 +110,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute one prefill batch with the prompts of the first requests, as many as fit, and assign decode
-        slots to the sequences of these requests.
+        """Compute one prefill batch with the prompts of as many of the first requests as fit. Assign slots to
+        the sequences of these requests.
 
         Returns one entry for each request of the batch. None means that only a chunk of a long prompt was
         computed and the request must be submitted again. Raises CapacityError if there is no room for the
@@ -124,7 +125,8 @@ class Sampler(Protocol):
         """Start a dispatch of decode steps unless one is in flight, and wait for it. Return whether sequences
         have ended.
 
-        `poll` must follow. After any error all sequences are lost.
+        The next call must be `poll`, which returns the ended sequences. After any error all sequences are
+        lost.
         """
         ...
 
@@ -151,7 +153,7 @@ class Sampler(Protocol):
 
 
 class Executor(Protocol):
-    """Owns the devices. Only the engine thread uses it, except for `info` and `stats`."""
+    """Owns the devices. Only the engine thread uses an executor. Other threads may use `info` and `stats`."""
 
     @property
     def info(self) -> EngineInfo: ...

@@ -41,7 +41,7 @@ class RequestKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The end of a request: either a result or an error."""
+    """The result or the error with which a request ended."""
 
     kind: str  # the request's type, e.g. "optim_step"
     result: OpResult | None
@@ -51,11 +51,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How long a poll waits for a result, how long a delivered result is kept, and the limits of the number
-    and the bytes of finished results."""
+    """The waiting time of a poll, the time for which a delivered result is kept, and the limits on the number
+    and the size of finished results."""
 
-    hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
-    grace_s: float = 120.0  # a result is kept this long after its delivery
+    hold_s: float = 35.0  # maximum wait of a poll; the timeout of the SDK is 45 s
+    grace_s: float = 120.0  # time for which a result is kept after its delivery
     max_finished: int = 50_000
     max_bytes: int = 1 << 30  # estimated memory of all finished results
 
@@ -66,7 +66,7 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[Any]
-    # called by `cancel`; ends an operation that has started, which `running.cancel()` cannot end
+    # `cancel` calls this function to end an operation that has started. `running.cancel()` cannot end one.
     withdraw: Callable[[], None]
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
@@ -163,8 +163,8 @@ class FutureStore:
         if entry is None:
             raise FutureLostError(
                 f"no request {request_id}: the server was restarted, or the result of the request was "
-                "removed (a while after its delivery, or because too many or too large results were stored); "
-                "a sample can be sent again"
+                "removed (a while after its delivery, or because the results exceeded the limits of the "
+                "store); send a sample request again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:
@@ -187,7 +187,7 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """Withdraw all requests of a session that ended. Keep its results for the grace period."""
+        """Withdraw all requests of a session that ended. Its results are kept for the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
@@ -289,7 +289,7 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        # Forget the keys of samples only: a sample may run again, but training must never run twice.
+        # Remove only the keys of samples. A sample may run again, but training must never run twice.
         if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):

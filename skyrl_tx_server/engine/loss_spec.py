@@ -65,9 +65,9 @@ class LossSpec:
     options: Mapping[str, OptionRange]  # names of `LossSettings` fields
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
-    # Only for a loss whose ratio belongs to the whole sequence (gspo), else None. The arguments are a datum
-    # and the model's logprobs [N], which need an extra forward pass before the forward-backward pass. The
-    # result is a copy of the datum whose `logprobs` are the sequence term, not the sampler's logprobs.
+    # None, except for a loss that has one probability ratio per sequence (gspo). The arguments are a datum
+    # and the model's logprobs [N], which an extra forward pass computes before the forward-backward pass. The
+    # result is a copy of the datum whose `logprobs` are the sequence term in place of the sampler's logprobs.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 
@@ -87,9 +87,9 @@ def _everywhere(datum: TrainDatum) -> np.ndarray:
 
 
 def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
-    """Return a copy of the datum whose `logprobs` are all the same number, gspo's sequence term. It is the
-    mean of (`logprobs` - `datum.logprobs`) over the tokens whose `sequence_ratio_mask` is not 0, or 0 if
-    there are none. The argument `logprobs` [N] float32 contains the model's logprobs."""
+    """Return a copy of the datum in which each value of `logprobs` is gspo's sequence term. The term is the
+    mean of (`logprobs` - `datum.logprobs`) over the tokens whose `sequence_ratio_mask` is not 0. If there are
+    no such tokens, the term is 0. The argument `logprobs` [N] float32 contains the model's logprobs."""
     assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
         "the request parser requires both"
     )

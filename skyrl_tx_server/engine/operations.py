@@ -1,9 +1,9 @@
 """The records that the HTTP side and the engine exchange: frozen operations and results with numpy arrays.
 
-HTTP code parses a body into an operation and submits it; the engine returns the matching result. The request
-parsers (`http/wire`) check everything that depends only on the request and the sizes of the model. The engine
-checks which models and checkpoints exist and whether the operation fits into memory. Token ids are int32,
-log-probabilities and weights float32. All arrays are little-endian.
+The HTTP side parses a body into an operation and submits the operation. The engine returns the result. The
+request parsers (`http/wire`) check everything that depends only on the request and the sizes of the model.
+The engine checks which models and checkpoints exist and whether the operation fits into memory. Token ids are
+int32, log-probabilities and weights are float32. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """The shape and seed of an adapter; saved with every checkpoint."""
+    """The shape and the seed of an adapter. Every checkpoint contains them."""
 
     rank: int
     seed: int = 0
@@ -44,8 +44,8 @@ class LoraSpec:
 
 
 def expert_rank(rank: int, experts_per_token: int) -> int:
-    """Return the rank of the factors of each expert: the rank of the adapter, divided by the experts that
-    each token uses (as in "LoRA Without Regret").
+    """Return the rank of the factors of each expert. It is the rank of the adapter, divided by the number of
+    experts that each token uses (as in "LoRA Without Regret").
     """
     return max(1, rank // experts_per_token)
 
@@ -70,7 +70,7 @@ class TrainDatum:
     tokens: np.ndarray  # [N] int32
     target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
-    logprobs: np.ndarray | None = None  # [N] float32, of the sampler (all losses but cross_entropy)
+    logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
     # [N] float32; tokens with a mask other than 0 count in the sequence ratio (gspo)
     sequence_ratio_mask: np.ndarray | None = None
@@ -92,8 +92,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsrMatrix:
-    """A dense or sparse (CSR) matrix. The matrix of a reply is dense if that of the request is dense.
-    Otherwise it stores the same cells as that of the request."""
+    """A dense or sparse (CSR) matrix. If the matrix of a request is dense, the matrix of the reply is dense.
+    Otherwise the matrix of the reply stores the same cells as the matrix of the request."""
 
     values: np.ndarray  # flat: all cells in row-major order, or the stored cells
     shape: tuple[int, int]
@@ -134,11 +134,11 @@ class CreateModel(Operation["Done"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadWeights(Operation["WeightsLoaded"]):
-    """Replace the adapter of a model, and its optimizer state if `optimizer` is set, by those of a training
-    checkpoint. Result: `WeightsLoaded`.
+    """Load the adapter of a training checkpoint into a model. With `optimizer`, load the optimizer state too.
+    Result: `WeightsLoaded`.
 
-    With `create` the model is created first, with the LoraSpec of the checkpoint. Without `optimizer` the
-    moments and the step count start at zero.
+    With `create`, first create the model with the LoraSpec of the checkpoint. Without `optimizer`, the
+    moments and the step count of Adam start at zero.
     """
 
     model_id: str
@@ -161,7 +161,8 @@ class ForwardBackward(Operation["ForwardBackwardResult"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimStep(Operation["OptimStepResult"]):
-    """Apply the accumulated gradient, then clear it. Result: `OptimStepResult`."""
+    """Update the adapter with the accumulated gradient, then clear the gradient. Result:
+    `OptimStepResult`."""
 
     model_id: str
     adam: AdamSettings
@@ -169,7 +170,8 @@ class OptimStep(Operation["OptimStepResult"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveWeights(Operation["WeightsSaved"]):
-    """Save adapter and optimizer state as tinker://<model_id>/weights/<name>. Result: `WeightsSaved`."""
+    """Save the adapter and its optimizer state as tinker://<model_id>/weights/<name>. Result:
+    `WeightsSaved`."""
 
     model_id: str
     name: str
@@ -217,8 +219,8 @@ class DropSnapshot(Operation["Done"]):
 class Sample(Operation["SampleResult"]):
     """Sample `num_samples` completions of one prompt. Result: `SampleResult`.
 
-    `weights` is the id of a snapshot in memory, the tinker:// path of a sampler checkpoint, which is loaded
-    on first use, or None for the base model.
+    `weights` is the id of a snapshot in memory, the tinker:// path of a sampler checkpoint, or None for the
+    base model. A sampler checkpoint is loaded on first use.
     """
 
     weights: str | None
@@ -265,7 +267,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
-    logprobs: tuple[np.ndarray, ...]  # float32, for each datum log p(target), shaped like its target_tokens
+    logprobs: tuple[np.ndarray, ...]  # log p(target) of each datum, float32, shaped like its target_tokens
     metrics: dict[str, float]  # keys of the form "name:reduction"; always has "loss:sum"
 
 
@@ -305,7 +307,8 @@ class SampleResult:
     prompt_logprobs: np.ndarray | None
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None if not requested
-    target_prompt_logprobs: CsrMatrix | None = None  # float32, the layout of the targets, 0 where they are -1
+    # float32, with the layout of `target_prompt_tokens`; 0 where the target token is -1
+    target_prompt_logprobs: CsrMatrix | None = None
 
 
 OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

@@ -1,5 +1,5 @@
 """The sampling requests of each tenant, and the choice of the request that gets the next slot. The docstring
-of `scheduler` states the rules."""
+of `scheduler` states the rules. A tenant is busy if it has running sequences or waiting requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PROMPT_TOKENS_PER_UNIT = 64
 """The number of computed prompt tokens for which a tenant is charged one unit. One unit is also the charge
 for one running sequence in one decode dispatch."""
 SEQUENCES_PER_ROUND = 8
-"""The number of sequences of one request that get slots before the next request gets one. The sequences of a
-request share the KV pages of the prompt, so they should run together."""
+"""The number of sequences of one request that get slots before the next request gets a slot. The sequences of
+a request share the KV pages of the prompt, so they should run together."""
 
 
 class SampleQueue:
@@ -33,13 +33,13 @@ class SampleQueue:
     ) -> None:
         self._partial_prefill_limit = max_partial_prefill_tokens
         self._is_being_saved = is_being_saved
-        self.tenants: dict[str, Tenant] = {}  # with current or former requests
+        self.tenants: dict[str, Tenant] = {}  # tenants that have, or had, requests
         self.requests: dict[int, Request] = {}
         self._waiting: dict[int, None] = {}  # ids of the requests with waiting samples
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)
         """The ids in `_waiting`, by the snapshot that the request needs."""
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
-        """The requests that wait until their snapshot is saved, by snapshot."""
+        """Snapshot -> the requests that wait until this snapshot is saved."""
         self._partial_prefills: Counter[int] = Counter()
         """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
         self._min_charged = 0.0  # the smallest charge of a busy tenant, in units; never decreases
@@ -55,7 +55,7 @@ class SampleQueue:
         return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether samples of the request wait."""
+        """Whether the request has waiting samples."""
         return request_id in self._waiting
 
     def add(self, request_id: int, op: Sample, *, tenant: str) -> None:
@@ -222,8 +222,8 @@ class SampleQueue:
         return tuple(prefills[:PROMPTS_PER_PREFILL])
 
     def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the tenant's request that gets the next slot when the slots of the plan are given. None: no
-        request of the tenant can start."""
+        """Return the tenant's request that gets the next slot after the slots of `plan`. None: no request of
+        the tenant can start."""
         small_first = self.has_room_for_small(tenant, plan, num_slots)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
         candidates = [
@@ -248,14 +248,14 @@ class SampleQueue:
         return tenant.num_small_running + plan.small[tenant.name] < max(1, num_slots // 4)
 
     def discard(self, plan: SlotPlan) -> None:
-        """Put the requests that the plan has taken from the heaps of unstarted requests back into them."""
+        """Put the requests that the plan took from the heaps of unstarted requests back into these heaps."""
         for requests in plan.started.values():
             for request in requests:
                 self._push(request)
 
     def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the request that gets the next slot when the slots of the plan are given. None: no request
-        can start."""
+        """Return the request that gets the next slot after the slots of `plan`. None: no request can
+        start."""
         best: tuple[float, Request] | None = None
         for tenant in self.tenants.values():
             account = plan.account(tenant)
@@ -278,7 +278,8 @@ class SampleQueue:
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
-        """Whether the prefix cache has room for the prompt in addition to the partially computed prompts."""
+        """Whether the prompt may be computed now. A long prompt must wait if the prefix cache has no room for
+        it in addition to the partially computed prompts."""
         partial = sum(len(self.requests[request_id].op.prompt) for request_id in self._partial_prefills)
         tokens = partial + plan.partial_prefill_tokens
         return (

@@ -3,11 +3,11 @@
 Each rule has a test:
 - Operations of one model run in submission order, one at a time. Tenants take turns, and the models of a
   tenant take turns. A turn is one step (one micro-batch).
-- When training and sampling both have work, they alternate: one decode dispatch between two training steps,
-  one training step between two decode dispatches. A forward pass that is submitted during a long generation
-  therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
-- With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
-  most this share of the time in which both had work.
+- When training and sampling both have work, training steps and decode dispatches alternate. A forward pass
+  that is submitted while sequences are sampled therefore waits for one decode dispatch (and at most
+  PREFILLS_PER_DISPATCH prefill batches).
+- With `train_share`, the choice depends on the time instead. A training step is next if the previous training
+  steps took at most this share of the time in which both training and sampling had work.
 - A prefill batch adds no running sequence if all its sequences end with their first token. Running sequences
   get a decode dispatch after at most PREFILLS_PER_DISPATCH such batches.
 - A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. During a
@@ -18,29 +18,30 @@ Each rule has a test:
   requests whose prompt may need chunks.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
-- A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
-  were submitted before it.
+- A sample waits until its snapshot is saved. A `DropSnapshot` waits for the samples of this snapshot that
+  were submitted earlier.
 
 Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant
 (deficit round robin):
-- A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
-  PROMPT_TOKENS_PER_UNIT prompt tokens that are computed (a prefill chunk of an unfinished prompt counts as
-  CHUNK_TOKENS tokens, and the last chunk as the rest of the computed tokens). The account of a tenant is the
-  sum of the charged units and of SLOT_UNITS units for each of its sequences that has a slot. A free slot goes
-  to the tenant with the smallest account. A tenant that was idle starts at most SLOT_UNITS units below the
-  busy tenant that was charged least, so it gains little from idle time.
+- In each decode dispatch, a tenant is charged one unit for each of its running sequences. It is also charged
+  one unit for each PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A prefill chunk of an unfinished
+  prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens.
+- The account of a tenant is the number of its charged units plus SLOT_UNITS units for each of its sequences
+  that has a slot. A free slot goes to the tenant with the smallest account. A tenant that was idle starts at
+  most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle time.
 - When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
-  the tenant with the smallest, if the accounts differ by at least 2 * SLOT_UNITS. For a small request (at
-  most SMALL_TOKENS completion tokens in total), a sequence is also paused if the account of the waiting
-  tenant is at most the mean of the units charged to the other waiting tenants. If no other tenant waits, the
-  account must be at least SLOT_UNITS units below the largest account. Small requests therefore wait for a few
-  dispatches only. A sequence decodes for at least MIN_DISPATCHES dispatches before it is paused. The paused
-  sequences of a request get slots before its other waiting sequences.
-- Within a tenant, requests get slots in submission order. Each gets SEQUENCES_PER_ROUND slots before any of
-  them gets more. A sequence of a request with more than SEQUENCES_PER_ROUND slots is paused for a request of
-  the same tenant that has at least two slots fewer.
-- As long as the small requests of a tenant have less than a quarter of the slots, they precede its other
-  requests, and sequences of its other requests are paused for them.
+  the tenant with the smallest account, if the accounts differ by at least 2 * SLOT_UNITS. A sequence decodes
+  for at least MIN_DISPATCHES dispatches before it is paused. The paused sequences of a request get slots
+  before its other waiting sequences.
+- For a small request (at most SMALL_TOKENS completion tokens in total), a sequence is also paused if the
+  account of the waiting tenant is at most the mean of the units charged to the other waiting tenants. If no
+  other tenant waits, the account must be at least SLOT_UNITS units below the largest account. Small requests
+  therefore wait for a few dispatches only.
+- Within a tenant, requests get slots in submission order. Each request gets SEQUENCES_PER_ROUND slots before
+  any request gets more. A sequence of a request with more than SEQUENCES_PER_ROUND slots is paused for a
+  request of the same tenant that has at least two slots fewer.
+- As long as the small requests of a tenant have less than a quarter of the slots, small requests precede the
+  other requests of the tenant, and sequences of the other requests are paused for small requests.
 - Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
   that they do not evict each other from the prefix cache. A single prompt may be longer, and prompts of at
   most CHUNK_TOKENS tokens have no limit.
@@ -65,9 +66,10 @@ from skyrl_tx_server.engine.scheduled_work import (
 )
 
 PREFILLS_PER_DISPATCH = 4
-"""The maximum number of prefill batches before a decode dispatch if training waits (without `train_share`).
-Otherwise, only batches that add neither a running sequence nor a chunk of an unfinished prompt count. Apart
-from this limit and `_prefill_budget`, all free slots are filled before a decode dispatch."""
+"""The maximum number of prefill batches before a decode dispatch. If training waits and `train_share` is not
+set, every prefill batch counts. Otherwise, a batch counts only if it adds neither a running sequence nor a
+chunk of an unfinished prompt. Apart from this limit and `_prefill_budget`, all free slots are filled before a
+decode dispatch."""
 MAX_COUNTED_S = 30.0
 """The maximum number of seconds that one `ScheduledWork` counts for `train_share`, because the first run of a
 program includes its compilation."""
@@ -77,7 +79,7 @@ an unfinished prompt since the last dispatch."""
 
 
 class Scheduler:
-    """The queues, and the choice between them. The caller holds a lock."""
+    """Owns the queues and chooses the next work. The caller must hold a lock during each call."""
 
     def __init__(
         self,
@@ -86,9 +88,9 @@ class Scheduler:
         prefills_per_dispatch: float = 0.0,
         train_share: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch`: the duration of a decode dispatch, divided by the duration of a full
-        prefill batch (not the limit PREFILLS_PER_DISPATCH). `train_share`: None if training steps and decode
-        dispatches alternate."""
+        """`prefills_per_dispatch` is the duration of a decode dispatch, divided by the duration of a full
+        prefill batch. It is not the limit PREFILLS_PER_DISPATCH. If `train_share` is None, training steps and
+        decode dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
@@ -97,8 +99,8 @@ class Scheduler:
         self._suspended: set[int] = set()  # operations that wait for another thread, by request_id
         self._prefills_per_dispatch = prefills_per_dispatch
         self._train_share = train_share
-        self._training_ahead_s = 0.0  # the time of training in excess of `train_share`
-        self._dispatch_s = 0.0  # the time of the last decode dispatch
+        self._training_ahead_s = 0.0  # the time by which training has exceeded `train_share`
+        self._dispatch_s = 0.0  # the duration of the last decode dispatch
         self._is_shared = False  # both training and sampling have work
         self._training_next = True
         self._prefills = 0  # prefill batches since the last decode dispatch or training step
@@ -182,7 +184,8 @@ class Scheduler:
             self._training_ahead_s = max(0.0, self._training_ahead_s - share * counted_s)
 
     def suspend(self, request_id: int) -> None:
-        """Note that the operation waits for another thread. Its model gets no turn until `resume`."""
+        """Note that the operation waits for another thread. Its model gets no turn until `resume` is
+        called."""
         self._suspended.add(request_id)
 
     def resume(self, request_id: int) -> None:
@@ -248,7 +251,7 @@ class Scheduler:
                 return True
 
     def _is_training_next(self, after_s: float = 0.0) -> bool:
-        """Whether training precedes sampling, after `after_s` more seconds of sampling."""
+        """Whether a training step is the next work if sampling first takes `after_s` more seconds."""
         if self._train_share is None:
             return self._training_next
         return self._training_ahead_s <= self._train_share * after_s

@@ -34,8 +34,8 @@ _compilations_changed = threading.Condition()
 
 @cache
 def watch() -> None:
-    """Start to count all programs of the process. The listeners are never removed. They are called in the
-    thread that compiles."""
+    """Start to count all programs of the process. The listeners are never removed. jax calls them in the
+    thread that compiles a program."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
     threading.Thread(target=_report_progress, name="compile-progress", daemon=True).start()

@@ -1,13 +1,13 @@
-"""Generates the samples of many requests in one decode batch.
+"""Runs the sequences of many requests in one decode batch.
 
-    PageAllocator   allocation of KV pages, with a prefix cache per data-parallel rank
-    SequencePool    the sequences that are in decode slots, preempted or paused
+    PageAllocator   allocates KV pages, with a prefix cache per data-parallel rank
+    SequencePool    holds the sequences that are in decode slots, preempted or paused
     Prefiller       computes prompts and starts their sequences
-    DecodePipeline  decode steps for all sequences, with one dispatch in flight
-    ModelRunner     the compiled programs and the KV cache
+    DecodePipeline  runs decode steps for all sequences, with at most one dispatch in flight
+    ModelRunner     holds the compiled programs and the KV cache
 
-The device holds the KV cache and the outputs of the last dispatch. The rest of a sequence's state is on the
-host.
+The device holds the KV cache and the outputs of the last dispatch. The host holds all other state of the
+sequences.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from skyrl_tx_server.sampling.sequences import SequenceKey
 logger = logging.getLogger(__name__)
 
 GPU_PREFILLS_PER_STEP = 0.46
-"""Estimated time of a decode step / time of a prefill batch. With 64 sequences of Qwen3-4B on an H200, a
-decode step takes 10.2 ms and a prefill batch of 1,024 tokens takes 22.3 ms (docs/devices.md)."""
+"""The estimated time of a decode step, divided by that of a prefill batch. On an H200 with Qwen3-4B, a decode
+step of 64 sequences takes 10.2 ms, and a prefill batch of 1,024 tokens takes 22.3 ms (docs/devices.md)."""
 CPU_DECODE_COST = 1.5
-"""Estimated time of a token in a decode step / time of a token in a prefill batch."""
+"""The estimated time per token of a decode step, divided by that of a prefill batch."""
 
 
 class BatchRunner:
@@ -89,7 +89,7 @@ class BatchRunner:
             completion=completion,
         )
         self.pipeline = DecodePipeline(self.pool, runner, completion)
-        # the result of a sequence that `restore` has completed; the next `poll` returns it
+        # The result of a sequence that ended while it was restored. The next `poll` returns it.
         self._restored: FinishedSequence | FailedSequence | None = None
 
     @property
@@ -111,8 +111,8 @@ class BatchRunner:
         return {**self.pages.stats(), **self.pool.stats(), **self.pipeline.stats()}
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next prefill chunks of the first few requests together, and start the sequences whose
-        prompts are complete (see `Prefiller.prefill`)."""
+        """Compute the next prefill chunks of the first requests together, as many as fit into a prefill
+        batch. Start the sequences whose prompts are complete (see `Prefiller.prefill`)."""
         self._discard_orphaned()
         try:
             return self.prefiller.prefill(requests)
@@ -121,9 +121,10 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `runner.steps` more tokens for every sequence in a slot. If no dispatch is in flight,
+        """Sample up to `runner.steps` more tokens for every sequence in a slot. If no dispatch is in flight,
         first try to restore the oldest preempted sequence. Return whether the device has ended a sequence.
-        The device does not check stop strings; `poll` checks them. Any error discards all sequences."""
+        The device does not check stop strings; `poll` checks them. If an error occurs, discard all sequences
+        and raise the error."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -135,8 +136,8 @@ class BatchRunner:
             raise
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that are complete after `decode`. With `dispatch_next`, start the next
-        dispatch before the tokens of the last dispatch are processed."""
+        """Return the results of the sequences that have ended since the previous `poll`. With
+        `dispatch_next`, start the next dispatch before the tokens of the last dispatch are processed."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 
@@ -154,12 +155,12 @@ class BatchRunner:
         ]
 
     def release(self, request_id: int) -> None:
-        """Drop all sequences of a request."""
+        """Remove all sequences of a request."""
         self.prefiller.release(request_id)
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:
-        """Discard the dispatch in flight if all its sequences were released."""
+        """Discard the dispatch in flight if all its sequences have been released."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None

@@ -1,9 +1,9 @@
 """The decode pipeline, with at most one dispatch of decode steps in flight.
 
-A dispatch can start before the host has processed the outputs of the previous dispatch, because the last
-tokens stay on the device (`Carry`) and the position of every sequence that has not ended is known. A sequence
-that the device has ended is idle in the next dispatch. If the host ends a sequence at a stop string, the
-tokens that the next dispatch samples for this sequence are discarded.
+A dispatch can start before the host has processed the outputs of the previous dispatch. It does not need
+these outputs: the last tokens are on the device (`Carry`), and the host knows the position of every sequence
+that has not ended. A sequence that the device has ended is idle in the next dispatch. If the host ends a
+sequence at a stop string, the tokens that the next dispatch samples for this sequence are discarded.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | plan n+1       wait  | process n, plan n+2  | process n+1, ...
@@ -24,12 +24,12 @@ from skyrl_tx_server.sampling.preemption import SequencePool
 
 @dataclass(kw_only=True, slots=True)
 class InFlightBatch:
-    """A dispatch on the device."""
+    """A dispatch that the device computes or has computed, until `poll` processes it."""
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # planned before the outputs are known; None: not planned
-    host_outputs: DecodeOutputs | None = None  # None: the dispatch is not complete yet
+    next: DecodeDispatch | None = None  # the next dispatch, planned before the outputs are known; None: none
+    host_outputs: DecodeOutputs | None = None  # the outputs on the host; None: `decode` has not received them
 
     @property
     def ended(self) -> bool:
@@ -44,8 +44,8 @@ class DecodePipeline:
         self._pool = pool
         self._runner = runner
         self._completion = completion
-        self.in_flight: InFlightBatch | Exception | None = None  # an error: the next dispatch could not start
-        self._num_ahead = 0  # dispatches that started before the previous outputs were processed
+        self.in_flight: InFlightBatch | Exception | None = None  # Exception: the dispatch could not start
+        self._num_ahead = 0  # number of dispatches that started before the previous outputs were processed
 
     def stats(self) -> dict[str, object]:
         return {"decode_dispatches_ahead": self._num_ahead}
@@ -68,9 +68,10 @@ class DecodePipeline:
         return self.in_flight.ended
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
-        """Process the outputs of the dispatch for which `decode` waited, and return the sequences that
-        finished or failed. With `dispatch_next`, first start the dispatch that `decode` planned, unless none
-        of its sequences is active or the pages of ended sequences may suffice to restore preempted ones."""
+        """Process the outputs of the dispatch for which `decode` waited, and return the results of the
+        sequences that finished or failed. With `dispatch_next`, first start the dispatch that `decode`
+        planned. It is not started if none of its sequences is active, or if preempted sequences may be
+        restored with the pages of sequences that ended."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []
@@ -78,7 +79,7 @@ class DecodePipeline:
         outputs, following = completed.host_outputs, completed.next
         active = outputs.carry.active
         if completed.ended and self._pool.preempted:
-            following = None  # the pages of ended sequences may suffice to restore preempted ones
+            following = None  # preempted sequences may be restored with the pages of sequences that ended
         if (
             dispatch_next
             and following is not None
@@ -89,7 +90,7 @@ class DecodePipeline:
             try:
                 self.in_flight = self._start(following, completed.outputs.carry)
                 self._num_ahead += 1
-            except Exception as error:  # raised by the next `decode`; the results of this dispatch are valid
+            except Exception as error:  # the next `decode` raises it; the results of this dispatch are valid
                 self.in_flight = error
         results = []
         for index, slot, sequence in completed.dispatch.sequences:
@@ -112,8 +113,8 @@ class DecodePipeline:
     def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
         """Return the dispatch that can follow `dispatch` before its outputs are known.
 
-        None: no sequence remains, too few pages are free, or the next dispatch needs another compiled program
-        or can use a narrower one after `SequencePool.compact`.
+        None: no sequence has tokens to sample, too few pages are free, the next dispatch needs another
+        compiled program, or it can use a narrower program after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

@@ -1,7 +1,7 @@
-"""The decode batch: the sequences in decode slots as host arrays for one dispatch.
+"""The decode batch: the sequences in decode slots, as arrays for one dispatch.
 
-The batch holds the first `width` slots of each data-parallel rank. The cost of a dispatch grows with its
-width, so the program is compiled for several widths.
+The batch holds the first `width` slots of each data-parallel rank. The time of a dispatch grows with its
+width, so programs are compiled for several widths.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettin
 class DecodeProgram:
     """The properties of a dispatch that select a compiled program of `decode_steps`."""
 
-    width: int  # sequences of each data-parallel rank
-    ends: tuple[int, ...] | None  # segment ends of `decode_steps`; None: a kernel reads the pages in place
-    max_loras: int | None  # maximum number of adapters in the batch; None: any number
+    width: int  # number of slots of each data-parallel rank in the batch
+    ends: tuple[int, ...] | None  # argument of `decode_steps`; None: a kernel reads the pages in place
+    max_loras: int | None  # maximum number of LoRA slots that the batch uses; None: any number
     rolled: bool = False  # whether a loop runs the layers
     filters: bool | None = None  # argument of `sample_tokens`
 
@@ -47,26 +47,27 @@ class DecodeLayout:
 
     null_pages: Sequence[int]  # the null page of each data-parallel rank
     slots_per_rank: int
-    widths: tuple[int, ...]  # widths of compiled programs, ascending; the last one holds all slots of a rank
+    widths: tuple[int, ...]  # widths of programs, ascending; the last width holds all slots of a rank
     table_width: int  # number of entries of a block table
-    steps: int  # decode steps of a dispatch
-    empty_carries: Mapping[int, Carry]  # width -> carry on the device, for a first dispatch
+    steps: int  # number of decode steps of a dispatch
+    empty_carries: Mapping[int, Carry]  # width -> carry on the device, for a dispatch without a previous one
     # the positions at which the segments of `decode_steps` end; None: a kernel reads the pages in place
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
-    num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
-    host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p
+    num_lora_slots: int | None  # None: programs do not depend on the LoRA slots in use (see `lora_math`)
+    host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p filters
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
         """Return the smallest width that holds these slots. With `compacted`, return the smallest width
-        that suffices after the sequences in these slots have moved to the first slots of their ranks."""
+        that holds the sequences of these slots after they have moved to the first slots of their ranks."""
         ranks = Counter(slot // self.slots_per_rank for slot in slots)
         needed = max(ranks.values()) if compacted else max(slot % self.slots_per_rank for slot in slots) + 1
         return bucket(needed, self.widths)
 
     def dispatch(self, sequences: Sequence[tuple[int, SequenceState]], *, width: int) -> DecodeDispatch:
-        """Return the next dispatch of these (slot, sequence) pairs. `width` must hold the slots."""
+        """Return the next dispatch for these (slot, sequence) pairs. A batch of this `width` must hold all
+        these slots."""
         rows = width * len(self.null_pages)
         tables = np.repeat(np.array(self.null_pages, np.int32), width)[:, None].repeat(
             self.table_width, axis=1

@@ -1,11 +1,11 @@
 """The decode programs that a background thread compiles.
 
-The compilation of a program takes time in proportion to the layers of the model. Until a program is ready,
-another program computes the same sequences, with the same tokens and logprobs:
-- A wider program replaces a narrow program. The narrow program is compiled after several dispatches could
-  have used it.
-- A rolled program replaces the widest program. The compilation of a rolled program takes about as long as
-  the compilation of a few layers.
+The compilation time of a program is proportional to the number of layers of the model. Until a program is
+compiled, another program is used for the same sequences, and samples the same tokens with the same logprobs:
+- Instead of a narrow program, a wider program is used. The narrow program is compiled after several
+  dispatches could have used it.
+- Instead of the widest program, a rolled program is used. The compilation of a rolled program takes about as
+  long as the compilation of a few layers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.stages import Compiled, Lowered
 from skyrl_tx_server.sampling.decode_batch import DecodeProgram
 
 USES_BEFORE_COMPILATION = 16
-"""A narrow program is compiled after this number of dispatches could have used it, because a compilation
-takes as long as many dispatches."""
+"""A narrow program is compiled after this number of dispatches could have used it, and not earlier, because
+the compilation takes as long as many dispatches."""
 MIN_ROLLED_LAYERS = 8
 """A model with fewer layers has no rolled programs, because its unrolled programs are compiled quickly."""
 COMPILE_THREAD = "compile-decode"  # name of the thread that compiles
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodePrograms:
-    """Compiles and holds decode programs. `lower` returns the lowered form of a program."""
+    """Compiles and holds decode programs. `lower` returns the lowered program to compile."""
 
     def __init__(self, lower: Callable[[DecodeProgram], Lowered]) -> None:
         self._lower = lower
@@ -42,9 +42,9 @@ class DecodePrograms:
         return self._compiled.get(program)
 
     def request(self, program: DecodeProgram, *, min_uses: int | None = None) -> Compiled | None:
-        """Return the compiled program. If it is not compiled yet, count the request and return None. The
-        compilation begins with request number `min_uses` (default: USES_BEFORE_COMPILATION) or later, when no
-        other program is being compiled."""
+        """Return the compiled program. If it is not compiled yet, count the request and return None. If this
+        is at least request number `min_uses` (default: USES_BEFORE_COMPILATION) for the program, and no other
+        program is being compiled, start the compilation."""
         if program in self._compiled:
             return self._compiled[program]
         self._uses[program] += 1
@@ -52,8 +52,8 @@ class DecodePrograms:
         needed = USES_BEFORE_COMPILATION if min_uses is None else min_uses
         if self._uses[program] >= needed and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
-            # The exit of Python must wait for this thread, because the exit handlers of XLA crash during a
-            # compilation. Without daemon=False, the thread would be a daemon like the engine's thread.
+            # Python must wait for this thread before it exits, because the exit handlers of XLA crash during
+            # a compilation. Without daemon=False, the thread would be a daemon like the engine's thread.
             self._thread = threading.Thread(
                 target=self._compile, args=(program,), name=COMPILE_THREAD, daemon=False
             )

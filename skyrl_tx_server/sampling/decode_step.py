@@ -1,4 +1,4 @@
-"""The decode program: one dispatch of several decode steps for all sequences in decode slots."""
+"""The decode program. It computes one dispatch: several decode steps for all sequences in decode slots."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
-    """The state that a dispatch leaves on the device for the next one. The next dispatch can therefore begin
-    before the host has processed the outputs."""
+    """The state that a dispatch leaves on the device for the next dispatch. The next dispatch can therefore
+    begin before the host has processed the outputs of this dispatch."""
 
     tokens: ArrayLike  # [B] int32, the last token of each sequence
-    active: ArrayLike  # [B] bool, whether the sequence still has tokens to sample
+    active: ArrayLike  # [B] bool, whether the sequence has tokens to sample after this dispatch
 
     @classmethod
     def empty(cls, slots: int) -> Carry:
@@ -62,12 +62,12 @@ class Carry:
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
-    tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: read it from `before`
+    tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: it is in `before`
     before: Carry  # the carry of the previous dispatch
     positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 for a free slot
-    remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
-    tables: ArrayLike  # [B, W] int32, block tables with the pages for this dispatch, null page as padding
-    splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
+    remaining: ArrayLike  # [B] int32, maximum number of tokens to sample; 0 for a free slot
+    tables: ArrayLike  # [B, W] int32, block tables with the pages for this dispatch, padded with null pages
+    splits: KVSplits | None  # KV splits for the GPU kernel; None: pages are copied into segments
     adapters: LoraIndices  # one LoRA slot per sequence
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
@@ -86,10 +86,10 @@ class _LoopState:
     """The state between two decode steps of a dispatch."""
 
     last: jax.Array  # [B] int32, the last token of each sequence
-    remaining: jax.Array  # [B] int32, tokens still to sample
+    remaining: jax.Array  # [B] int32, maximum number of tokens to sample
     recent: Recent
-    tokens: jax.Array  # [B, steps] int32, outputs
-    logprobs: jax.Array  # [B, steps] float32
+    tokens: jax.Array  # [B, steps] int32, `DecodeOutputs.tokens`
+    logprobs: jax.Array  # [B, steps] float32, `DecodeOutputs.logprobs`
 
 
 @partial(
@@ -112,21 +112,21 @@ def decode_steps(
     filters: bool | None = None,
     rolled: bool = False,
 ) -> tuple[KVCache, DecodeOutputs]:
-    """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
+    """Sample up to `steps` tokens for every sequence. A sequence that ends early is idle until the end of
     the dispatch. `tempered` and `filters` are arguments of `sample_tokens`.
 
-    Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
-    not exceed the last end. Results are bit-identical for every number of segments. With `ends=None`, each
-    step writes its keys and values to the pages, and a GPU kernel reads the pages in place, in the KV splits
-    of `batch.splits`.
+    With `ends=None`, each step writes its keys and values to the KV pages. A GPU kernel reads the pages in
+    place, in the KV splits of `batch.splits`.
+
+    With other `ends`, the dispatch first copies the pages into segments that end at the positions `ends`. The
+    position of every sequence must not exceed the last end. Results are bit-identical for every number of
+    segments. Each step writes the new keys and values of all sequences at the same index of a small array,
+    and attention reads the segments and this array. At the end, the dispatch writes the new keys and values
+    to the pages. The pages are therefore read and written once per dispatch and not in every step.
 
     With `rolled`, a loop runs the layers. The loop copies the weights of each layer out of `params`, so
     decoding is slower, but the compilation time does not grow with the number of layers. The results are the
     same.
-
-    With segments, the keys and values of the dispatch are written to the cache only at the end of the
-    dispatch. Each step therefore writes the new keys and values of all sequences at the same index of a small
-    array, and pages are read and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
@@ -148,7 +148,8 @@ def decode_steps(
         k: jax.Array,
         v: jax.Array,
     ) -> tuple[jax.Array, Recent]:
-        """Attend in layer `number` in step `index`. `past` is the list of the layer's cached segments."""
+        """Compute attention in layer `number` in step `index`. `past` has the cached segments of the
+        layer."""
         if isinstance(recent, KVCache):
             assert batch.splits is not None
             row = TokenRows(
@@ -234,9 +235,9 @@ def decode_steps(
 def _run_steps(
     step: Callable[[jax.Array, _LoopState], _LoopState], steps: int, start: _LoopState, *, until_all_end: bool
 ) -> _LoopState:
-    """Run `steps` steps and return the state. With `until_all_end`, stop as soon as all sequences have ended,
-    which gives the same outputs. It is not set for the GPU kernel, because a GPU would wait for the host at
-    the test after each step."""
+    """Run `steps` steps and return the last state. With `until_all_end`, stop when all sequences have ended;
+    the outputs are the same. With the GPU kernel, `until_all_end` is False, because a GPU would wait for the
+    host at the test after each step."""
     if not until_all_end:
         return jax.lax.fori_loop(0, steps, step, start)
 
@@ -254,7 +255,7 @@ def _repeated(segment: Segment, layers: int) -> Segment:
 
 
 def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Segment:
-    """Write the new key and value [B, 1, K, hd] of each sequence at `index` of `recent`."""
+    """Return `recent` with the new keys and values [B, 1, K, hd] of all sequences at position `index`."""
     new = segment_of(k, v)
     return Segment(
         keys=jax.lax.dynamic_update_slice_in_dim(recent.keys, new.keys, index, axis=3),

@@ -1,5 +1,5 @@
-"""Runs the sampling programs. `ModelRunner` holds the KV cache. The state of sequences is an argument of each
-call."""
+"""Runs the sampling programs. `ModelRunner` holds the KV cache, but no state of sequences. Each call receives
+this state as arguments."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class CacheSize:
     slots: int
     pages: int  # including the null page
     page_bytes: int
-    context_pages: int  # pages of a sequence of maximum length
-    copied_pages: int  # pages per slot that a decode dispatch copies; 0 if a kernel reads pages in place
+    context_pages: int  # number of pages of a sequence of maximum length
+    copied_pages: int  # maximum number of pages per slot that a dispatch copies; 0: a kernel reads in place
 
     @property
     def pages_bytes(self) -> int:
@@ -55,14 +55,15 @@ class CacheSize:
 
     @property
     def copy_bytes(self) -> int:
-        """The bytes of all segments into which a decode dispatch copies KV pages, if every sequence has the
-        maximum length."""
+        """The size in bytes of all segments into which a decode dispatch copies KV pages if every sequence
+        has the maximum length."""
         return self.slots * self.copied_pages * self.page_bytes
 
 
 def decodes_in_place(config: ModelConfig) -> bool:
-    """Return whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding
-    windows that the kernel does not support, each dispatch copies the pages into contiguous segments."""
+    """Return whether a GPU kernel reads KV pages in place in decode steps. On other devices, and for models
+    with a sliding window or an unsupported head dimension, each dispatch copies the pages into contiguous
+    segments."""
     has_windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
     return on_gpu() and supports_head_dim(config.head_dim) and not has_windows
 
@@ -96,20 +97,20 @@ class ModelRunner:
         assert steps <= PAGE_SIZE, "a block table has only one page for positions beyond the context"
         self.steps = steps
         num_slots = size.slots * dp_ranks
-        # With several processes there is only one width: all must run the same program, but a program of
-        # another width would be compiled at a different time in each process. On a CPU with latent attention
-        # there is only one width, because the results depend on it.
+        # With several processes, there is only one width. All processes must run the same program, but each
+        # process would compile a program for another width at a different time. On a CPU with latent
+        # attention, there is only one width, because the results depend on the width.
         fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
         widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
-        table_width = ends[-1] // PAGE_SIZE + 1  # a dispatch may write beyond the context
+        table_width = ends[-1] // PAGE_SIZE + 1  # one page for positions beyond the context
         num_lora_slots = adapters.num_slots if on_gpu() else None
         self.prefill_layout = PrefillLayout(
             shapes=shapes,
             num_slots=num_slots,
             table_width=table_width,
-            # Copies of partly filled pages: one per sequence and one per chunk. With several data-parallel
-            # ranks, a chunk may also be copied to each rank, with all pages of its block table.
+            # One partly filled page may be copied for each sequence and for each chunk. With several
+            # data-parallel ranks, all pages of the block table of a chunk may be copied to each rank.
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
@@ -135,8 +136,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Compute the chunks and the first tokens of the sequences that begin. Raises SequencesLostError if
-        an error has destroyed the KV cache."""
+        """Compute the chunks, and sample the first token of each sequence that begins. Raises
+        SequencesLostError if an error has destroyed the KV cache."""
         outputs: list[PrefillOutputs] = []
         try:
             for batch, settings in self.prefill_layout.batches(chunks):
@@ -157,8 +158,9 @@ class ModelRunner:
         return self.prefill_layout.outputs(chunks, outputs)
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
-        """Return a dispatch of these (slot, sequence) pairs for the narrowest compiled program that holds
-        them. If none is compiled yet, use the widest program, rolled if the model has rolled programs."""
+        """Return a dispatch for these (slot, sequence) pairs with the narrowest compiled program that holds
+        all of them. If no such program is compiled yet, the dispatch uses the widest program. This program is
+        rolled if the model has rolled programs."""
         layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
@@ -180,8 +182,9 @@ class ModelRunner:
         return width < dispatch.program.width and self._programs.request(narrow) is not None
 
     def transfer(self, dispatch: DecodeDispatch) -> DecodeDispatch:
-        """On one GPU, begin to copy the inputs of `dispatch` to the device, and return the dispatch with
-        these arrays. The copies take about a millisecond, during which the device can compute."""
+        """On one GPU, begin to copy the inputs of `dispatch` to the device, and return the dispatch with the
+        copied arrays. The copies take about a millisecond. The device can compute during this time. On other
+        devices, return `dispatch`."""
         if not on_gpu() or self._config.mesh is not None:
             return dispatch
         batch, settings = jax.device_put((dispatch.batch, dispatch.settings))
@@ -196,7 +199,8 @@ class ModelRunner:
             self._cache, outputs = compiled(*arguments)
         else:
             self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
-        if program.rolled:  # The rolled program is compiled first, because sequences wait for it.
+        # The rolled program is compiled first, because the sequences wait for it.
+        if program.rolled:
             self._programs.request(replace(program, rolled=False), min_uses=1)
         return outputs
 
@@ -224,7 +228,8 @@ class ModelRunner:
         return topk, targets
 
     def score_sequence(self, sequence: SequenceState, length: int) -> TopkLogprobs:
-        """Return the likeliest tokens at the first `length` sampled positions of a complete sequence."""
+        """Return the likeliest tokens at the first `length` sampled positions of a sequence that has
+        ended."""
         text = sequence.text[: len(sequence.prompt) + length - 1]
         temperature = sequence.settings.temperature
         topk, _ = self._scorer.run(
@@ -248,8 +253,9 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield (name, lowered program) for each prefill program and each unrolled decode program without
-        filters. The programs for the fewest adapters come first."""
+        """Yield (name, lowered program) for each prefill program and each unrolled decode program. On a GPU,
+        the decode programs with top-k and top-p filters are left out. The programs for the fewest LoRA slots
+        come first."""
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
@@ -293,7 +299,7 @@ class ModelRunner:
         return self._cache, params, self._adapters.arrays, batch, settings
 
     def _decode_options(self, program: DecodeProgram) -> dict[str, object]:
-        """The static arguments of `decode_steps`."""
+        """Return the static arguments of `decode_steps`."""
         return {
             "config": self._config,
             "steps": self.steps,
@@ -307,9 +313,9 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. `error` was
-        raised by the call, or by the computation that the call started, for example because GPU memory ran
-        out."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. `error` is the error
+        of the prefill call, or of the computation that the call started, for example because there was too
+        little GPU memory."""
         try:
             self.wait()
         except Exception:

@@ -2,9 +2,9 @@
 float32.
 
 Every setting is an array, so requests with different settings share a batch and a compiled program. The
-logprob of a sampled token is computed from the model's distribution at temperature 1 or, with `tempered`
-(`logprobs_mode=processed`), from the distribution after temperature. The filters top-k and top-p never change
-a logprob. The logprobs of greedy sequences are always computed at temperature 1.
+logprob of a sampled token is computed from the model's distribution at temperature 1. With `tempered`
+(`logprobs_mode=processed`), it is computed from the distribution at the temperature of the request, except
+for greedy sequences. The filters top-k and top-p never change a logprob.
 
 The random numbers of a token depend only on the seed of its request, the index of its sample and its
 position, never on the batch: key = fold_in(fold_in(seed, index), position).
@@ -35,7 +35,7 @@ class BatchSettings:
 
 
 def is_filtered(settings: BatchSettings, vocab_size: int) -> ArrayLike:
-    """Return for each slot [B] whether top-k or top-p can mask a token."""
+    """Return whether top-k or top-p can mask a token, for each slot [B]."""
     return (settings.temperatures > 0) & ((settings.top_p < 1) | (settings.top_k < vocab_size))
 
 
@@ -50,8 +50,9 @@ def sample_tokens(
     """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
 
     `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are computed after
-    temperature. `filters` states whether a slot of the batch is filtered. None: the device tests this and
-    whether a slot is random. A GPU would wait for the host at these tests.
+    temperature. `filters` states whether the program applies top-k and top-p. If it is None, the device tests
+    whether a slot of the batch uses a filter, and whether a slot has a temperature above 0. A GPU waits for
+    the host at these tests, so decode dispatches on a GPU set `filters`.
     """
     random = settings.temperatures > 0
 
@@ -75,8 +76,8 @@ def sample_tokens(
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """Return the index [B] of the maximum of each row, the first one if several scores are equal. Two plain
-    reductions replace XLA's argmax, which is 10x slower on a CPU."""
+    """Return the index [B] of the maximum of each row. If several scores are equal to the maximum, return the
+    first index. The function uses two reductions, because XLA's argmax takes ten times as long on a CPU."""
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)
@@ -97,8 +98,9 @@ def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int
 
 
 def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
-    """Keep the `top_k` most likely tokens, and of these the smallest set whose probability is at least
-    `top_p`. Mask the others. Tokens that are as likely as the last kept token are also kept."""
+    """Keep the `top_k` most likely tokens and normalize their probabilities. Of these tokens, keep the
+    smallest set whose probability is at least `top_p`. Mask all other tokens, except tokens that are as
+    likely as the least likely token of the set."""
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     ranks = jnp.arange(scaled.shape[-1])[None]
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)

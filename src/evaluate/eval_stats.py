@@ -1,7 +1,7 @@
 """Statistics of graded trials: pass@k, pass^k, confidence intervals and paired comparisons.
 
 The statistical unit is the task. Trials of one task are correlated, so intervals that treat them as
-independent would be too narrow. All means and variances are therefore over one number per task.
+independent would be too narrow. Each task therefore contributes one number to every mean and variance.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 
 LEVEL = 0.95  # confidence level of the intervals
 MAX_SUMS = 2**20
-"""The sign-flip test computes the sum of the signed differences on a grid of at most this many steps between
-0 and the largest sum."""
+"""The maximum number of grid steps between 0 and the largest sum of differences in the sign-flip test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +75,10 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """Return `pass_at_<k>` and `pass_hat_<k>` for k = 1 to 4, the powers of two and `group_size`.
+    """Return `pass_at_<k>` and `pass_hat_<k>` for each k up to `group_size` that is 1, 2, 3, 4, another power
+    of two or `group_size`.
 
-    k is at most `group_size`. Tasks with fewer than k graded trials are left out and not in `num_tasks`.
+    Tasks with fewer than k graded trials are left out, and `num_tasks` does not count them.
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
@@ -98,7 +98,7 @@ def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estima
 
 
 def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
-    """Return the mean of one rate per task with Wilson's interval at the effective number of trials.
+    """Return the mean of the rates, one per task, with Wilson's interval for the effective number of trials.
 
     The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
     whose mean would have the same variance as this mean. The variance of this mean is estimated from the
@@ -127,7 +127,7 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     a graded trial of it.
 
     The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
-    that of the exact sign-flip test of no difference.
+    that of the exact sign-flip test, whose null hypothesis is that the success rates do not differ.
     """
     from scipy.stats import t  # takes a second to import, which training runs do not need
 
@@ -160,10 +160,11 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     The distribution of the sum is computed by convolution, without random sampling, for any number of tasks.
     With 14 tasks or more, `scipy.stats.permutation_test` by default draws random sign patterns instead.
 
-    Sums are multiples of 1 / (common denominator of the differences). If more than `MAX_SUMS` such steps lie
-    between 0 and the largest sum, the differences are rounded to a grid of `MAX_SUMS` steps. A sum that is
-    nearer to 0 than the observed sum by at most the rounding error then counts as equally far. The result is
-    then equal to the exact p-value or slightly above it, never below it.
+    Each sum is a multiple of 1 / (common denominator of the differences). If more than `MAX_SUMS` such
+    multiples lie between 0 and the largest sum, the differences are rounded to a grid of `MAX_SUMS` steps. To
+    allow for the rounding, the test then also counts the sums whose absolute value is smaller than that of
+    the observed sum by at most the largest possible rounding error. The result is therefore equal to the
+    exact p-value or slightly above it, never below it.
 
     >>> sign_flip_p_value([Fraction(1), Fraction(1), Fraction(1)])
     0.25

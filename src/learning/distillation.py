@@ -1,8 +1,9 @@
 """On-policy distillation: a teacher scores the tokens that the policy sampled.
 
-The term `teacher_coef * (teacher logprob - sampler logprob)` is added to the advantage of each token. The
-mean of this difference estimates the negative reverse KL divergence. As in tinker-cookbook, the term is not
-centred: if every token of a batch is unlikely for the teacher, every token becomes less likely.
+The term `teacher_coef * (teacher logprob - sampler logprob)` is added to the advantage of each sampled token.
+The mean of the difference in this term estimates the negative reverse KL divergence. As in tinker-cookbook,
+no mean is subtracted from the term. If the teacher gives every token of a batch a lower logprob than the
+sampler, the term therefore decreases the probability of every token.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ LOSS = "cross_entropy"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SupervisedSequence:
-    """A token sequence with a weight per token. The first token is not predicted and so not trained."""
+    """A token sequence with a weight per token. The first token is not predicted, so it is not trained."""
 
     tokens: np.ndarray  # [T] int64
     weights: np.ndarray  # [T] float32, 1 for trained tokens, else 0
@@ -30,7 +30,7 @@ class SupervisedSequence:
 
 class SupervisedLearner:
     """Sends supervised batches to one training client. `highest_rate` is the highest learning rate of the
-    schedule. `update_scale` is that of `Learner`."""
+    schedule. `update_scale` has the same meaning as in `Learner`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SupervisedLearner:
         self._update_scale = update_scale
 
     async def update(self, batch: Sequence[SupervisedSequence], *, step: int) -> dict[str, float]:
-        """Take one optimizer step on a batch and return its metrics. All trained tokens weigh the same.
+        """Take one optimizer step on a batch and return its metrics. All trained tokens have the same weight.
 
         Raises TrainerError if the logprobs are not finite.
         """
@@ -71,7 +71,7 @@ class SupervisedLearner:
         }
 
     async def nll(self, sequences: Sequence[SupervisedSequence], *, batch_size: int) -> float:
-        """Return the mean NLL per trained token, in nats. The weights do not change."""
+        """Return the mean NLL per trained token, in nats. The model does not change."""
         batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
         with sdk_boundary("evaluating"):
             requests = [
@@ -83,7 +83,8 @@ class SupervisedLearner:
 
 
 def to_supervised_datum(sequence: SupervisedSequence, *, scale: float = 1.0) -> tinker.Datum:
-    """Convert a sequence. Position t of the input predicts token t + 1, so targets are shifted by one.
+    """Convert a sequence to a datum. Position t of the input predicts token t + 1, so the targets are the
+    tokens after the first.
 
     Tokens [p, a, b] with a and b trained give model_input [p, a], target_tokens [a, b] and weights
     [scale, scale].

@@ -1,4 +1,4 @@
-"""Options of the schedule of a run and of its rollouts."""
+"""Options of the schedule of a run, of its rollouts and of the judge."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send each group to the server for forward_backward as soon as it ends, while other groups are "
-        "rolled out; every group has the same weight in the loss",
+        doc="Send the datums of each group to forward_backward as soon as the group ends, while other groups "
+        "are rolled out; every group has the same weight in the loss",
     )
 
     @property
@@ -102,8 +102,8 @@ class RolloutOptions(TrialOptions, SeedOptions):
     )
     retry_wait_s: float = chz.field(
         default=1.0,
-        doc="Wait before the second attempt; each further wait is twice as long, up to 60 s; a random 0 to "
-        "50 % is added to each wait",
+        doc="Wait before the second attempt; each further wait is twice as long as the previous one, up to "
+        "60 s; a random 0 to 50 % is added to each wait",
         validator=at_least(0),
     )
 
@@ -130,8 +130,8 @@ class JudgeOptions(JudgeEndpointOptions):
 
     taxonomy_feedback: bool = chz.field(
         default=False,
-        doc="Add a bonus to training rewards, which falls with the number of MAST's 14 failure modes that "
-        "occur; the environment variable TAXONOMY_FEEDBACK=true also enables it",
+        doc="Add a bonus to training rewards; the bonus decreases with the number of MAST's 14 failure modes "
+        "that occur in the trial; the environment variable TAXONOMY_FEEDBACK=true also enables it",
     )
     taxonomy_alpha: float = chz.field(
         default=1.0,

@@ -1,4 +1,4 @@
-"""Options of `python -m src.sft`. Run, server and optimizer options are those of the trainer."""
+"""Options of `python -m src.sft`. The options of the run, the server and the optimizer are the trainer's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from src.learning.options import OptimizerOptions
 from src.policy.options import BackendOptions
 from src.records.options import TrackingOptions
 
-# The tokens of a chat that are trained, with tinker-cookbook's names.
+# The choices of the trained tokens of a chat. The names are those of tinker-cookbook.
 TrainOn = Literal[
     "all_assistant_messages", "last_assistant_turn", "last_assistant_message", "customized", "all_tokens"
 ]
@@ -27,17 +27,19 @@ class DataOptions(SeedOptions):
         "RUN,reward>=1: the training trials in the run folder RUN with a reward of at least 1"
     )
     eval_data: list[str] | None = chz.field(
-        default=None, doc="Held-out chats, in the form of data; None: a part of data is held out"
+        default=None,
+        doc="Held-out chats, in the same form as data; None: the share eval_split of data is held out",
     )
     eval_split: float = chz.field(
         default=0.1,
-        doc="Share of the chats (with RUN: of the run's tasks) held out if eval_data is None; 0: none",
+        doc="Share of the chats that is held out if eval_data is None (with RUN: share of the run's tasks); "
+        "0: none",
     )
     train_on: TrainOn = chz.field(
         default="all_assistant_messages",
         doc="Messages that are trained; only all_tokens also trains the messages of users and tools; "
-        "last_assistant_turn: the assistant messages after the last user message; customized: those with "
-        '"trainable": true',
+        "last_assistant_turn: the assistant messages after the last user message; customized: the "
+        'assistant messages with "trainable": true',
     )
 
     @chz.validate

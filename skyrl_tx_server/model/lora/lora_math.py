@@ -1,11 +1,13 @@
-"""LoRA arithmetic: the factors of a projection, and the deltas that they add to its output.
+"""LoRA arithmetic: the factors of a projection, and the deltas that are added to its output.
 
-In training one adapter is applied to the whole batch. In sampling each sequence may use another LoRA slot.
-Every slot in use is then applied to the whole batch, and each sequence keeps the result of its slot
-(`apply_lora`). A slot is read once, regardless of the number of its sequences. The result of a sequence does
-not depend on the other sequences, because all products have the shape of the batch. On a CPU a loop runs over
-the slots in use, and their number is an input of the program. On a GPU such a loop would wait for the host
-after every projection, so programs are compiled for one slot, for SEVERAL slots and for all slots.
+In training, one adapter is applied to the whole batch. In sampling, each sequence may use a different LoRA
+slot. Every slot in use is then applied to the whole batch, and each sequence keeps only the result of its
+slot (`apply_lora`). A slot is read once, regardless of the number of sequences that use it. The result of a
+sequence does not depend on the other sequences, because all products have the shape of the batch. On a CPU, a
+loop runs over the slots in use, and the number of these slots is an input of the program. On a GPU, such a
+loop would wait for the host after every projection. Programs for GPUs are therefore compiled for one slot,
+for SEVERAL slots and for all slots. The factors of these slots are joined or concatenated, and a mask selects
+the result of each sequence's slot.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class LoraIndices:
     """The LoRA slot of each of B sequences."""
 
     slots: ArrayLike  # [B] int32, the slot of each sequence
-    distinct: ArrayLike  # [B] int32, the slots in use without repetition; the first `count` are valid
+    distinct: ArrayLike  # [B] int32, the first `count` elements are the slots in use, without repetition
     count: ArrayLike  # [] int32, the number of slots in use
     max_loras: int | None = struct.field(default=None, pytree_node=False)
     """The maximum number of slots in use for which the program is compiled. None: any number."""
@@ -41,15 +43,16 @@ class LoraIndices:
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedFactors:
-    """The factors of all slots in use and of all parts of a projection as two matrices. Their product with x
+    """The factors of all slots in use and of all parts of a projection, as two matrices. ((x @ a) * uses) @ b
     is the delta of the fused projection."""
 
     a: jax.Array  # [in, R] with R = slots * parts * max_rank
     b: jax.Array
-    """[R, sum(out)], multiplied by the scales. Zero where row and column belong to different parts."""
+    """[R, sum(out)], multiplied by the scales. An element is 0 if its row and its column belong to different
+    parts."""
     uses: jax.Array | None
-    """[B, 1, R], 1 in the columns of the slot that a sequence uses and 0 in all other columns. None: there is
-    one slot, which all sequences use."""
+    """[B, 1, R]. In the row of a sequence, the columns of its slot are 1 and all other columns are 0. None:
+    there is one slot, which all sequences use."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,22 +60,21 @@ class LoraWeights:
     """The factors A and B and the scale of one projection. `scale * (x @ a_part) @ b_part` is added to the
     outputs of each part. The factors of experts have a leading axis of experts.
 
-    With `indices` these are the factors of all LoRA slots: every leaf has leading axes of slots and, with
-    `layer`, of layers.
+    With `indices`, `a`, `b` and `scale` contain all LoRA slots. They then have a leading axis of slots and,
+    with `layer`, a second axis of layers.
     """
 
     a: ArrayLike  # [in, parts * max_rank]
-    b: tuple[ArrayLike, ...]  # one [max_rank, out_part] each
+    b: tuple[ArrayLike, ...]  # one matrix [max_rank, out_part] for each part
     scale: ArrayLike  # [] float32, alpha / rank; never trained
     indices: LoraIndices | None = None
-    layer: ArrayLike | None = None  # [] int32, index in the stack; None: no axis of layers
-    joined: JoinedFactors | None = None  # the slots in use, if `with_joined_factors` has joined them
+    layer: ArrayLike | None = None  # [] int32, index of the layer in its stack; None: no axis of layers
+    joined: JoinedFactors | None = None  # factors of the slots in use; None: not joined in advance
 
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
-    """Return the indices of the sequences' LoRA slots, in host memory. With `num_lora_slots`, programs are
-    compiled for one slot, for SEVERAL slots and for all slots, and `max_loras` is the smallest of these
-    numbers that is at least the number of slots in use.
+    """Return the indices of the sequences' LoRA slots, in host memory. With `num_lora_slots`, `max_loras` is
+    the smallest number in `adapter_count_buckets` that is at least the number of slots in use.
 
     >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
     [1, 4, 8]
@@ -90,7 +92,9 @@ def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> L
 
 
 def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> Sequence[int | None]:
-    """Return the values of `LoraIndices.max_loras` for which a program with `num_sequences` is compiled.
+    """Return the values of `LoraIndices.max_loras` for which a program with `num_sequences` sequences is
+    compiled: 1, SEVERAL and `num_lora_slots`, each at most `num_sequences`. If `num_lora_slots` is None, the
+    only value is None.
 
     >>> adapter_count_buckets(9, num_sequences=64), adapter_count_buckets(9, num_sequences=4)
     ([1, 4, 9], [1, 4])
@@ -105,8 +109,8 @@ def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> 
 def apply_lora(
     module: LoraWeights, compute: Callable[[LoraWeights], tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(module)`, arrays [B, ...]. If `module` has LoRA slots, row b is computed with the slot
-    of sequence b."""
+    """Return the arrays [B, ...] that `compute(module)` returns. If `module` has LoRA slots, row b is
+    computed with the slot of sequence b."""
     indices = module.indices
     if indices is None:
         return compute(module)
@@ -119,8 +123,8 @@ def apply_lora(
             for new, old in zip(compute(_in_slot(module, slot)), chosen, strict=True)
         )
 
-    # The first slot is outside the loop, so that all decode steps of a dispatch read one copy of it. Most
-    # batches use only one slot.
+    # The factors of the first slot are read outside the loop over slots, so that they are copied once per
+    # dispatch and not in every decode step. Most batches use only one slot.
     result = compute(_in_slot(module, jnp.asarray(indices.distinct)[0]))
     if indices.max_loras is None:
         return jax.lax.fori_loop(1, indices.count, select, result)
@@ -149,12 +153,12 @@ def project(
     bias: jax.Array | None = None,
     by: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [B, T, in] by weight [sum(widths), in], or [in, sum(widths)] with `config.inputs_first`. Add
-    the adapter's delta and split the parts of a fused projection.
+    """Return the outputs of each part of a fused projection with its adapter, for x [B, T, in].
 
-    `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the
-    base model. `by` is the mesh axis that divides the outputs of each part (see `layer_spec.Weight`).
-    None: `tensor` divides the inputs.
+    `weight` is [sum(widths), in], or [in, sum(widths)] with `config.inputs_first`. `module` is one adapter
+    for the whole batch, or all LoRA slots with the indices of the batch. None: the base model. `by` is the
+    mesh axis that divides the outputs of each part (see `layer_spec.Weight`). None: `tensor` divides the
+    inputs.
     """
     # With this sharding of x, the adapter's delta has the same sharding as the product with `weight`.
     x = shard_batch(config, x, features="tensor" if by is None else None)
@@ -173,15 +177,16 @@ def project(
 
 
 def _joins_factors(config: ModelConfig, module: LoraWeights) -> bool:
-    """Return whether `project` adds one delta to the fused output, not one delta to each part. On a GPU, XLA
-    adds one delta within the product with `weight`, but would copy each part to add a delta per part."""
+    """Return whether `project` adds one delta to the fused output instead of one delta to each part. On a
+    GPU, the product with `weight` adds the one delta. To add a delta to each part, XLA would copy the
+    part."""
     one_slot = module.indices is None or module.indices.max_loras == 1
     return on_gpu() and config.mesh is None and one_slot
 
 
 def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
-    """Return one block-diagonal matrix [..., len(parts) * R, sum(out_part)]. Its blocks are the matrices
-    `parts` [..., R, out_part]."""
+    """Return a block-diagonal matrix [..., len(parts) * R, sum(out_part)]. Its blocks are the matrices
+    [..., R, out_part] in `parts`."""
     widths = [part.shape[-1] for part in parts]
     leading = [(0, 0)] * (parts[0].ndim - 1)
     rows = [
@@ -192,17 +197,17 @@ def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
 
 
 def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
-    """Add `joined` in `dtype` to the LoRA slots of one layer.
+    """Return `module`, the LoRA slots of one layer, with the field `joined` in `dtype`.
 
-    A program that applies the same slots many times joins them once. It then computes two products for each
-    projection, regardless of the number of slots and parts.
+    A program that applies the same slots many times joins their factors once. It then computes two products
+    for each projection, regardless of the number of slots and parts.
     """
     return replace(module, joined=joined_factors(module, dtype))
 
 
 def joined_factors(module: LoraWeights, dtype: jnp.dtype) -> JoinedFactors:
-    """Join the factors of one adapter, or of the first `max_loras` distinct slots if `module` has LoRA
-    slots. Gradients reach the factors A and B, but not the scale."""
+    """Join the factors of one adapter or, if `module` has LoRA slots, of the first `max_loras` slots in
+    `indices.distinct`. The factors A and B have gradients, the scale has none."""
     indices, uses = module.indices, None
     if indices is None:
         at, num_slots = (None,), 1
@@ -231,8 +236,8 @@ def _joined_delta(x: jax.Array, factors: JoinedFactors) -> jax.Array:
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
-    """Split the output [..., sum(widths)] of a fused projection. The output has `shards` blocks,
-    and each block has a share of every part."""
+    """Split the output [..., sum(widths)] of a fused projection into its parts. The output consists of
+    `shards` blocks, and each block contains an equal share of every part."""
     if shards == 1:
         return tuple(jnp.split(fused, np.cumsum(widths)[:-1], axis=-1))
     blocks = fused.reshape(*fused.shape[:-1], shards, -1)
@@ -246,7 +251,7 @@ def low_rank_deltas(
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
     The factors have the layout [inputs, outputs]. `inputs_first` states that the bits of products with this
-    layout do not depend on the number of rows (see `weight_layout.py`). Without it, decode steps on a CPU
+    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, decode steps on a CPU
     transpose the factors.
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
@@ -257,8 +262,9 @@ def low_rank_deltas(
 
 
 def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) -> tuple[jax.Array, ...]:
-    """Return the deltas with the factors of several slots concatenated: one product with A and one with each
-    B. Results of slots that a sequence does not use are masked."""
+    """Return the deltas of several slots. The factors of the slots are concatenated, so there is one product
+    with A and one product with the B of each part. For each sequence, the results of other slots are
+    masked."""
     slots = jnp.asarray(indices.distinct)[: indices.max_loras]
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
@@ -278,11 +284,11 @@ def _deltas(x: jax.Array, module: LoraWeights, product: Callable[..., jax.Array]
 
 
 def _product_by_output(x: jax.Array, weight: ArrayLike) -> jax.Array:
-    """Return x [B, 1, in] @ weight [in, out] as a product with the transposed weight [out, in].
+    """Return x [B, 1, in] @ weight [in, out], computed with the transposed weight [out, in].
 
     On a CPU, the order of summation in a product with a narrow weight [in, out] depends on the number of
-    rows of x. With a weight [out, in] of at least two rows it does not, so the result of a sequence does not
-    depend on the width of the decode batch.
+    rows of x. With a weight [out, in] of at least two rows, the order does not depend on this number. The
+    result of a sequence therefore does not depend on the width of the decode batch.
     """
     by_output = jnp.asarray(weight).T
     if len(by_output) == 1:
@@ -295,9 +301,9 @@ def _product_by_output(x: jax.Array, weight: ArrayLike) -> jax.Array:
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return x [..., in] @ weight [in, out], where `in` or `out` is a rank.
 
-    The gradient of the weight transposes the narrower of x and the output's gradient. With JAX's default
-    gradient, XLA on a CPU transposes the wider of the two, which takes two to three times as long as the
-    product and its gradients.
+    To compute the gradient of the weight, the backward pass transposes the narrower one of two arrays: x and
+    the gradient of the output. With JAX's default gradient, XLA on a CPU would transpose the wider one. This
+    transposition would take two to three times as long as the product and its gradients.
     """
     return x @ weight
 

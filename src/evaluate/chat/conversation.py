@@ -20,7 +20,7 @@ MAX_SEED = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     text: str
-    is_cut: bool  # whether a token limit, of an answer or of the context, truncated it
+    is_cut: bool  # whether the limit of an answer or of the context truncated the answer
 
 
 class Conversation:
@@ -80,7 +80,7 @@ def talk(
     read: Callable[[], str],
     write: Callable[[str], None],
 ) -> None:
-    """Answer the lines that `read` returns until it raises EOFError or returns /exit.
+    """Answer the lines that `read` returns. Return when `read` raises EOFError or returns /exit.
 
     A ConfigError is reported, and the next line is read. A BackendError is raised.
     """
