@@ -33,7 +33,9 @@ Slots and prefill work are shared fairly, first between tenants and then between
   the tenant with the smallest account, if the accounts differ by at least 2 * SLOT_UNITS. A sequence decodes
   for at least MIN_DISPATCHES dispatches before it is paused. The paused sequences of a request get slots
   before its other waiting sequences.
-- For a small request (at most SMALL_TOKENS completion tokens in total), a sequence is also paused if the
+- If no slot is free, a sequence is also paused in the cases of the next three rules. If a KV page or a LoRA
+  slot is missing, these rules do not apply.
+- For a small request (at most SMALL_TOKENS completion tokens in total), a sequence is paused if the
   account of the waiting tenant is at most the mean of the units charged to the other waiting tenants. If no
   other tenant waits, the account must be at least SLOT_UNITS units below the largest account. Small requests
   therefore wait for a few dispatches only.
