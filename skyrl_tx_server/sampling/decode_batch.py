@@ -97,7 +97,10 @@ class DecodeLayout:
             ends = ends[: 1 + ends.index(bucket(int(positions.max()), ends))]
         loras = lora_indices(adapters, num_lora_slots=self.num_lora_slots)
         settings = batch_settings(by_index, self.vocab_size)
-        filters = bool(np.any(is_filtered(settings, self.vocab_size))) if self.host_selects_filters else None
+        filters = None
+        if self.host_selects_filters:
+            random = np.asarray(settings.temperatures) > 0
+            filters = bool(np.any(is_filtered(settings, random, self.vocab_size)))
         return DecodeDispatch(
             sequences=indexed,
             batch=DecodeBatch(

@@ -34,9 +34,10 @@ class BatchSettings:
     top_p: ArrayLike  # [B] float32; 1: no filter
 
 
-def is_filtered(settings: BatchSettings, vocab_size: int) -> ArrayLike:
-    """Return whether top-k or top-p can mask a token, for each slot [B]."""
-    return (settings.temperatures > 0) & ((settings.top_p < 1) | (settings.top_k < vocab_size))
+def is_filtered(settings: BatchSettings, random: ArrayLike, vocab_size: int) -> ArrayLike:
+    """Return whether top-k or top-p can mask a token, for each slot [B]. `random` [B] states which slots have
+    a temperature above 0."""
+    return random & ((settings.top_p < 1) | (settings.top_k < vocab_size))
 
 
 def sample_tokens(
@@ -55,11 +56,11 @@ def sample_tokens(
     the host at these tests, so decode dispatches on a GPU set `filters`.
     """
     random = settings.temperatures > 0
+    filtered = is_filtered(settings, random, logits.shape[-1])
 
     def perturb() -> jax.Array:
         scaled = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
         if filters is None:
-            filtered = is_filtered(settings, logits.shape[-1])
             scaled = jax.lax.cond(filtered.any(), lambda: _filter(scaled, settings), lambda: scaled)
         elif filters:
             scaled = _filter(scaled, settings)
