@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -373,14 +374,25 @@ def test_heads_normalized_and_rotated_by_kernel_are_equal(
 
 
 @pytest.mark.parametrize("max_loras", [1, 4])
-def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "rank", "widths", "uses_kernels"),
+    [(16, 3, (24, 8, 8), False), (128, 32, (128, 32, 32), True)],
+)
+def test_joined_factors_and_slots_give_equal_projections(
+    inputs: int,
+    rank: int,
+    widths: tuple[int, ...],
+    uses_kernels: bool,
+    max_loras: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With four slots, the fourth entry of `distinct` is padding."""
-    config, widths, rank, slots = tiny_qwen3.CONFIG, (24, 8, 8), 3, 5
-    x, weight = normal(0, 6, 1, 16), normal(1, sum(widths), 16)
+    config, slots = tiny_qwen3.CONFIG, 5
+    x, weight = normal(0, 6, 1, inputs), normal(1, sum(widths), inputs)
     indices = lora_indices(np.array([2] * 6 if max_loras == 1 else [2, 0, 2, 4, 0, 0]), num_lora_slots=slots)
     assert indices.max_loras == max_loras
     module = LoraWeights(
-        a=normal(2, slots, 2, 16, len(widths) * rank),
+        a=normal(2, slots, 2, inputs, len(widths) * rank),
         b=tuple(normal(3 + part, slots, 2, rank, width) for part, width in enumerate(widths)),
         scale=np.linspace(0.5, 2, slots * 2, dtype=np.float32).reshape(slots, 2),
         indices=indices,
@@ -388,8 +400,12 @@ def test_joined_factors_and_slots_give_equal_projections(max_loras: int) -> None
     )
     expected = project(config, x, weight, widths, module)
     joined = with_joined_factors(module, jnp.dtype("float32"))
+    monkeypatch.setattr(lora_math, "on_gpu", lambda: True)
+    low_rank_delta = mock.Mock(side_effect=partial(low_rank_kernel.low_rank_delta, interpret=True))
+    monkeypatch.setattr(low_rank_kernel, "low_rank_delta", low_rank_delta)
     for actual, desired in zip(project(config, x, weight, widths, joined), expected, strict=True):
-        np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=2e-5 * float(jnp.abs(desired).max()))
+    assert low_rank_delta.called == uses_kernels
 
 
 @pytest.mark.parametrize(

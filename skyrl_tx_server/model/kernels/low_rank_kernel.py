@@ -9,6 +9,7 @@ other sequences.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,7 @@ def low_rank_delta(
         interpret=interpret,
         name="low_rank_splits",
     )(x, a)
-    width = next(size for size in (MAX_OUTPUTS, MAX_OUTPUTS // 2, MIN_OUTPUTS) if outputs % size == 0)
+    width = math.gcd(outputs, MAX_OUTPUTS)
     masks = () if uses is None else (uses,)
     return pl.pallas_call(
         _delta_kernel,
