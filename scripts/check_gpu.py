@@ -225,13 +225,13 @@ def compile_sampling(
             tiles=PrefillTiles(
                 starts=zeros(num_tiles), lengths=zeros(num_tiles), tables=zeros(num_tiles, width)
             ),
-            adapters=lora_indices(zeros(num_tiles), num_lora_slots=4),
+            adapters=lora_indices(zeros(num_tiles), counts=(1, 4)),
             before=copies,
             after=copies,
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
-            sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
+            sequence_adapters=lora_indices(zeros(config.rows), counts=(1, 4)),
         )
         name = f"prefill, {num_tiles} tiles of {PREFILL_TILE} tokens"
         compile_for(name, prefill, cache, params, bank, batch, settings, config=model, tempered=False)
@@ -247,7 +247,7 @@ def compile_sampling(
             group=model.num_heads // model.num_kv_heads,
             devices=devices,
         ),
-        adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
+        adapters=lora_indices(zeros(config.rows), counts=(1, 4)),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"{STEPS} decode steps, {config.rows} sequences"

@@ -38,12 +38,14 @@ from unittest import mock
 
 import chz
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from scripts.bench.driver import NUM_ADAPTERS, Driver, opened
 from scripts.bench.gpu_models import MODELS, projection_sizes
 from scripts.bench.gpu_rows import GpuConfig, Rows
 from scripts.bench.kernel_differences import (
-    low_rank_difference,
+    lora_difference,
     normal,
     paged_difference,
     tree_difference,
@@ -57,7 +59,7 @@ from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import SaveSampler, SaveWeights
 from skyrl_tx_server.executor import device_memory, executor, memory_division
 from skyrl_tx_server.executor.memory_plan import plan_memory
-from skyrl_tx_server.model.kernels.low_rank_kernel import low_rank_delta
+from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.shapes import PREFILL_TILE
 from skyrl_tx_server.sampling import model_runner
@@ -270,31 +272,57 @@ def kernels(rows: Rows, *_: object) -> None:
         return
     rows.value("paged attention, difference", paged_difference, at_most=MAX_KERNEL_DIFFERENCE)
     rows.value("tree attention, difference", tree_difference, at_most=MAX_KERNEL_DIFFERENCE)
-    rows.value("deltas of adapters, difference", low_rank_difference, at_most=MAX_KERNEL_DIFFERENCE)
+    rows.value("deltas of adapters, difference", lora_difference, at_most=MAX_KERNEL_DIFFERENCE)
     for count in [count for count in DECODE_SHARES if count <= rows.config.max_sequences]:
-        for name, uses_kernels in (("two products", False), ("two kernels", True)):
+        for name, num_slots in (("products of XLA", None), ("kernels, 1 slot", 1), ("kernels, 8 slots", 8)):
             rows.time(
                 f"deltas of one layer, {count} sequences, {name}",
-                lambda count=count, uses_kernels=uses_kernels: deltas_s(rows, count, uses_kernels),
+                lambda count=count, num_slots=num_slots: deltas_s(rows, count, num_slots),
             )
 
 
-def deltas_s(rows: Rows, count: int, uses_kernels: bool) -> float:
-    """Return how long the deltas of the projections of one layer take in a decode step, in seconds. Without
-    `uses_kernels`, XLA computes two products for each projection."""
+def deltas_s(rows: Rows, count: int, num_slots: int | None) -> float:
+    """Return how long the deltas of the projections of one layer take in a decode step, in seconds. The
+    sequences use `num_slots` LoRA slots. None: they use one slot, and XLA computes two products for each
+    projection, with the factors of all parts joined."""
     layers = 8  # with several layers, the launch of the program takes a small part of the time
-    factors = [
-        (normal(0, inputs, ranks), normal(1, ranks, outputs))
-        for inputs, ranks, outputs in projection_sizes(MODELS[rows.config.model], RANK)
-    ]
-    xs = [normal(2 + layer, count, a.shape[0]) for layer in range(layers) for a, _ in factors]
+    leading = (num_slots or 1, layers)
+    slots = np.arange(count, dtype=np.int32) % leading[0]
+    modules, xs = [], []
+    for inputs, widths in projection_sizes(MODELS[rows.config.model]):
+        a = normal(0, *leading, inputs, RANK * len(widths))
+        if num_slots is None:
+            b = [normal(1, layers, a.shape[-1], sum(widths))]
+        else:
+            b = [normal(1 + part, *leading, RANK, width) for part, width in enumerate(widths)]
+        modules.append((a, b))
+        xs.append([normal(layer, count, inputs) for layer in range(layers)])
 
-    def deltas(xs: list[jax.Array], factors: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        compute = low_rank_delta if uses_kernels else lambda x, a, b, _: (x @ a) @ b
-        return [compute(x, a, b, None) for x, (a, b) in zip(xs, factors * layers, strict=True)]
+    def delta(x: jax.Array, layer: int, a: jax.Array, b: list[jax.Array]) -> jax.Array:
+        if num_slots is None:
+            return (x @ a[0, layer]) @ b[0][layer]
+        return lora_delta(
+            x,
+            a,
+            b,
+            jnp.ones(leading),
+            slots=jnp.asarray(slots),
+            layer=jnp.int32(layer),
+            order=jnp.argsort(slots),
+            one_slot=num_slots == 1,
+        )
 
-    run = jax.jit(deltas)
-    return rows.median_s(lambda: jax.block_until_ready(run(xs, factors))) / layers
+    @jax.jit
+    def deltas(
+        modules: list[tuple[jax.Array, list[jax.Array]]], xs: list[list[jax.Array]]
+    ) -> list[jax.Array]:
+        return [
+            delta(x[layer], layer, *module)
+            for layer in range(layers)
+            for x, module in zip(xs, modules, strict=True)
+        ]
+
+    return rows.median_s(lambda: jax.block_until_ready(deltas(modules, xs))) / layers
 
 
 def bf16(rows: Rows, *_: object) -> None:

@@ -73,12 +73,8 @@ def heads_size(model: ModelConfig) -> int:
     return model.num_layers * model.num_heads * model.head_dim
 
 
-def projection_sizes(model: ModelConfig, rank: int) -> list[tuple[int, int, int]]:
-    """Return (number of inputs, sum of the ranks of all parts, number of outputs) of each projection with an
-    adapter in a layer of the last stack. Projections of experts are left out."""
+def projection_sizes(model: ModelConfig) -> list[tuple[int, tuple[int, ...]]]:
+    """Return (number of inputs, number of outputs of each part) of each projection with an adapter in a layer
+    of the last stack. Projections of experts are left out."""
     weights = stacks_of(model)[-1].weights.values()
-    return [
-        (weight.inputs, rank * len(weight.widths), sum(weight.widths))
-        for weight in weights
-        if weight.is_projection
-    ]
+    return [(weight.inputs, tuple(weight.widths)) for weight in weights if weight.is_projection]

@@ -2,7 +2,7 @@
 
 `paged_difference` returns the largest absolute difference of the output. `tree_difference` compares the
 output and each gradient. For each of these arrays, it divides the largest absolute difference by the largest
-absolute value, and it returns the largest quotient. `low_rank_difference` returns this quotient for the
+absolute value, and it returns the largest quotient. `lora_difference` returns this quotient for the
 deltas of 40 sequences that use eight LoRA slots.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
-from skyrl_tx_server.model.kernels.low_rank_kernel import low_rank_delta
+from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.shapes import PAGE_SIZE, BucketShape
 from skyrl_tx_server.training.packing import dummy_batch
@@ -68,17 +68,19 @@ def tree_difference() -> float:
     return float(max(differences))
 
 
-def low_rank_difference() -> float:
-    batch, inputs, rank, outputs, num_slots = 40, 9728, 32, 2560, 8
-    slots = np.arange(batch) % num_slots
-    uses = np.repeat(slots[:, None] == np.arange(num_slots), rank, axis=1)
-    x, a, b = (
-        normal(0, batch, inputs),
-        normal(1, inputs, num_slots * rank),
-        normal(2, num_slots * rank, outputs),
-    )
+def lora_difference() -> float:
+    batch, inputs, rank, widths, num_slots = 40, 9728, 32, (2048, 512), 8
+    slots = np.arange(batch, dtype=np.int32) % num_slots
+    arguments = {
+        "x": normal(0, batch, inputs),
+        "a": normal(1, num_slots, 2, inputs, len(widths) * rank),
+        "b": [normal(2 + part, num_slots, 2, rank, width) for part, width in enumerate(widths)],
+        "scale": jnp.ones((num_slots, 2)),
+        "slots": jnp.asarray(slots),
+        "layer": jnp.int32(1),
+        "order": jnp.argsort(slots),
+    }
     compiled, interpreted = (
-        jax.jit(partial(low_rank_delta, interpret=interpret))(x, a, b, jnp.asarray(uses, x.dtype))
-        for interpret in (False, True)
+        jax.jit(partial(lora_delta, interpret=interpret))(**arguments) for interpret in (False, True)
     )
     return float(jnp.abs(compiled - interpreted).max() / jnp.abs(interpreted).max())

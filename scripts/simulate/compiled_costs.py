@@ -273,6 +273,9 @@ class _Reader:
             num_bytes = queries.dims[0] * queries.dims[1] * pages + 2 * queries.num_bytes
             flops = 4.0 * queries.size * self.sequences.context
             return Launch(name=name, kind="attention", num_bytes=num_bytes, flops=flops)
+        if name.startswith("lora_"):  # the factors [slots, layers, ...] of one slot and of one layer are read
+            arrays = [Shape(array.dtype, array.dims[-2:]) for array in operands]
+            num_bytes = sum(shape.num_bytes for shape in (*arrays, *outputs))
         if name == "write_tokens":
             num_bytes = 2 * sum(shape.num_bytes for shape in operands[2:4])
         if name.startswith("tree_attention"):

@@ -23,7 +23,12 @@ from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, 
 from skyrl_tx_server.model.families.table import family_of, stacks_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
-from skyrl_tx_server.model.lora.lora_math import ArrayLike, low_rank_deltas
+from skyrl_tx_server.model.lora.lora_math import (
+    ArrayLike,
+    decode_delta,
+    low_rank_deltas,
+    uses_decode_kernel,
+)
 from skyrl_tx_server.model.mesh import VOCABULARY, gathered, gathers, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 
@@ -228,6 +233,8 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
     logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits
+    if uses_decode_kernel(config, hidden, adapter.head):
+        return logits + decode_delta(hidden, adapter.head).astype(jnp.float32)
     deltas = low_rank_deltas(hidden, adapter.head, inputs_first=config.inputs_first)
     return logits + deltas[0].astype(jnp.float32)
 

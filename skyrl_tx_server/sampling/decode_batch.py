@@ -55,7 +55,8 @@ class DecodeLayout:
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
-    num_lora_slots: int | None  # None: programs do not depend on the LoRA slots in use (see `lora_math`)
+    # the values of `LoraIndices.max_loras`; None: programs do not depend on the LoRA slots in use
+    adapter_counts: tuple[int, ...] | None
     host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p filters
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
@@ -95,7 +96,7 @@ class DecodeLayout:
             splits = kv_splits_of(tables, ends_B, group=self.queries_per_kv_head, devices=ranks)
         else:
             ends = ends[: 1 + ends.index(bucket(int(positions.max()), ends))]
-        loras = lora_indices(adapters, num_lora_slots=self.num_lora_slots)
+        loras = lora_indices(adapters, counts=self.adapter_counts)
         settings = batch_settings(by_index, self.vocab_size)
         filters = None
         if self.host_selects_filters:

@@ -16,13 +16,10 @@ from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import KVCache, Segment
 from skyrl_tx_server.model.layers import Rope
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
-from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices, with_joined_factors
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, by_layer, layer, reads_in_place, split_stack
-
-SLOTS_LAYERS_MATRIX = 4
-"""The number of axes of the LoRA slots of a projection without experts: [slots, layers, in, out]."""
 
 type Past = list[Segment] | None
 """The keys and values of a layer from before the dispatch. None: a kernel reads their pages in place."""
@@ -60,9 +57,7 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     config = model.config
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     adapters = [
-        _joined(
-            config, slot_layer(modules, model.indices, np.array(index, np.int32)), model.params.embed.dtype
-        )
+        slot_layer(modules, model.indices, np.array(index, np.int32))
         for stack, modules in zip(stacks_of(config), model.lora_slots.layers, strict=True)
         for index in range(len(stack.layers))
     ]
@@ -88,17 +83,6 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
         return x, recent
 
     return run
-
-
-def _joined(config: ModelConfig, modules: LayerAdapter, dtype: jnp.dtype) -> LayerAdapter:
-    """On one GPU, join the factors of the LoRA slots in use, once before the loop over steps (see
-    `with_joined_factors`). The factors of experts are not joined."""
-    if config.mesh is not None or not on_gpu():
-        return modules
-    return {
-        field: with_joined_factors(module, dtype) if module.a.ndim == SLOTS_LAYERS_MATRIX else module
-        for field, module in modules.items()
-    }
 
 
 def rolled_layers(model: DecodeModel) -> RunLayers:

@@ -16,7 +16,7 @@ from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, Top
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kernels.paged_kernel import supports_head_dim
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
+from skyrl_tx_server.model.lora.lora_math import adapter_counts
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import (
@@ -104,7 +104,6 @@ class ModelRunner:
         widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
         table_width = ends[-1] // PAGE_SIZE + 1  # one page for positions beyond the context
-        num_lora_slots = adapters.num_slots if on_gpu() else None
         self.prefill_layout = PrefillLayout(
             shapes=shapes,
             num_slots=num_slots,
@@ -113,7 +112,7 @@ class ModelRunner:
             # data-parallel ranks, all pages of the block table of a chunk may be copied to each rank.
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
-            num_lora_slots=num_lora_slots,
+            adapter_counts=adapter_counts(adapters.num_slots, in_place=False) if on_gpu() else None,
         )
         self.decode_layout = DecodeLayout(
             null_pages=[rank * size.pages for rank in range(dp_ranks)],
@@ -128,7 +127,9 @@ class ModelRunner:
             segment_ends=None if decodes_in_place(config) else ends,
             queries_per_kv_head=config.num_heads // config.num_kv_heads,
             vocab_size=config.vocab_size,
-            num_lora_slots=num_lora_slots,
+            adapter_counts=(
+                adapter_counts(adapters.num_slots, in_place=config.mesh is None) if on_gpu() else None
+            ),
             host_selects_filters=on_gpu(),
         )
         self._uses_rolled_programs = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
@@ -259,9 +260,7 @@ class ModelRunner:
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
-        decode_counts = adapter_count_buckets(
-            layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
-        )
+        decode_counts = layout.adapter_counts or (None,)
         counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for max_loras in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:

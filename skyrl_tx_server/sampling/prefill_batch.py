@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
-from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets, lora_indices
-from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes
+from skyrl_tx_server.model.lora.lora_math import lora_indices
+from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes, bucket
 from skyrl_tx_server.sampling.block_tables import PageCopy
 from skyrl_tx_server.sampling.prefill_step import PrefillBatch, PrefillOutputs
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
@@ -67,7 +67,8 @@ class PrefillLayout:
     table_width: int  # number of entries of a block table
     max_copies: int  # maximum number of page copies before the computation; also the maximum after it
     vocab_size: int
-    num_lora_slots: int | None = None  # None: programs do not depend on the number of adapters
+    # the values of `LoraIndices.max_loras`; None: programs do not depend on the LoRA slots in use
+    adapter_counts: tuple[int, ...] | None = None
 
     def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, BatchSettings]]:
         """Return the batches that compute these chunks, in the order in which they must run."""
@@ -119,7 +120,9 @@ class PrefillLayout:
         batches = []
         for size in (self.shapes.short, self.shapes.long):
             batch, settings = self._batch([(chunk, 0, 1)], size)
-            for max_loras in adapter_count_buckets(self.num_lora_slots, num_sequences=size):
+            counts = self.adapter_counts
+            used = range(1, 1 + (1 if counts is None else min(size, counts[-1])))
+            for max_loras in {None if counts is None else bucket(count, counts) for count in used}:
                 adapters = replace(batch.adapters, max_loras=max_loras)
                 sequence_adapters = replace(batch.sequence_adapters, max_loras=max_loras)
                 batches.append(
@@ -146,9 +149,8 @@ class PrefillLayout:
                 for slot, sequence in zip(chunk.slots, chunk.sequences, strict=False):
                     by_slot[slot], adapter_slots[slot] = sequence, chunk.adapter_slot
                     lasts[slot] = index * PREFILL_TILE + end - first - 1
-        adapters = lora_indices(
-            np.array([chunk.adapter_slot for chunk in padded]), num_lora_slots=self.num_lora_slots
-        )
+        tile_slots = np.array([chunk.adapter_slot for chunk in padded])
+        adapters = lora_indices(tile_slots, counts=self.adapter_counts)
         batch = PrefillBatch(
             tokens=tokens,
             targets=targets,

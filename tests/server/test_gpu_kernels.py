@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,10 +39,10 @@ from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import (
     grouped_kernel,
-    low_rank_kernel,
     paged_kernel,
     prefix_tree_kernel,
 )
+from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.kernels.write_kernel import write_tokens
@@ -54,7 +55,6 @@ from skyrl_tx_server.model.lora.lora_math import (
     LoraWeights,
     lora_indices,
     project,
-    with_joined_factors,
 )
 from skyrl_tx_server.model.model_config import Experts, RopeSpec
 from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, BucketShape, BucketShapes
@@ -373,68 +373,82 @@ def test_heads_normalized_and_rotated_by_kernel_are_equal(
         )
 
 
-@pytest.mark.parametrize("max_loras", [1, 4])
-@pytest.mark.parametrize(
-    ("inputs", "rank", "widths", "uses_kernels"),
-    [(16, 3, (24, 8, 8), False), (128, 32, (128, 32, 32), True)],
-)
-def test_joined_factors_and_slots_give_equal_projections(
-    inputs: int,
-    rank: int,
-    widths: tuple[int, ...],
-    uses_kernels: bool,
-    max_loras: int,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("max_loras", [1, 5])
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_decode_steps_on_a_gpu_read_factors_in_place(
+    has_layers: bool, max_loras: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With four slots, the fourth entry of `distinct` is padding."""
-    config, slots = tiny_qwen3.CONFIG, 5
-    x, weight = normal(0, 6, 1, inputs), normal(1, sum(widths), inputs)
-    indices = lora_indices(np.array([2] * 6 if max_loras == 1 else [2, 0, 2, 4, 0, 0]), num_lora_slots=slots)
+    """The output head has no axis of layers."""
+    config, widths, rank, leading = tiny_qwen3.CONFIG, (24, 8, 8), 3, (5, 2) if has_layers else (5,)
+    x, weight = normal(0, 6, 1, 16), normal(1, sum(widths), 16)
+    slots = np.array([2] * 6 if max_loras == 1 else [2, 0, 2, 4, 0, 0])
+    indices = lora_indices(slots, counts=(1, 5))
     assert indices.max_loras == max_loras
     module = LoraWeights(
-        a=normal(2, slots, 2, inputs, len(widths) * rank),
-        b=tuple(normal(3 + part, slots, 2, rank, width) for part, width in enumerate(widths)),
-        scale=np.linspace(0.5, 2, slots * 2, dtype=np.float32).reshape(slots, 2),
+        a=normal(2, *leading, 16, len(widths) * rank),
+        b=tuple(normal(3 + part, *leading, rank, width) for part, width in enumerate(widths)),
+        scale=np.linspace(0.5, 2, prod(leading), dtype=np.float32).reshape(leading),
         indices=indices,
-        layer=np.array(1, np.int32),
+        layer=np.array(1, np.int32) if has_layers else None,
     )
     expected = project(config, x, weight, widths, module)
-    joined = with_joined_factors(module, jnp.dtype("float32"))
+    delta = mock.Mock(side_effect=partial(lora_delta, interpret=True))
     monkeypatch.setattr(lora_math, "on_gpu", lambda: True)
-    low_rank_delta = mock.Mock(side_effect=partial(low_rank_kernel.low_rank_delta, interpret=True))
-    monkeypatch.setattr(low_rank_kernel, "low_rank_delta", low_rank_delta)
-    for actual, desired in zip(project(config, x, weight, widths, joined), expected, strict=True):
+    monkeypatch.setattr(lora_math, "lora_delta", delta)
+    for actual, desired in zip(project(config, x, weight, widths, module), expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=2e-5 * float(jnp.abs(desired).max()))
-    assert low_rank_delta.called == uses_kernels
+    delta.assert_called_once()
 
 
+@pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize(
-    ("batch", "inputs", "ranks", "outputs", "num_slots"),
-    [(4, 128, 32, 64, 1), (16, 1408, 96, 128, 1), (40, 2560, 64, 512, 2), (19, 256, 256, 192, 8)],
+    ("batch", "inputs", "rank", "widths", "num_slots"),
+    [
+        (4, 128, 32, (64,), 1),
+        (16, 1408, 64, (128, 64, 192), 1),
+        (40, 2560, 16, (512, 128), 2),
+        (19, 100, 48, (4160, 40), 8),
+    ],
 )
-def test_low_rank_deltas_by_kernel_and_by_products_are_equal(
-    batch: int, inputs: int, ranks: int, outputs: int, num_slots: int
+def test_deltas_by_kernel_and_by_products_are_equal(
+    batch: int, inputs: int, rank: int, widths: tuple[int, ...], num_slots: int, is_ordered: bool
 ) -> None:
-    x, a, b = normal(0, batch, inputs), normal(1, inputs, ranks), normal(2, ranks, outputs)
-    uses = None
-    if num_slots > 1:
-        slots = np.arange(batch) % num_slots
-        uses = jnp.asarray(
-            np.repeat(slots[:, None] == np.arange(num_slots), ranks // num_slots, axis=1), x.dtype
-        )
-    actual = low_rank_kernel.low_rank_delta(x, a, b, uses, interpret=True)
-    inner = x @ a if uses is None else (x @ a) * uses
-    expected = inner @ b
+    x, a = normal(0, batch, inputs), normal(1, num_slots, 2, inputs, len(widths) * rank)
+    b = [normal(2 + part, num_slots, 2, rank, width) for part, width in enumerate(widths)]
+    scale = np.linspace(0.5, 2, num_slots * 2, dtype=np.float32).reshape(num_slots, 2)
+    slots = np.arange(batch, dtype=np.int32) * 3 % num_slots
+    actual = lora_delta(
+        x,
+        a,
+        b,
+        jnp.asarray(scale),
+        slots=jnp.asarray(slots),
+        layer=jnp.int32(1),
+        order=jnp.argsort(slots) if is_ordered else None,
+        one_slot=num_slots == 1,
+        interpret=True,
+    )
+    inner = jnp.split(jnp.einsum("bi,bir->br", x, a[slots, 1]), len(widths), axis=-1)
+    parts = [jnp.einsum("br,bro->bo", part, matrix[slots, 1]) for part, matrix in zip(inner, b, strict=True)]
+    expected = jnp.concatenate(parts, axis=-1) * scale[slots, 1][:, None]
     np.testing.assert_allclose(actual, expected, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
 def test_the_delta_of_a_sequence_does_not_depend_on_the_batch() -> None:
-    x, a, b = normal(0, 33, 1280, dtype="bfloat16"), normal(1, 1280, 32), normal(2, 32, 64)
-    a, b = a.astype(x.dtype), b.astype(x.dtype)
-    whole = low_rank_kernel.low_rank_delta(x, a, b, None, interpret=True)
-    for first, end in ((0, 1), (5, 21), (17, 33)):
-        part = low_rank_kernel.low_rank_delta(x[first:end], a, b, None, interpret=True)
-        np.testing.assert_array_equal(part, whole[first:end])
+    x, slots = normal(0, 33, 1280, dtype="bfloat16"), jnp.arange(33, dtype=jnp.int32) % 3
+    a, b = normal(1, 3, 1, 1280, 32, dtype="bfloat16"), normal(2, 3, 1, 32, 64, dtype="bfloat16")
+
+    def delta(rows: slice, *, one_slot: bool = False) -> np.ndarray:
+        options = {"layer": jnp.int32(0), "one_slot": one_slot, "interpret": True}
+        order = jnp.argsort(slots[rows])
+        return np.asarray(
+            lora_delta(x[rows], a, [b], jnp.ones((3, 1)), slots=slots[rows], order=order, **options)
+        )
+
+    whole = delta(slice(0, 33))
+    for rows in (slice(5, 21), slice(17, 33)):
+        np.testing.assert_array_equal(delta(rows), whole[rows])
+    np.testing.assert_array_equal(delta(slice(4, 5), one_slot=True), whole[4:5])
 
 
 def test_one_delta_per_projection_has_equal_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_first_tokens_do_not_depend_on_how_many_sequences_begin(count: int) -> N
 def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
     """A batch of four tiles has at most four adapters. A batch of sixteen tiles has at most nine, one per
     LoRA slot, for any number of decode slots."""
-    layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
+    layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, adapter_counts=(1, 4, 9))
     buckets = [
         (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
         for batch, _ in layout.dummy_batches()

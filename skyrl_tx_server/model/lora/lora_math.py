@@ -1,26 +1,27 @@
 """LoRA arithmetic: the factors of a projection, and the deltas that are added to its output.
 
 In training, one adapter is applied to the whole batch. In sampling, each sequence may use a different LoRA
-slot. Every slot in use is then applied to the whole batch, and each sequence keeps only the result of its
-slot (`apply_lora`). A slot is read once, regardless of the number of sequences that use it. The result of a
-sequence does not depend on the other sequences, because all products have the shape of the batch. On a CPU, a
-loop runs over the slots in use, and the number of these slots is an input of the program. On a GPU, such a
-loop would wait for the host after every projection. Programs for GPUs are therefore compiled for one slot,
-for SEVERAL slots and for all slots. The factors of these slots are joined or concatenated, and a mask selects
-the result of each sequence's slot.
+slot, and the result of a sequence does not depend on the other sequences:
+
+- In decode steps on one GPU, a kernel reads the factors of the slots in use in place (`lora_kernel`).
+- In other programs, every slot in use is applied to the whole batch, and each sequence keeps only the result
+  of its slot. A slot is read once, regardless of the number of sequences that use it. All products have the
+  shape of the batch. On a CPU, a loop runs over the slots in use, and the number of these slots is an input
+  of the program (`apply_lora`). On a GPU, such a loop would wait for the host after every projection.
+  Programs for GPUs are therefore compiled for one slot, for SEVERAL slots and for all slots. The factors of
+  these slots are concatenated, and a mask selects the result of each sequence's slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx_server.model.kernels import low_rank_kernel
+from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
 
@@ -39,20 +40,8 @@ class LoraIndices:
     count: ArrayLike  # [] int32, the number of slots in use
     max_loras: int | None = struct.field(default=None, pytree_node=False)
     """The maximum number of slots in use for which the program is compiled. None: any number."""
-
-
-@struct.dataclass(frozen=True, kw_only=True, slots=True)
-class JoinedFactors:
-    """The factors of all slots in use and of all parts of a projection, as two matrices. ((x @ a) * uses) @ b
-    is the delta of the fused projection."""
-
-    a: jax.Array  # [in, R] with R = slots * parts * max_rank
-    b: jax.Array
-    """[R, sum(out)], multiplied by the scales. An element is 0 if its row and its column belong to different
-    parts."""
-    uses: jax.Array | None
-    """[B, 1, R]. In the row of a sequence, the columns of its slot are 1 and all other columns are 0. None:
-    there is one slot, which all sequences use."""
+    order: ArrayLike | None = None
+    """[B] int32, a permutation of the sequences in which those of a slot are adjacent. None: not computed."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,41 +58,40 @@ class LoraWeights:
     scale: ArrayLike  # [] float32, alpha / rank; never trained
     indices: LoraIndices | None = None
     layer: ArrayLike | None = None  # [] int32, index of the layer in its stack; None: no axis of layers
-    joined: JoinedFactors | None = None  # factors of the slots in use; None: not joined in advance
 
 
-def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
-    """Return the indices of the sequences' LoRA slots, in host memory. With `num_lora_slots`, `max_loras` is
-    the smallest number in `adapter_count_buckets` that is at least the number of slots in use.
+def lora_indices(slots_B: np.ndarray, *, counts: Sequence[int] | None = None) -> LoraIndices:
+    """Return the indices of the sequences' LoRA slots, in host memory. `counts` are the values of `max_loras`
+    for which programs are compiled, in ascending order. The first value that is at least the number of slots
+    in use is selected. None: `max_loras` and `order` are None.
 
-    >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
+    >>> [lora_indices(np.arange(8) % used, counts=(1, 4, 8)).max_loras for used in (1, 2, 5)]
     [1, 4, 8]
-    >>> lora_indices(np.array([0, 1])).max_loras is None
-    True
+    >>> lora_indices(np.array([2, 0, 2, 0]), counts=(1, 4)).order
+    array([1, 3, 0, 2], dtype=int32)
     """
     distinct = np.unique(slots_B).astype(np.int32)
-    buckets = adapter_count_buckets(num_lora_slots, num_sequences=len(slots_B))
     return LoraIndices(
         slots=slots_B.astype(np.int32),
         distinct=np.pad(distinct, (0, len(slots_B) - len(distinct)), mode="edge"),
         count=np.array(len(distinct), np.int32),
-        max_loras=next(size for size in buckets if size is None or size >= len(distinct)),
+        max_loras=None if counts is None else next(count for count in counts if count >= len(distinct)),
+        order=None if counts is None else np.argsort(slots_B, kind="stable").astype(np.int32),
     )
 
 
-def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> Sequence[int | None]:
-    """Return the values of `LoraIndices.max_loras` for which a program with `num_sequences` sequences is
-    compiled: 1, SEVERAL and `num_lora_slots`, each at most `num_sequences`. If `num_lora_slots` is None, the
-    only value is None.
+def adapter_counts(num_lora_slots: int, *, in_place: bool) -> tuple[int, ...]:
+    """Return the values of `LoraIndices.max_loras` for which a program is compiled on a GPU: 1, SEVERAL and
+    `num_lora_slots`. If the program reads the factors `in_place`, SEVERAL is left out, because the time of
+    this program depends only on the slots in use.
 
-    >>> adapter_count_buckets(9, num_sequences=64), adapter_count_buckets(9, num_sequences=4)
-    ([1, 4, 9], [1, 4])
-    >>> adapter_count_buckets(None, num_sequences=64)
-    [None]
+    >>> [adapter_counts(slots, in_place=False) for slots in (9, 3, 1)]
+    [(1, 4, 9), (1, 3), (1,)]
+    >>> adapter_counts(9, in_place=True)
+    (1, 9)
     """
-    if num_lora_slots is None:
-        return [None]
-    return sorted({1, min(SEVERAL, num_lora_slots, num_sequences), min(num_lora_slots, num_sequences)})
+    counts = (1, num_lora_slots) if in_place else (1, SEVERAL, num_lora_slots)
+    return tuple(sorted({min(count, num_lora_slots) for count in counts}))
 
 
 def apply_lora(
@@ -165,10 +153,13 @@ def project(
     form = "bti,io->bto" if config.inputs_first else "bti,oi->bto"
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
-    if module is not None and (module.joined is not None or _joins_factors(config, module)):
-        assert config.mesh is None
-        factors = module.joined or joined_factors(module, x.dtype)
-        return split_parts(fused + _joined_delta(x, factors), widths, 1)
+    if module is not None and on_gpu() and config.mesh is None:
+        # On a GPU, the product with `weight` adds this delta. If there were one delta for each part, XLA
+        # would copy each part.
+        if uses_decode_kernel(config, x, module):
+            return split_parts(fused + decode_delta(x, module), widths, 1)
+        if module.indices is None or module.indices.max_loras == 1:
+            return split_parts(fused + _joined_delta(x, module), widths, 1)
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
@@ -176,12 +167,30 @@ def project(
     return tuple(output + delta for output, delta in zip(outputs, deltas, strict=True))
 
 
-def _joins_factors(config: ModelConfig, module: LoraWeights) -> bool:
-    """Return whether `project` adds one delta to the fused output instead of one delta to each part. On a
-    GPU, the product with `weight` adds the one delta. To add a delta to each part, XLA would copy the
-    part."""
-    one_slot = module.indices is None or module.indices.max_loras == 1
-    return on_gpu() and config.mesh is None and one_slot
+def uses_decode_kernel(config: ModelConfig, x: jax.Array, module: LoraWeights) -> bool:
+    """Return whether `decode_delta` supports these arguments: in decode steps on one GPU."""
+    return on_gpu() and config.mesh is None and module.indices is not None and x.shape[1] == 1
+
+
+def decode_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
+    """Return the delta [B, 1, sum(out_part)] of the LoRA slots of the sequences for x [B, 1, in]. A kernel
+    reads the factors in place."""
+    indices = module.indices
+    assert indices is not None
+    a, b, scale = jnp.asarray(module.a), [jnp.asarray(part) for part in module.b], jnp.asarray(module.scale)
+    if module.layer is None:
+        a, b, scale = a[:, None], [part[:, None] for part in b], scale[:, None]
+    delta = lora_delta(
+        x[:, 0],
+        a,
+        b,
+        scale,
+        slots=jnp.asarray(indices.slots),
+        layer=jnp.asarray(0 if module.layer is None else module.layer, jnp.int32),
+        order=None if indices.order is None else jnp.asarray(indices.order),
+        one_slot=indices.max_loras == 1,
+    )
+    return delta[:, None]
 
 
 def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
@@ -196,43 +205,17 @@ def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
     return jnp.concatenate(rows, axis=-2)
 
 
-def with_joined_factors(module: LoraWeights, dtype: jnp.dtype) -> LoraWeights:
-    """Return `module`, the LoRA slots of one layer, with the field `joined` in `dtype`.
-
-    A program that applies the same slots many times joins their factors once. It then computes two products
-    for each projection, regardless of the number of slots and parts.
-    """
-    return replace(module, joined=joined_factors(module, dtype))
-
-
-def joined_factors(module: LoraWeights, dtype: jnp.dtype) -> JoinedFactors:
-    """Join the factors of one adapter or, if `module` has LoRA slots, of the first `max_loras` slots in
-    `indices.distinct`. The factors A and B have gradients, the scale has none."""
-    indices, uses = module.indices, None
-    if indices is None:
-        at, num_slots = (None,), 1
-    else:
-        assert indices.max_loras is not None
-        slots = jnp.asarray(indices.distinct)[: indices.max_loras]
-        at, num_slots = (slots,) if module.layer is None else (slots, module.layer), len(slots)
-        if num_slots > 1:
-            is_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(num_slots) < indices.count)
-            uses = jnp.repeat(is_slot.astype(dtype), module.a.shape[-1], axis=1)[:, None]
-    a, scale = jnp.asarray(module.a)[at], jax.lax.stop_gradient(jnp.asarray(module.scale)[at])
-    b = _block_diagonal([jnp.asarray(part)[at] for part in module.b])  # [slots, parts * max_rank, sum(out)]
-    return JoinedFactors(
-        a=a.astype(dtype).transpose(1, 0, 2).reshape(a.shape[1], -1),
-        b=(b * scale[:, None, None]).astype(dtype).reshape(-1, b.shape[-1]),
-        uses=uses,
-    )
-
-
-def _joined_delta(x: jax.Array, factors: JoinedFactors) -> jax.Array:
-    if on_gpu() and x.shape[1] == 1 and low_rank_kernel.supports(factors.a, factors.b):
-        uses = None if factors.uses is None else factors.uses[:, 0]
-        return low_rank_kernel.low_rank_delta(x[:, 0], factors.a, factors.b, uses)[:, None]
-    inner = _product(x, factors.a)
-    return _product(inner if factors.uses is None else inner * factors.uses, factors.b)
+def _joined_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
+    """Return the delta [B, T, sum(out_part)] of one adapter for x [B, T, in], computed by two products. The
+    factors A and B have gradients, the scale has none."""
+    at: tuple[ArrayLike, ...] = ()
+    if module.indices is not None:
+        slot = jnp.asarray(module.indices.distinct)[0]
+        at = (slot,) if module.layer is None else (slot, module.layer)
+    scale = jax.lax.stop_gradient(jnp.asarray(module.scale)[at])
+    b = _block_diagonal([jnp.asarray(part)[at] for part in module.b]) * scale
+    inner = _product(x, jnp.asarray(module.a)[at].astype(x.dtype))
+    return _product(inner, b.astype(x.dtype))
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
