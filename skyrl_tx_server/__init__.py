@@ -1,4 +1,5 @@
-"""A server for the Tinker API. `serve` runs a server in a child process for the duration of a `with` block.
+"""A server for the Tinker API. `serve` runs a server in a child process for the duration of an `async with`
+block.
 
 `ServerConfig` and `serve` are imported on first use, so that importing a module of the package stays fast.
 """

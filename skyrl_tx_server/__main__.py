@@ -61,11 +61,11 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 5
 FUTURES_SETTLE_S = 4
-"""The part of `GRACEFUL_SHUTDOWN_S` for which the server waits for the current engine step, which may be a
-long compilation."""
+"""The part of `GRACEFUL_SHUTDOWN_S` for which the server waits for the current work of the engine. This work
+may be a long compilation."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
-"""The number of sampling requests that a client may have open if an external sampler builds the batches."""
+"""The number of sampling requests that a client may have open if an external sampler is used."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
 """The server closes a connection that is idle for this time. The time is longer than the idle timeout of
@@ -197,8 +197,9 @@ async def _serve_until_stopped(
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
-    """Serve until a stop is requested, and return the exit status 0. Exit the process if a rank is lost or a
-    thread cannot be stopped. If the model cannot be loaded, raise the error of the load."""
+    """Serve until a stop is requested, and return the exit status 0. Exit the process if a rank is lost, if
+    a stop is requested before the model is loaded, or if the engine does not stop in time. If the model
+    cannot be loaded, raise the error of the load."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
@@ -241,7 +242,7 @@ async def _serve_until_stopped(
         await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # Wait at most FUTURES_SETTLE_S for the current engine step. Then all pending operations fail.
+    # Wait at most FUTURES_SETTLE_S for the current work of the engine. Then fail all pending operations.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)

@@ -10,7 +10,7 @@ ServerError                 500 server
 |   |-- UnsupportedMediaTypeError 415 user  the route does not accept the body's content-type
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
 |   `-- ConflictError       400 user     the name is already in use; not 409, because the SDK would retry
-|-- CapacityError           429 server   no slot or memory is free; the client may retry
+|-- CapacityError           429 server   slots, memory or a quota are used up for now; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   the server no longer has this request or session
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply

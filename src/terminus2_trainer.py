@@ -1,9 +1,9 @@
 """The training loop. Programs of users refer to `Terminus2RLTrainer`, so this name must not change.
 
 Each step is `collect -> prepare -> update -> report`. Collect: the groups of the batch are rolled out,
-filtered and given advantages. Prepare: their datums are made. Update: the weights are updated. Report: the
-held-out tasks are evaluated if an evaluation is due, and the metrics are logged. If a checkpoint is due, it
-is saved last, so that the metrics of its step are always logged.
+filtered and given advantages. Prepare: the datums of these groups are made. Update: the weights are updated.
+Report: the held-out tasks are evaluated if an evaluation is due, and the metrics are logged. If a checkpoint
+is due, it is saved last, so that the metrics of its step are always logged.
 
 This file is long because it contains the whole loop with its evaluations and checkpoints.
 """
@@ -79,7 +79,7 @@ class Scorers:
 class Terminus2RLTrainer:
     """Trains on batches, evaluates the weights and saves checkpoints.
 
-    `steps_done` is the number of training steps that the weights on the server have had.
+    `steps_done` is the number of training steps that produced the weights on the server.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Terminus2RLTrainer:
         self._log_path = log_path
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
-        self._is_first_update = True  # of this process
-        self._is_update_pending = False  # an update was sent and the server has not answered yet
+        self._is_first_update = True  # whether the next update is the first of this trainer
+        self._is_update_pending = False  # whether an update has begun and has no result yet
         self._gaps = LagMeter()
         self._collector = BatchCollector(
             config,
@@ -138,8 +138,8 @@ class Terminus2RLTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, a checkpoint is saved. After a BackendError or a StorageError, and
-        while an update is pending, none is saved, because the state of the weights or files is unknown.
+        If the run is stopped or fails, a checkpoint is saved. No checkpoint is saved after a BackendError or
+        a StorageError, or while an update is pending, because the state of the weights or files is unknown.
         """
         progress = self._journal.progress
         self._wait_notice.start(
@@ -231,8 +231,8 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return a callback to call with each group that the step uses. With `stream_groups`, the callback
-        starts the computation of the group's gradient; otherwise it does nothing.
+        """Return a function to call with each group that the step uses. With `stream_groups`, the function
+        starts the computation of the group's gradient. Otherwise it does nothing.
         """
         if not self._config.stream_groups:
             return lambda group: None
@@ -293,7 +293,8 @@ class Terminus2RLTrainer:
             version=version,
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
-        # With `tis` the datums have the trainer's logprobs, so `prepare` compares them with the sampler's.
+        # With TIS, the datums have the trainer's logprobs in place of the sampler's. `prepare` then computes
+        # the difference between sampler and trainer, and its metrics replace those in `update`.
         return update | prepared.metrics
 
     def _report(
@@ -301,7 +302,7 @@ class Terminus2RLTrainer:
     ) -> None:
         """Log one step.
 
-        If an evaluation is due and has failed, the process that resumes the run completes the line.
+        If an evaluation is due and has failed, the line is completed when the run is resumed.
         """
         line = {
             "progress/batch": float(batch.step),
@@ -339,7 +340,7 @@ class Terminus2RLTrainer:
         return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
-        """Evaluate `policy` on the held-out tasks and return the metrics; none if there are no such tasks."""
+        """Evaluate `policy` on the held-out tasks and return the metrics; {} if there are no such tasks."""
         tasks, config, step = self._source.eval, self._config, self.steps_done
         if not tasks:
             return {}

@@ -62,6 +62,7 @@ from skyrl_tx_server.executor.memory_plan import plan_memory
 from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.shapes import PREFILL_TILE
+from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.sampling import model_runner
 
 BATCH_SIZES, STEPS = (64, 256, 8, 1), 16
@@ -185,23 +186,28 @@ def save_state(driver: Driver) -> None:
     driver.run(SaveWeights(model_id="model", name="benchmark", overwrite=True))
 
 
-def training(rows: Rows, model_dir: Path, dtype: str, *, activations: str = "activations kept") -> None:
-    """Measure forward_backward on one sequence, for each length."""
+def training(rows: Rows, model_dir: Path, dtype: str) -> None:
+    """Measure forward_backward on one sequence, for each length. The name of a row states whether the
+    executor keeps the activations or recomputes the layers."""
     config = rows.config
     for length in config.lengths:
         if rows.is_over:
             break
         options = {"dtype": dtype, "max_context_length": length, "train_tokens_per_batch": length}
         with opened(model_dir, **options, max_num_seqs=1, max_models=1) as driver:
+            keeps_activations = driver.executor.memory.remat(length) is Remat.ACTIVATIONS
+            name = f"training of {length} tokens, " + (
+                "activations kept" if keeps_activations else "layers recomputed"
+            )
             rows.time(
-                f"training of {length} tokens, {activations}",
+                name,
                 lambda driver=driver, length=length: rows.median_s(lambda: driver.train(length, 1)),
                 lambda device, length=length: device.training_s(length),
-                min_share=TRAIN_SHARES.get(length) if activations == "activations kept" else None,
+                min_share=TRAIN_SHARES.get(length) if keeps_activations else None,
             )
             if length in TRAIN_SHARES:
                 rows.kernels(
-                    f"training of {length} tokens, {activations}",
+                    name,
                     partial(kernel_times, partial(driver.train, length, 1)),
                 )
         del driver
@@ -213,7 +219,7 @@ def recomputed_training(rows: Rows, model_dir: Path, dtype: str) -> None:
         mock.patch.object(memory_division, "TRAINING_SHARE_OF_REMAINING_MEMORY", 0.0),
         mock.patch.object(memory_division, "ACTIVATIONS_SHARE_OF_CPU_MEMORY", 0.0),
     ):
-        training(rows, model_dir, dtype, activations="layers recomputed")
+        training(rows, model_dir, dtype)
 
 
 def agents(rows: Rows, model_dir: Path, dtype: str) -> None:

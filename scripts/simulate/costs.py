@@ -146,9 +146,9 @@ class Measured:
 DEVICES: dict[str, Costs] = {
     "h200": Roofline(
         model=QWEN3_4B,
-        bytes_per_s=3.45e12,
-        flops_per_s=400e12,
-        launch_s=2.9e-6,
+        bytes_per_s=3.55e12,
+        flops_per_s=406e12,
+        launch_s=2.75e-6,
         decode_launches=20,
         prefill_launches=45,
         training_launches=126,

@@ -226,6 +226,9 @@ class SimulatedRunner(ModelRunner):
         layout = cast(_DecodeLayout, self.decode_layout)
         return bucket(len(dispatch.sequences), layout.widths) < dispatch.program.width
 
+    def transfer(self, dispatch: DecodeDispatch) -> DecodeDispatch:
+        return dispatch
+
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         simulated, width = cast(_Dispatch, dispatch), dispatch.program.width
         slots = [slot for _, slot, _ in simulated.sequences]

@@ -75,7 +75,7 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     for argument in argv:
         name, _, value = argument.partition("=")
         if chz.chz_fields(options)[name].final_type is str and value.lower() in _NONE:
-            raise ConfigError(f"{argument}: expected str; the option has no value None")
+            raise ConfigError(f"{argument}: expected text; this option cannot be None")
     try:
         return chz.Blueprint(options).make_from_argv([_with_none(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
@@ -259,7 +259,7 @@ def print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Otherwise Python reports the closed pipe again at exit.
+        # Without this redirection, Python reports the closed pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -54,7 +54,7 @@ class EngineOptions(TenantOptions):
     model_alias: str | None = chz.field(
         default=None,
         doc="org/name by which clients refer to the model; default: the hub id, or "
-        "local/<name of the directory or file>",
+        "local/<name of the directory, or of the file without .gguf>",
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Directory of the tinker:// checkpoints")
     checkpoint_quota_gb: float | None = chz.field(
@@ -208,8 +208,9 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model. It is `alias` if this is not None, otherwise the hub id of the model or
-    local/<name of the directory or file>, with `-` instead of `:`."""
+    """Return the org/name of a model: `alias` if `alias` is not None, otherwise the hub id of the model. A
+    directory has the name local/<directory>, and a file local/<file without .gguf>, with `-` instead of
+    `:`."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()

@@ -1,6 +1,7 @@
 """Converts flags of SkyRL's tx server and of vLLM, `--name value`, to options of this server, `name=value`.
 
-A flag that has the name of an option sets this option. `name=value` with the name of a flag is converted too.
+A flag that has the name of an option sets this option. An argument `name=value` without dashes is converted
+too if `name` is in `OPTION_OF_FLAG` or `WITHOUT_EFFECT`.
 """
 
 from __future__ import annotations

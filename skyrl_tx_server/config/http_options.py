@@ -87,7 +87,7 @@ class HttpOptions(TenantOptions):
     @chz.validate
     def _check_tls(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
+            raise ConfigError("ssl_certfile and ssl_keyfile: only one of them is set; set both for https")
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
             if path is not None and not Path(os.path.expanduser(path)).is_file():
                 raise ConfigError(f"{name}={path}: no such file")

@@ -46,7 +46,7 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
                 "remove logprobs_mode or sampler_url"
             )
         if self.num_processes > 1:
-            _ = self.cluster_key  # raises ConfigError
+            _ = self.cluster_key  # raises ConfigError if the key cannot be used
 
     @property
     def adapters_dir(self) -> Path:

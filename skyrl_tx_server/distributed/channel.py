@@ -1,5 +1,5 @@
-"""Authenticated messages between the processes of one server, which share a cluster key. Messages are not
-encrypted.
+"""Authenticated messages between the processes (ranks) of one server, which share a cluster key. Messages are
+not encrypted.
 
 First the two sides prove to each other that they know the key, with HMAC-SHA256 over the nonces of both:
 
@@ -36,7 +36,7 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""256 GiB, more than the weights and checkpoints of a host. Only a bug can cause a longer message."""
+"""256 GiB, more than the largest message (the arrays of a checkpoint). Only a bug causes a longer message."""
 _CHANGED = "a message between the processes was changed, repeated or lost"
 
 

@@ -247,7 +247,7 @@ class RankZero:
                 return
             self._lost.set_result(reason)
         for replies in self._replies.values():
-            replies.put("")  # ends the wait of a call for a reply
+            replies.put("")  # so that `call_on_all_ranks` stops waiting for a reply
         sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
         sender.start()
         sender.join(LAST_MESSAGE_S)  # a rank may have stopped reading
@@ -315,7 +315,7 @@ class WorkerRank:
         self._connection = connection
         self._on_lost = on_lost
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._ended = threading.Event()  # set if no further message follows
+        self._ended = threading.Event()  # set when no further message follows
         threading.Thread(target=self._listen, daemon=True).start()
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:

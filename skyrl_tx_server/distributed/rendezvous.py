@@ -1,4 +1,4 @@
-"""Connects the processes of one server. The other processes connect to process 0 at `coordinator_address`.
+"""Connects the processes (ranks) of one server. All others connect to process 0 at `coordinator_address`.
 
 All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
 process 0 announces a free port for `jax.distributed`. A missing process is detected before jax starts and

@@ -1,11 +1,11 @@
-"""The engine: one thread owns the devices, does the work that the scheduler chooses, and resolves one future
+"""The engine: one thread uses the devices, does the work that the scheduler chooses, and resolves one future
 per operation.
 
-HTTP code calls `submit` from any thread. An operation that fails affects its own future only: a `ServerError`
-reaches the caller unchanged; any other exception is logged with its traceback and reaches the caller as a
-`ServerError` with its type and message. If the KV cache was donated to a program that failed, all running
-samples have lost their state and fail together. The executor then starts again with an empty cache, and
-waiting requests continue.
+HTTP code calls `submit` from any thread. An operation that fails affects only its own future, with one
+exception: if the KV cache was donated to a program that failed, all running sequences have lost their state,
+and their requests fail together. The executor then continues with an empty cache, and waiting requests are
+not affected. A `ServerError` reaches the caller unchanged. Any other exception is logged with its traceback,
+and the caller gets a `ServerError` with the type and the message of the exception.
 
 This file is long because the engine thread is one state machine.
 """
@@ -127,7 +127,7 @@ class Engine:
         )
         self._work = threading.Condition()  # guards the scheduler and the next four attributes
         self._futures: dict[int, Future[Any]] = {}
-        self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
+        self._watchers: dict[int, Watcher] = {}  # watchers of operations that have not started
         self._last_request_id = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -293,7 +293,7 @@ class Engine:
             self._fail_all_samples(error, *(request.request_id for request in requests))
         except Exception as error:
             self._requeue(requests[1:])
-            if len(requests) > 1:  # run the first request alone, so that only a request at fault fails
+            if len(requests) > 1:  # run the first alone, so that each request fails only for its own error
                 self._prefill(requests[:1])
             else:
                 self._fail_sample(requests[0].request_id, error)
@@ -332,7 +332,7 @@ class Engine:
                 self._scheduler.prefill_continues(request)
         else:
             num_computed = len(request.op.prompt) - result.prompt_cache_hit_tokens
-            if not request.paused:  # the prompt of a paused sequence was counted when it started
+            if not request.paused:  # the prompt was counted when the paused sequence started
                 self._counts["tokens_prefilled"] += num_computed
                 self._counts["tokens_from_prefix_cache"] += result.prompt_cache_hit_tokens
             sampling = self._sampling[request_id]

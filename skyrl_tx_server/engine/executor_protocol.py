@@ -36,7 +36,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedSequence:
-    """Sample `index` of a request is complete."""
+    """A complete sequence: sample `index` of a request."""
 
     request_id: int
     index: int
@@ -110,20 +110,21 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute one prefill batch with the prompts of as many of the first requests as fit. Assign slots to
-        the sequences of these requests.
+        """Compute one prefill batch. It contains the prompts, or the next prefill chunks, of as many of the
+        first requests as fit. Assign slots to the sequences of each request whose prompt is complete.
 
-        Returns one entry for each request of the batch. None means that only a chunk of a long prompt was
-        computed and the request must be submitted again. Raises CapacityError if there is no room for the
-        first request, and SequencesLostError if the KV cache was lost. After any other error the state is
-        unchanged.
+        Returns one entry for each request of the batch. None means that the prompt needs further prefill
+        chunks, so the request must be submitted again. Raises CapacityError if the first request must wait
+        for KV pages, a LoRA slot or preempted sequences, and SequencesLostError if the KV cache was lost.
+        After any other error the state of all sequences is unchanged, except that paused sequences may have
+        lost their KV pages.
         """
         ...
 
     @on_all_ranks
     def decode(self) -> bool:
-        """Start a dispatch of decode steps unless one is in flight, and wait for it. Return whether sequences
-        have ended.
+        """Wait for the dispatch of decode steps that is in flight. If none is in flight, start one first.
+        Return whether sequences have ended.
 
         The next call must be `poll`, which returns the ended sequences. After any error all sequences are
         lost.

@@ -1,10 +1,10 @@
 """Futures of submitted operations, which clients poll by request id.
 
-The store recognises a repeated request by its key and returns the id of the first request, so no operation
-runs twice. The store keeps a finished future for a grace period after its delivery, because the reply may get
-lost. It removes futures earlier if their number or their bytes exceed a limit. A poll for a removed future
-fails with FutureLostError. The store removes the key of a sample together with its future, so a repeated
-sample then runs again.
+The store recognises a repeated request by its key. It returns the id of the first request and does not run
+the operation again. The store keeps a finished future for a grace period after its delivery, because the
+reply may get lost. It removes finished futures earlier if their number or their bytes exceed a limit. A poll
+for a removed future fails with FutureLostError. When the store removes the future of a sample request, it
+also removes the key. If the client repeats this request, the operation runs again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[Any]
-    # `cancel` calls this function to end an operation that has started. `running.cancel()` cannot end one.
+    # `cancel` calls this function, because `running.cancel()` cannot end an operation that has started.
     withdraw: Callable[[], None]
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
@@ -177,7 +177,7 @@ class FutureStore:
         return entry.outcome
 
     def prune(self) -> None:
-        """Remove results that were delivered longer ago than the grace period."""
+        """Remove the delivered results whose grace period has ended."""
         deadline = self._clock() - self._retention.grace_s
         while self._delivered:
             request_id = next(iter(self._delivered))
@@ -187,7 +187,7 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """Withdraw all requests of a session that ended. Its results are kept for the grace period."""
+        """Withdraw all requests of a session that ended. Finished results are kept for the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
@@ -289,7 +289,7 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        # Remove only the keys of samples. A sample may run again, but training must never run twice.
+        # Remove only the keys of sample requests. They may run again, but training must never run twice.
         if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):

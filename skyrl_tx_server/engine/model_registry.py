@@ -137,8 +137,8 @@ class Registry:
         return self._find(session_id) is not None
 
     def heartbeat(self, session_id: str) -> None:
-        """Record that the client is alive. Raise FutureLostError (410) if the session does not exist, because
-        it has ended or was never created: the SDK then stops its heartbeats.
+        """Record that the client is alive. Raise FutureLostError if the session has ended or was never
+        created. The SDK stops its heartbeats when it gets the status 410 of this error.
         """
         try:
             self.session(session_id)

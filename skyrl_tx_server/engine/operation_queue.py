@@ -1,4 +1,4 @@
-"""The queues of all operations except samples. Each model has a queue. Tenants take turns (round robin)."""
+"""The queues of all operations except `Sample`. Each model has a queue. Tenants take turns (round robin)."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ class OperationQueue:
 
 
 def _queue_name(op: Op) -> str:
-    """Return the queue name of `op`. A DropSnapshot has no model: its queue is that of its snapshot."""
+    """Return the queue name of `op`. A DropSnapshot has no model, so it waits in a queue of its snapshot."""
     assert not isinstance(op, Sample)
     return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

@@ -3,7 +3,7 @@
 The HTTP side parses a body into an operation and submits the operation. The engine returns the result. The
 request parsers (`http/wire`) check everything that depends only on the request and the sizes of the model.
 The engine checks which models and checkpoints exist and whether the operation fits into memory. Token ids are
-int32, log-probabilities and weights are float32. All arrays are little-endian.
+int32. Log-probabilities, advantages and loss weights are float32. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class TrainDatum:
     """One sequence to train on. `tokens`, `target_tokens` and every loss input have the same length N."""
 
     tokens: np.ndarray  # [N] int32
-    target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
+    target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K targets per position: [N, K]
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
-    logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
-    advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
+    logprobs: np.ndarray | None = None  # [N] float32, from the sampler (all losses except cross_entropy)
+    advantages: np.ndarray | None = None  # [N] float32 (all losses except cross_entropy)
     # [N] float32; tokens with a mask other than 0 count in the sequence ratio (gspo)
     sequence_ratio_mask: np.ndarray | None = None
 
@@ -187,7 +187,7 @@ class SaveSampler(Operation["WeightsSaved"]):
     model_id: str
     weights: str
     """With the name tinker://<model_id>/sampler_weights/<name>, the snapshot is also written to disk. With
-    any other name it stays in memory."""
+    any other name, it exists in memory only."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     peft_directory: str | None = None  # also write the adapter there in PEFT format; None: do not write it
 
@@ -284,8 +284,9 @@ class WeightsSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkLogprobs:
-    """The k most likely tokens at each of n positions, most likely first. The first token of a prompt, and
-    all tokens before its last `prompt_logprobs_last_n` tokens, have only token 0 with `NO_LOGPROB`."""
+    """The k most likely tokens at each of n positions, most likely first. At the first token of a prompt, and
+    at all tokens before its last `prompt_logprobs_last_n` tokens, all k entries are token 0 with
+    `NO_LOGPROB`."""
 
     token_ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32

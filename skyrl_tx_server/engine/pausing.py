@@ -23,7 +23,7 @@ class PlannedPause:
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
     """Return the sequences to pause. `num_slots` is the number of all slots, free or in use. `for_memory`
-    means that no KV page or no LoRA slot is free. With `for_memory`, return at most one sequence."""
+    means that a KV page or a LoRA slot is missing. With `for_memory`, return at most one sequence."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)

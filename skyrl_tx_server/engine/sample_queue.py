@@ -13,9 +13,9 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Req
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""The largest number of prompts that are offered for one prefill batch. More prompts do not fit, because each
-prompt takes at least one tile and a batch has at most this number of tiles (`GPU_PREFILL` in
-`model/shapes.py`)."""
+"""The largest number of prompts that are offered for one prefill batch. More prompts do not fit. Each
+prompt takes at least one tile of PREFILL_TILE tokens, and a batch has at most this number of tiles (see
+`GPU_PREFILL` in `model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
 """The number of computed prompt tokens for which a tenant is charged one unit. One unit is also the charge
 for one running sequence in one decode dispatch."""
@@ -164,8 +164,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. If the tenant is new or has no waiting requests, its charge is
-        raised to at least SLOT_UNITS units below the smallest charge of a busy tenant."""
+        """Return the tenant of a new request. If the tenant is new or has no waiting requests, and its charge
+        is less than `_min_charged` - SLOT_UNITS units, the charge is raised to this value."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
@@ -223,7 +223,7 @@ class SampleQueue:
 
     def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
         """Return the tenant's request that gets the next slot after the slots of `plan`. None: no request of
-        the tenant can start."""
+        the tenant can get a slot."""
         small_first = self.has_room_for_small(tenant, plan, num_slots)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
         candidates = [
@@ -255,7 +255,7 @@ class SampleQueue:
 
     def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
         """Return the request that gets the next slot after the slots of `plan`. None: no request can
-        start."""
+        get a slot."""
         best: tuple[float, Request] | None = None
         for tenant in self.tenants.values():
             account = plan.account(tenant)

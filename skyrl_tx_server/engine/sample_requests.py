@@ -10,9 +10,9 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""Units that count in the account of a tenant for each of its sequences, as long as the sequence has a slot
-(see `scheduler`). A sequence is paused and its slot goes to another tenant if the account of the other tenant
-is smaller by at least 2 * SLOT_UNITS. Small requests have a separate rule."""
+"""The number of units in the account of a tenant for each of its sequences that has a slot (see `scheduler`).
+A sequence is paused and its slot goes to another tenant if the account of the other tenant is smaller by at
+least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
 SMALL_TOKENS = 64
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def may_need_chunks(self) -> bool:
-        """Whether its prompt is long and must still be computed, at least in part."""
+        """Whether the prompt is long and must still be computed, at least in part."""
         return self.is_long and not self.has_started
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:

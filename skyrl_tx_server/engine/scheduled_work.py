@@ -9,7 +9,7 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Run one step of the operation `request_id`: one micro-batch of training, or a small operation."""
+    """Run the operation `request_id` until it yields or ends. In training, this is one micro-batch."""
 
     request_id: int
     op: Op

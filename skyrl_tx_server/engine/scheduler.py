@@ -18,21 +18,20 @@ Each rule has a test:
   requests whose prompt may need chunks.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
-- A sample waits until its snapshot is saved. A `DropSnapshot` waits for the samples of this snapshot that
-  were submitted earlier.
+- A `Sample` operation waits until its snapshot is saved. A `DropSnapshot` waits until its snapshot is saved
+  and no sequence of an earlier `Sample` operation of this snapshot waits for a slot.
 
-Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant
-(deficit round robin):
+Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant:
 - In each decode dispatch, a tenant is charged one unit for each of its running sequences. It is also charged
   one unit for each PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A prefill chunk of an unfinished
   prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens.
 - The account of a tenant is the number of its charged units plus SLOT_UNITS units for each of its sequences
   that has a slot. A free slot goes to the tenant with the smallest account. A tenant that was idle starts at
   most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle time.
-- When no slot, KV page or LoRA slot is free, a sequence of the tenant with the largest account is paused for
-  the tenant with the smallest account, if the accounts differ by at least 2 * SLOT_UNITS. A sequence decodes
-  for at least MIN_DISPATCHES dispatches before it is paused. The paused sequences of a request get slots
-  before its other waiting sequences.
+- If no slot is free, or if a KV page or a LoRA slot is missing, a sequence of the tenant with the largest
+  account is paused for the tenant with the smallest account. The accounts must differ by at least
+  2 * SLOT_UNITS. A sequence decodes for at least MIN_DISPATCHES dispatches before it is paused. The paused
+  sequences of a request get slots before its other waiting sequences.
 - If no slot is free, a sequence is also paused in the cases of the next three rules. If a KV page or a LoRA
   slot is missing, these rules do not apply.
 - For a small request (at most SMALL_TOKENS completion tokens in total), a sequence is paused if the
@@ -163,7 +162,7 @@ class Scheduler:
         return None
 
     def interrupts(self, *, free_slots: int) -> bool:
-        """Whether the work after the current decode dispatch is not another decode dispatch."""
+        """Whether other work than a decode dispatch follows the current decode dispatch."""
         self._may_pause = (
             (self._operations.next(self._may_run) is not None and self._is_training_next(self._dispatch_s))
             or bool(self._next_prefills(free_slots))
@@ -237,7 +236,7 @@ class Scheduler:
 
     @property
     def num_waiting_steps(self) -> int:
-        """The number of operations other than samples that have not finished."""
+        """The number of operations other than `Sample` that have not finished."""
         return len(self._operations)
 
     def _may_run(self, step: Step) -> bool:
@@ -261,10 +260,9 @@ class Scheduler:
     def _prefill_budget(self, free_slots: int, num_running: int) -> float:
         """Return how many prefill batches with an unfinished prompt should precede a decode dispatch.
 
-        With R running sequences, F waiting sequences that have free slots, and dispatches that take as long
-        as D batches, a dispatch now would waste the time of D F / (R + F) batches. The budget is this
-        number divided by MAX_IDLE_SHARE. It is at most D / MAX_IDLE_SHARE, so the delay of a dispatch is
-        bounded.
+        R sequences run, F waiting sequences could use free slots, and a dispatch takes as long as D batches.
+        A dispatch now would waste the time of D F / (R + F) batches. The budget is this number divided by
+        MAX_IDLE_SHARE. It is at most D / MAX_IDLE_SHARE, so the delay of a dispatch is bounded.
         """
         waiting = self._samples.num_waiting_sequences(at_most=free_slots)
         idle = waiting / max(1, num_running + waiting)

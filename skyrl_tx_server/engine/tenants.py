@@ -1,9 +1,9 @@
 """Tenants: the key file, and the owners of objects.
 
-The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs
-and checkpoint paths begin with the id of their session. No other record of ownership is needed, even after a
-restart. An id without this prefix belongs to `DEFAULT_TENANT`, the operator: the holder of `api_key`, or
-every client if the server has no key.
+The id of a session contains its owner: `tenant-<name>.session-<hex>`. The ids of models, samplers and
+training runs begin with the id of their session, and checkpoint paths contain the id of their run. No other
+record of ownership is needed, even after a restart. An id without the prefix `tenant-<name>.` belongs to
+`DEFAULT_TENANT`, the operator: the holder of `api_key`, or every client if the server has no key.
 
 A key file contains one line for each key, `name:<SHA-256 of the key in hex>`. Keys have 256 random bits
 (`python -m skyrl_tx_server.keys add`), so they cannot be guessed and need no slow password hash.

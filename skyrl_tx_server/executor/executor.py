@@ -2,7 +2,7 @@
 
 A failed operation leaves a model as it was, with one exception: an optimizer step whose result is not finite
 drops the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old buffers when
-the operation has succeeded. The optimizer step does not donate its inputs, so they survive if it fails.
+the operation has succeeded. The optimizer step does not donate its inputs. A failed step keeps them.
 
 This file is long because it has one method for each operation and the set-up of the device state.
 """
@@ -113,8 +113,8 @@ class DeviceExecutor:
         if on_gpu() and dtype == np.float32:
             # by default NVIDIA GPUs round the factors of a float32 product to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
-        self._memory = divide_memory(model, available, ranks)
-        cache_size = fitting_cache(model, self._memory.cache_bytes)
+        self.memory = divide_memory(model, available, ranks)
+        cache_size = fitting_cache(model, self.memory.cache_bytes)
         logger.info("loading %s", settings.model_dir)
         self._config = with_weight_layout(
             model.config, dtype=dtype, num_slots=cache_size.slots, max_lora_rank=settings.max_lora_rank
@@ -180,8 +180,8 @@ class DeviceExecutor:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of the programs that most servers need.
 
-        It omits the optimizer step, the rolled decode programs, and the programs for sequences longer than a
-        training batch, for several targets per position, and for top-k logprobs.
+        The result omits the optimizer step, the rolled decode programs, and the programs for sequences longer
+        than a training batch, for several targets per position, and for top-k logprobs.
         """
         return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 
@@ -194,7 +194,7 @@ class DeviceExecutor:
             yield (
                 f"forward_backward, {shape.length} tokens",
                 forward_backward.lower(
-                    *arguments, config=self._config, remat=self._memory.remat(shape.length)
+                    *arguments, config=self._config, remat=self.memory.remat(shape.length)
                 ),
             )
             yield (
@@ -266,7 +266,7 @@ class DeviceExecutor:
                 packed.arrays,
                 loss,
                 config=self._config,
-                remat=self._memory.remat(np.shape(packed.arrays.tokens)[1]),
+                remat=self.memory.remat(np.shape(packed.arrays.tokens)[1]),
             )
             outputs.append(to_host(output))
         self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
@@ -297,7 +297,7 @@ class DeviceExecutor:
             self._models.put(op.model_id, replace(model, gradient=None))
             term = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
-                f"optim_step of {op.model_id} was not taken: its {term} is not finite. The weights are "
+                f"optim_step of {op.model_id} was not applied: its {term} is not finite. The weights are "
                 "unchanged and the gradient is dropped; use other data, or lower the learning rate or the "
                 "advantages"
             )

@@ -35,4 +35,4 @@ def _compile(programs: Iterable[tuple[str, Lowered]]) -> None:
     except Exception:
         logger.exception("warmup failed after %d programs; requests compile the remaining programs", count)
         return
-    logger.info("%d programs ready after %.0f s", count, time.monotonic() - start)
+    logger.info("compiled %d programs in advance in %.0f s", count, time.monotonic() - start)

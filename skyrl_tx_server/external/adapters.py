@@ -1,7 +1,7 @@
-"""The adapters of an external server. The operation `SaveSampler` writes a snapshot in PEFT format. The
-external server loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
-evicted or lost in the meantime, the next sample loads it again. If an earlier process saved a checkpoint, the
-adapter of the checkpoint is written and loaded for the first sample that uses it."""
+"""The adapters of the external sampler. The operation `SaveSampler` writes a snapshot in PEFT format. The
+external sampler loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
+unloaded or lost in the meantime, the next sample loads it again. The adapter of a checkpoint that an earlier
+process saved is written and loaded for the first sample that uses the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Number of compared tokens whose logprobs agree. The key is True for samples whose temperature changes the
-distribution (any temperature except 0 and 1), and False for all other samples."""
+"""Number of compared tokens whose logprobs agree. The key is True for samples whose temperature scales the
+logits (any temperature except 0 and 1), and False for all other samples."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
-    """A sampler snapshot that the external server can load."""
+    """A sampler snapshot that the external sampler can load."""
 
     weights: str  # the name of the snapshot; a tinker:// path for a checkpoint on disk
     directory: Path  # contains the adapter in PEFT format
     saved: Future[WeightsSaved] | None  # done when the directory is written; None: `_load` writes it
-    loaded: asyncio.Task[str] | None = None  # returns the adapter's name on the server; None: not loaded
+    loaded: asyncio.Task[str] | None = None  # returns the name of the loaded adapter; None: not loaded
     users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use the snapshot
     agreed: AgreedTokens = field(default_factory=Counter)
 
 
 class ExternalAdapters:
-    """The snapshots that the external server has loaded or can load. All methods run on the event loop."""
+    """The snapshots that the external sampler has loaded or can load. All methods run on the event loop."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class ExternalAdapters:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[WeightsSaved]) -> None:
-        """Add a snapshot and load it. The operation with the future `saved` writes its adapter to
-        `directory`. An earlier snapshot with the same name is dropped."""
+        """Add a snapshot and load it. The operation with the future `saved` writes the adapter of the
+        snapshot to `directory`. An earlier snapshot with the same name is dropped."""
         self.drop(weights)
         self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
         self.load(self._adapters[weights])
@@ -84,7 +84,7 @@ class ExternalAdapters:
         if adapter is None:
             if not is_on_disk(weights):
                 raise NotFoundError(
-                    f"no sampler weights {weights}: they were never saved, or were freed with their session; "
+                    f"no sampler snapshot {weights}: it was never saved, or was freed with its session; "
                     "save them again"
                 )
             adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
@@ -109,7 +109,7 @@ class ExternalAdapters:
             await asyncio.wait({saved})
             if saved.cancelled() or saved.exception() is not None:
                 if not is_on_disk(adapter.weights):
-                    raise NotFoundError(f"no sampler weights {adapter.weights}: saving them failed")
+                    raise NotFoundError(f"no sampler snapshot {adapter.weights}: saving it failed")
                 # An earlier request may have saved a checkpoint with this name. Load that checkpoint.
                 adapter.saved, adapter.directory = None, self.new_directory()
         if adapter.saved is None and not adapter.directory.exists():
@@ -156,5 +156,5 @@ class ExternalAdapters:
     async def _unload(self, adapter: ExternalAdapter) -> None:
         loaded, adapter.loaded = adapter.loaded, None
         if loaded is not None:
-            with suppress(ServerError):  # loading failed, or the external server has stopped
+            with suppress(ServerError):  # loading failed, or the external sampler has stopped
                 await self._server.unload(await asyncio.shield(loaded))

@@ -16,7 +16,7 @@ WINDOW = 64
 MIN_SAMPLES = 8
 """Minimum number of compared samples for a warning."""
 OTHER_MODEL_FACTOR = 10
-"""A sample counts as sampled by another model if its mean difference exceeds the limit by this factor."""
+"""A sample counts as sampled by another model if its mean difference is above this factor times the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
-"""Sampling by an external vLLM or SGLang server. The routes use `ExternalSampling` in place of the engine.
+"""Sampling by an external vLLM or SGLang server, the external sampler. The routes use `ExternalSampling` in
+place of the engine.
 
-The engine still runs all operations except samples, and it runs the samples that the external server cannot
-serve exactly (see `_can_serve`). All methods run on the event loop.
+The engine still runs all operations except `Sample`, and the `Sample` operations that the external sampler
+cannot serve exactly (see `_can_serve`). All methods run on the event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_s
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 MIN_AGREED_TOKENS = 16
-"""The number of tokens of a snapshot that must agree before samples are returned without a comparison."""
+"""The number of tokens of a snapshot, or of the base model, that must agree before samples are returned
+without a comparison."""
 
 
 class ExternalSampling:
@@ -61,9 +63,9 @@ class ExternalSampling:
         max_adapters: int,
         model_dir: Path,
     ) -> None:
-        """Write adapters below `adapters`, an absolute path. While more than `max_adapters` are loaded in the
-        sampler, unload unused ones. Raise ConfigError if the sampler's context is shorter than the
-        engine's."""
+        """Write adapters below `adapters`, an absolute path. While the external sampler has loaded more than
+        `max_adapters` adapters, unload unused ones. Raise ConfigError if the context of the external sampler
+        is shorter than the engine's."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: the sampler's context is {server.max_model_len} tokens, this "
@@ -101,8 +103,8 @@ class ExternalSampling:
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
-        """Submit an operation. Call it on the event loop. An external sample reports nothing to `watcher` and
-        can be cancelled at any time."""
+        """Submit an operation. Call this method on the event loop. A `Sample` operation that the external
+        sampler serves reports nothing to `watcher` and can be cancelled at any time."""
         operation = cast("Op", op)
         match operation:
             case Sample() if self._can_serve(operation) and not self._stopping:
@@ -122,17 +124,17 @@ class ExternalSampling:
                 return self._engine.submit(op, watcher, tenant=tenant)
 
     async def _drop(self, op: DropSnapshot, until_unused: asyncio.Task[None], tenant: str) -> Done:
-        """Drop a snapshot in the engine when no external sample needs it for a comparison."""
+        """Drop a snapshot in the engine when no sample of the external sampler needs it for a comparison."""
         await until_unused
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
-        """Cancel all requests to the external server. Later samples go to the engine, which is stopping."""
+        """Cancel all requests to the external sampler. Later requests go to the engine, which is stopping."""
         self._stopping = True
         await self._tasks.cancel()
 
     def _can_serve(self, op: Sample) -> bool:
-        """Return whether the external server can serve the request exactly. The engine serves requests for
+        """Return whether the external sampler can serve the request exactly. The engine serves requests for
         logprobs of prompt tokens or of tokens that were not sampled."""
         scores = (
             op.prompt_logprobs
@@ -201,7 +203,7 @@ class ExternalSampling:
         try:
             return await self._server.sample(request, await asyncio.shield(loaded))
         except AdapterLostError:
-            # The external server was restarted and may run another model, so the comparisons begin again.
+            # The external sampler may have restarted with another model, so the comparisons begin again.
             for agreed in (self._agreed, adapter.agreed):
                 agreed.clear()
             if adapter.loaded is loaded:
@@ -220,8 +222,8 @@ class ExternalSampling:
         """Until MIN_AGREED_TOKENS tokens of the snapshot agree, compare the longest sample of each request
         before the request is answered. In the background, compare the fraction `sampler_check` of samples.
 
-        A sampler with wrong settings may return wrong logprobs only at temperatures that change the
-        distribution. Samples with and without such a temperature are therefore counted separately.
+        With wrong settings, the external sampler may return correct logprobs at temperature 0 or 1 and wrong
+        logprobs at other temperatures. Samples of these two kinds are therefore counted separately.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < MIN_AGREED_TOKENS:
@@ -250,8 +252,8 @@ class ExternalSampling:
         return diff.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Compute the logprobs of a sample with the engine, and compare the sampler's logprobs with them.
-        Return None if the context of the engine has no room for any sampled token."""
+        """Compute the logprobs of a sample with the engine, and compare the logprobs of the external sampler
+        with them. Return None if the context of the engine has no room for any sampled token."""
         tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         num_scored = len(tokens) - len(op.prompt)
         if not num_scored:

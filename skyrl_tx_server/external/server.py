@@ -1,5 +1,5 @@
-"""The connection to an external vLLM or SGLang server: identifies the server, loads adapters and requests
-samples."""
+"""The connection to the external sampler, a vLLM or SGLang server: identifies the server, loads adapters and
+requests samples."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 # This client closes a connection that was idle for this time. The time is shorter than the keep-alive time of
-# the external server, so no request uses a connection that the external server is closing.
+# the external sampler, so no request uses a connection that the external sampler is closing.
 KEEP_IDLE_S = 2.0
 
 
 class ExternalServer:
-    """An external server. `connect` creates it."""
+    """An external sampler. `connect` creates it."""
 
     def __init__(self, client: _Client, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
         self.url = client.url
         self.dialect = dialect
         self.max_model_len = max_model_len  # None: unknown
-        self._model = model  # name of the base model on the external server
+        self._model = model  # name of the base model on the external sampler
         self._client = client
 
     async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
@@ -109,11 +109,11 @@ class _Client:
 async def connect(
     options: SamplerOptions, *, base_model: str, adapters: Path
 ) -> AsyncGenerator[ExternalServer]:
-    """Connect to the external server. Raise ConfigError if the server does not answer, is of an unknown kind,
-    serves another model or cannot load adapters at run time.
+    """Connect to the external sampler. Raise ConfigError if it does not answer, is of an unknown kind, serves
+    another model or cannot load adapters at run time.
 
-    Unload the adapters whose files are in the directory `adapters`: an earlier run of skyrl_tx_server loaded
-    them, and nothing else can have loaded them.
+    Unload the adapters whose files are in the directory `adapters`, because only an earlier run of
+    skyrl_tx_server can have loaded them.
     """
     assert options.sampler_url is not None, "there is no external sampler to connect to"
     key = options.sampler_api_key
@@ -140,8 +140,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
         )
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"the external server serves {', '.join(served)}; start it with --served-model-name {base_model} "
-            "and with the same base weights as this server"
+            f"the external sampler serves {', '.join(served)}; start it with "
+            f"--served-model-name {base_model} and with the same base weights as this server"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
@@ -150,7 +150,7 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     response = await client.send("GET", server.dialect.load_path)
     if response.status_code == HTTPStatus.NOT_FOUND:  # an existing POST route replies 405
         raise SamplerError(
-            f"the external server cannot load adapters at run time; start it with {server.dialect.needs}"
+            f"the external sampler cannot load adapters at run time; start it with {server.dialect.needs}"
         )
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):

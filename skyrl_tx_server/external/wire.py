@@ -1,7 +1,7 @@
 """The requests to vLLM and SGLang and their replies, in the formats of vLLM 0.33 and SGLang 0.5.23.
 
 A request contains every setting that affects a sample, so that a generation_config.json of the external
-server has no effect. A reply without a token id or log-probability is an error.
+sampler has no effect. A reply without a token id or log-probability is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
 
 NO_LOGPROB_BELOW = -9998.0
-"""A logprob at or below this limit is refused: vLLM returns -9999 in place of minus infinity, which is not a
-valid logprob of a sampled token."""
+"""A logprob at or below this limit is refused. vLLM returns -9999 in place of minus infinity, and a sampled
+token cannot have a logprob of minus infinity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Dialect(Protocol):
 
     load_path: str
     unload_path: str
-    needs: str  # environment variable and option with which the external server must be started
+    needs: str  # environment variable and option with which the external sampler must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """Whether the server can apply these settings exactly."""
@@ -92,7 +92,7 @@ class Vllm:
             "n": request.num_samples,
             "max_tokens": request.max_tokens,
             **_settings(request.settings),
-            # vLLM uses seed + i for sample i, which must be below 2**63.
+            # vLLM samples sequence i with the seed `seed + i`. This sum must be below 2**63.
             "seed": None if seed is None else seed % 2**62,
             "stop_token_ids": list(request.stop_tokens),
             "ignore_eos": True,  # sampling stops only at stop_token_ids and stop
@@ -206,7 +206,7 @@ def cut_at_stop(
     sample: ReturnedSample, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
     """Return the sample up to the token at which the engine would have stopped. `tokenizer` is needed for
-    stop strings. Raise SamplerError if the external server stopped earlier."""
+    stop strings. Raise SamplerError if the external sampler stopped earlier."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (

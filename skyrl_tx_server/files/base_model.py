@@ -68,9 +68,9 @@ def open_base_model(directory: Path) -> BaseTensors:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return one SHA-256 over config.json and, of each weight file, the safetensors header and 64 evenly
-    spaced parts of 4096 bytes. This takes seconds for any model. Raise ConfigError if a file cannot be
-    read."""
+    """Return one SHA-256 over config.json and over a selection of the bytes of each weight file: the
+    safetensors header and 64 evenly spaced parts of 4096 bytes. This takes seconds for any model. Raise
+    ConfigError if a file cannot be read."""
     digest = hashlib.sha256()
     with _config_errors(directory):
         config = read_json_object(directory / "config.json")

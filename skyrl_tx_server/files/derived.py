@@ -35,13 +35,13 @@ class DerivedFiles:
         return None
 
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
-        """Let `make` create the file or directory at a temporary path. Rename it and return its path."""
+        """Let `make` create the file or directory at a temporary path. Rename it and return its new path."""
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
         try:
             make(temporary)
             while True:
-                # Not `exist_ok=True`, which raises an error if another thread removes the folder meanwhile.
+                # `exist_ok=True` would raise an error if another thread removes the folder meanwhile.
                 with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:

@@ -39,9 +39,8 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the folder of the
     GGUF file takes precedence over the tokenizer in the GGUF file.
 
-    Raises ConfigError if the GGUF file has an invalid id of a special token. If there is no such
-    tokenizer.json, also raises it if the tokenizer in the GGUF file is not byte-level BPE with one of
-    `SPLITS`.
+    Raises ConfigError if the GGUF file has an invalid id of a special token. Also raises ConfigError if the
+    tokenizer in the GGUF file is used, but is not byte-level BPE with one of `SPLITS`.
     """
     tokens = _tokens(file)
     tokenizer_file = file.path.with_name("tokenizer.json")

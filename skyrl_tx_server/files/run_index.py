@@ -34,7 +34,7 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A training run of this server. It remains after its model was unloaded. Raises UserError if its
+    """A training run of this server. It remains after its model is unloaded. Raises UserError if its
     metadata are larger than `MAX_METADATA_BYTES`."""
 
     run_id: str
@@ -266,7 +266,7 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 
 def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
-    """Parse a run. Raise ValueError, KeyError or TypeError if invalid. Drop metadata over the limit."""
+    """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
     metadata = fact.get("user_metadata", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for item in metadata.items() for text in item

@@ -27,7 +27,7 @@ class HostNames(Enum):
     """Which `Host` headers are accepted besides `allowed_hosts`."""
 
     ANY = "any"  # every name, because an API key protects the server
-    ADDRESSES = "addresses"  # every IP address, because DNS rebinding needs a name
+    ADDRESSES = "addresses"  # `localhost` and every IP address, because DNS rebinding needs another name
     LOOPBACK = "loopback"  # only `localhost` and loopback addresses
 
 

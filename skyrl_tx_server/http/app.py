@@ -93,7 +93,8 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 
 async def housekeep(state: AppState) -> None:
-    """Reload changed API keys. Remove expired sessions, checkpoints and results, and unused derived files."""
+    """Reload changed API keys. Remove expired sessions and checkpoints, results whose grace period is over,
+    and derived files (`files.derived`) that are no longer used."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):
@@ -105,7 +106,7 @@ async def housekeep(state: AppState) -> None:
         try:
             generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # the checkpoint was saved again; its new expiry will be recorded
+                continue  # the checkpoint was saved again; that save records the new expiry
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)

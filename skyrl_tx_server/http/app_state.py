@@ -27,11 +27,11 @@ class HttpSettings:
 
     model_dir: Path | None
     """The directory of the tokenizer, for OpenAI's routes and for clients on this machine. None: OpenAI's
-    routes refuse text, and clients find the tokenizer by the name of the model."""
+    routes for completions refuse every request, and clients find the tokenizer by the name of the model."""
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = None  # the operator's; if tenant_keys is None too, every client is the operator
+    api_key: str | None = None  # the key of the operator; see `_check_key` in `http_handler`
     access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
@@ -57,11 +57,12 @@ class AppState:
     """Number of replies by method, route and status."""
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
-    tenants: dict[str, AppState] = field(default_factory=dict)  # tenant -> its state, if it exists already
+    # tenant -> state of the tenant; a tenant has no state before its first request
+    tenants: dict[str, AppState] = field(default_factory=dict)
 
     def for_tenant(self, tenant: str) -> AppState:
-        """Return the state of a tenant, which is created if necessary. Only the operator's state can return
-        the state of another tenant."""
+        """Return the state of a tenant. Create the state if it does not exist. Only the operator's state can
+        return the state of another tenant."""
         if tenant == self.tenant:
             return self
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
@@ -83,7 +84,7 @@ class AppState:
         return self.tenant == DEFAULT_TENANT
 
     def close(self) -> None:
-        """Make all polls that wait for a future return, because the server is stopping."""
+        """End all polls that wait for a future. The server calls this method when it stops."""
         for state in (self, *self.tenants.values()):
             state.futures.close()
 

@@ -20,14 +20,14 @@ JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
-"""Uncompressed bodies up to this size are parsed on the event loop and do not count as bytes in flight. The
-limit on connections also limits the number of such bodies."""
+"""An uncompressed body up to this size is parsed on the event loop. If its content-length is known, the body
+reserves no bytes of the `BodyBudget`. The limit on connections also limits the number of such bodies."""
 DISCARD_AT_MOST = 1 << 30
 """A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
 """A body is rejected if it arrives more than `stalled_s` seconds later than it would at this rate."""
 MAX_COMPRESSION_RATIO = 200
-ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any compression ratio
+ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # a decompressed body up to this size may have any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
 BODIES_IN_FLIGHT = 4  # the number of bodies of maximum size that may be in memory at the same time
 _DECOMPRESS_STEP_BYTES = 1 << 20
@@ -52,7 +52,7 @@ TRAINING_JSON_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
 TRAINING_BODY = BodyLimits(
     max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE)
 )
-"""The limit for protobuf is `max_request_mb`, the limit for JSON is TRAINING_JSON_BODY."""
+"""The limit for protobuf is `max_request_mb`. The limit for JSON is TRAINING_JSON_BODY."""
 CHAT_BODY = BodyLimits(
     max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
 )
@@ -89,7 +89,7 @@ class BodyBudget:
             async with asyncio.timeout(timeout_s):
                 await admitted
         except BaseException as error:
-            # The request may have been admitted in the same iteration of the event loop.
+            # The request may have been admitted in the iteration of the event loop that ended the wait.
             if admitted.done() and not admitted.cancelled():
                 self._used -= num_bytes
             admitted.cancel()

@@ -38,11 +38,12 @@ has threads. JAX starts threads."""
 
 @asynccontextmanager
 async def serve(config: ServerConfig) -> AsyncGenerator[str]:
-    """Run a server while the block runs, and yield its address, for example http://127.0.0.1:8000.
+    """Run a server for the duration of an `async with` block. Yield its address, for example
+    http://127.0.0.1:8000.
 
     The block starts when the model is loaded. The server is a child process. Its output is copied to
     standard error. The server also stops if this process is killed. Raises ConfigError if the server refuses
-    its options or its model, and ServerError if it stops for another reason before it is ready.
+    its options or its model, and ServerError if the server stops for another reason before it is ready.
     """
     keys = {variable: getattr(config, name) for name, variable in SECRETS.items() if getattr(config, name)}
     import_path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -56,7 +57,7 @@ async def serve(config: ServerConfig) -> AsyncGenerator[str]:
         stderr=STDOUT,
         limit=MAX_LINE_BYTES,
         env=os.environ | import_path | keys,
-        start_new_session=True,  # Ctrl-C reaches only this process, which may save a checkpoint first
+        start_new_session=True,  # Ctrl-C reaches only this process, so the block can still use the server
     )
     try:
         url = await _address(process)

@@ -1,8 +1,8 @@
 """Run every route: check access and API key, log one line, and convert errors to statuses.
 
-The SDK retries 409 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is therefore a
-400; 429 and 5xx are for errors that may be temporary. A failure that retrieve_future reports is a 200 with an
-`error` field (`routes/futures.py`).
+The SDK retries 409, 429 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is
+therefore a 400; 429 and 5xx are for errors that may be temporary. retrieve_future reports a failed operation
+with status 200 and an `error` field (`routes/futures.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPENAI_PREFIX = "/v1/"
 
 @dataclass(kw_only=True, slots=True)
 class StartupState:
-    """Holds the application state once the engine has started. Requests before that get a 503."""
+    """Holds the application state after the engine has started. Earlier requests get a 503."""
 
     state: AppState | None = None
 

@@ -98,8 +98,8 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the size of the headers, and on the time in which the client sends
-    them and reads a reply."""
+    """uvicorn's protocol with limits on the size of the headers, on the time in which the client sends the
+    headers, and on the time in which the client reads a reply."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Acceptor:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        has_warned = False  # since the last accepted connection
+        has_warned = False  # whether a warning was logged since the last accepted connection
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
@@ -225,7 +225,10 @@ class Acceptor:
                 if error.errno == errno.EBADF:
                     return  # the listening socket was closed
                 if not has_warned:
-                    logger.warning("cannot accept connections: %s; closing idle connections", error.strerror)
+                    logger.warning(
+                        "cannot accept connections: %s; closing the connection that has been idle longest",
+                        error.strerror,
+                    )
                 has_warned = True
                 self._connections.close_longest_idle()
                 await asyncio.sleep(ACCEPT_AGAIN_S)

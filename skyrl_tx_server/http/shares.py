@@ -1,4 +1,5 @@
-"""A tenant's view of the engine, which enforces the quota of tokens in flight."""
+"""A tenant's view of the engine. It limits the tokens in flight, which are the tokens of the tenant's waiting
+and running operations."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class EngineShare:
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
-        """Submit `op` for this tenant; `tenant` is ignored. Raise CapacityError while too many tokens are in
-        flight, and UserError for an operation that alone exceeds the quota."""
+        """Submit `op` for this tenant. The argument `tenant` is ignored. Raise CapacityError while too many
+        tokens are in flight, and UserError for an operation that alone exceeds the quota."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
@@ -65,8 +66,9 @@ class EngineShare:
 
 
 def _num_tokens(op: Operation[object], max_context_length: int) -> int:
-    """Return the number of tokens of the prompt and the longest completions of a sample, or of all data of a
-    forward_backward. All other operations count 0."""
+    """Return the number of tokens that the quota counts. A sample counts the tokens of its prompt and of the
+    longest possible completions. A forward_backward counts the tokens of all its data. Other operations count
+    0."""
     match op:
         case Sample():
             longest = (

@@ -22,7 +22,7 @@ class StreamWatcher:
     def __init__(self, *, streams_tokens: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.streams_tokens = streams_tokens
-        self.deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request has ended
+        self.deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the operation has ended
         self.cancelled = False
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -32,8 +32,8 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """End the request after the current prefill or decode dispatch. To withdraw a request that has not
-        started, cancel its future too."""
+        """End the operation after the current prefill batch or decode dispatch. To withdraw an operation that
+        has not started, cancel its future too."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:
@@ -48,7 +48,7 @@ async def stream_tokens(
     state: AppState, op: Sample, results: list[SampleResult]
 ) -> AsyncGenerator[TokenDelta]:
     """Yield the tokens of `op` as they are sampled, and append the result to `results`. Closing the generator
-    withdraws the request. Raise ServerError if the operation fails."""
+    withdraws the operation. Raise ServerError if the operation fails."""
     watcher = StreamWatcher(streams_tokens=True)
     future = state.engine.submit(op, watcher)
     future.add_done_callback(watcher.finish)

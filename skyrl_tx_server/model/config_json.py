@@ -29,7 +29,9 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     family = FAMILIES[model_type]
     for name, expected in family.expected.items():
         if raw.get(name, expected) not in (expected, None):
-            raise ConfigError(f"{path}: {name}={raw[name]!r} is not supported, only {expected!r}")
+            raise ConfigError(
+                f"{path}: {name}={raw[name]!r} is not supported; the only supported value is {expected!r}"
+            )
     block_size(raw, path)
     try:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))

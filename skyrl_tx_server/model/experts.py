@@ -1,11 +1,12 @@
-"""A mixture of experts. The router chooses a few experts for each token, and tokens are sorted by expert, so
-that each expert computes matrix products.
+"""A mixture of experts. The router chooses a few experts for each token. Tokens are sorted by expert, so that
+each expert processes its tokens in matrix products.
 
 An assignment is a pair of a token and one of its experts. Assignments are sorted into tiles of one expert
 each. A loop (on a GPU, a kernel) multiplies each tile that has assignments by the weight of its expert. The
 size of the program does not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot`
-computes the same result, but on a CPU XLA multiplies every token by every expert, which takes 17 times as
-long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2, experts a, b, c and `.` for padding:
+computes the same result, but on a CPU XLA then multiplies every token by every expert. This takes 17 times as
+long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 assignments, the experts a, b and c, and
+`.` for padding:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -44,7 +45,7 @@ TINY = 1e-20
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
-    """Return the descriptions of the weights of a layer that `add_experts` reads."""
+    """Return the descriptions of the weights that `add_experts` reads in a layer."""
     experts = config.experts
     assert experts is not None
     hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
@@ -109,7 +110,7 @@ def add_experts(
 
 class Router(NamedTuple):
     weight: jax.Array  # [count, D]
-    bias: jax.Array | None = None  # [count] float32; None: experts are not chosen by groups
+    bias: jax.Array | None = None  # [count] float32; None: the model has no `ExpertGroups`
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +133,8 @@ def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, ja
 
 
 def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
-    """Set `scores` [N, count] to minus infinity outside the best groups of each token."""
+    """Return `scores` [N, count] with minus infinity for the experts outside the best groups of each
+    token."""
     grouped = scores.reshape(len(scores), groups.count, -1)
     best_two, _ = jax.lax.top_k(grouped, 2)
     _, chosen = jax.lax.top_k(best_two.sum(axis=-1), groups.per_token)
@@ -155,10 +157,12 @@ def mix_experts(
     """Return the weighted sum [B, T, D] of the outputs of E experts for x [B, T, D]. `routed` is the result
     of `route` for x.
 
-    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. With
-    `layer`, both are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:
-    the outputs of `gate_up` are gathered, those of `down` stay divided. `modules` are LoRA weights of both:
-    one adapter (A [E, in, ...]), or all LoRA slots and the slot of each sequence (A [slots, layers, E, ...]).
+    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. If
+    `layer` is given, both weights are stacked over layers, and `layer` is the index of the layer. If `fsdp`
+    is a mesh axis, it divides the outputs of both weights: the outputs of `gate_up` are gathered, the outputs
+    of `down` stay divided. `modules` are the LoRA weights of `gate_up` and `down`: one adapter
+    (A [E, in, ...]), or all LoRA slots and the slot of each sequence (A [slots, layers, E, ...]). None: no
+    adapter.
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -171,7 +175,9 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:  # every tile has one LoRA slot; on a CPU tiles of 1 avoid padding, which costs no time on a GPU
+    else:
+        # Every tile has one LoRA slot. On a CPU, tiles of one assignment avoid padding. On a GPU, padding
+        # costs no time.
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
@@ -209,8 +215,8 @@ def _mix_on_device(
     modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """Run `mix_experts` on one device of a mesh, which has a part of the experts and of their columns, and
-    sum the results along the axes `expert` and `tensor`."""
+    """On one device of a mesh, run `mix_experts` for the experts and columns of this device. Sum the results
+    over the axes `expert` and `tensor`."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
@@ -246,8 +252,9 @@ def _module_specs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The places of R assignments in N tiles. The assignments of a tile have the same group: an expert, or an
-    expert with a LoRA slot. Assignments to experts of other devices are in no tile."""
+    """The places of R assignments in N tiles. All assignments of a tile have the same group. Here, a group is
+    an expert, or a pair of an expert and a LoRA slot. Assignments to experts of other devices are in no
+    tile."""
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile
@@ -255,13 +262,13 @@ class TileLayout:
     used: jax.Array  # [] int32, number of tiles with assignments
 
     def fill(self, inputs: jax.Array) -> jax.Array:
-        """[R, n] -> [N, tile, n], padded with zeros."""
+        """Return the rows of `inputs` [R, n] in tiles [N, tile, n], padded with zeros."""
         count = self.groups.shape[0]
         empty = jnp.zeros((count * self.tile, inputs.shape[1]), inputs.dtype)
         return empty.at[self.places].set(inputs, mode="drop").reshape(count, self.tile, -1)
 
     def take(self, tiles: jax.Array) -> jax.Array:
-        """[N, tile, n] -> [R, n], zeros for assignments in no tile."""
+        """Return the rows [R, n] of `tiles` [N, tile, n], with zeros for assignments in no tile."""
         return tiles.reshape(-1, tiles.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
 
 
@@ -273,8 +280,8 @@ def tile_size(assignments: int, experts: int) -> int:
 
 
 def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
-    """Return the layout of assignments to the groups 0 .. count - 1 in tiles of one group each. All other
-    group numbers belong to other devices."""
+    """Return the layout of R assignments in tiles of one group each. `local_R` [R] are the numbers of their
+    groups. Numbers outside 0 .. count - 1 belong to other devices."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]

@@ -94,9 +94,10 @@ def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
     )
     if config.mesh is not None or jax.default_backend() != "cpu":
         return cache
-    # The first write to new memory takes up to seconds per GiB. XLA runs a program without arithmetic in the
-    # calling thread, which would wait for this write. The loop below never runs, but it contains arithmetic.
-    # XLA therefore fills the memory in another thread while the server starts and compiles the first program.
+    # The first write to new memory can take seconds per GiB. XLA runs a program without arithmetic in the
+    # calling thread. This thread would wait for the write. The body of the loop below never runs, but it
+    # contains arithmetic. XLA therefore fills the memory in another thread while the server starts and
+    # compiles the first program.
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return jax.lax.fori_loop(0, zero, lambda _, cache: jax.tree.map(lambda leaf: 2 * leaf, cache), cache)
 

@@ -43,7 +43,8 @@ def rope_tables(rope: RopeSpec, positions: jax.Array | np.ndarray, dtype: jnp.dt
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, head_dim]. Rotary pairs are the two halves of a head, as in Hugging Face."""
+    """Rotate x [B, T, heads, head_dim]. As in Hugging Face, a rotary pair consists of element i of the first
+    half and element i of the second half of a head."""
     cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -52,7 +53,8 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
 def packed_attention(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray
 ) -> jax.Array:
-    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment.
+    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment. A segment
+    consists of the positions with the same value of `segment_ids_BT`.
 
     A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
     backward pass recomputes its probabilities, so all scores [T, T] are never in memory together.
@@ -74,7 +76,7 @@ def packed_attention(
 def within_segments(
     segment_ids_BT: jax.Array | np.ndarray,
 ) -> Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return `packed_attention` over these segments, for the argument `attend` of `hidden_states`."""
+    """Return `packed_attention` with these segment ids, for the argument `attend` of `hidden_states`."""
     return lambda spec, q, k, v: packed_attention(spec, q, k, v, segment_ids_BT)
 
 

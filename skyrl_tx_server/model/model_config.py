@@ -86,7 +86,7 @@ class LatentAttention:
     qk_nope_head_dim: int  # number of dimensions of a query and key that are not rotated
     qk_rope_head_dim: int  # number of rotated dimensions; all heads share the rotated key
     v_head_dim: int
-    interleaved: bool  # rotary pairs are adjacent dimensions instead of the two halves
+    interleaved: bool  # whether a rotary pair has adjacent dimensions, not dimension i of each half
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

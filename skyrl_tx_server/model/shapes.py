@@ -1,5 +1,5 @@
-"""The shapes of arrays on the device. Every shape needs a compiled program, so this module defines all of
-them. It uses numpy only."""
+"""The shapes of arrays on the device. Every shape needs a compiled program, so this module defines all
+shapes. It uses numpy only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ would change results, because a matrix product of one row differs in the last bi
 rows."""
 ATTENTION_TILE = 128
 """The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
-are multiples of it."""
+are multiples of this number."""
 SMALLER_SHAPES = 2  # the maximum number of training lengths below the budget
 PREFILL_TILE = 64
 """The number of tokens of a tile in prefill. The part of a prompt after its cached prefix is divided into
@@ -147,7 +147,8 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 
 def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return [T] int32, the tokens right-padded with zeros. T is the smallest sufficient one of `lengths`."""
+    """Return [T] int32, the tokens right-padded with zeros. T is the smallest of `lengths` that is
+    sufficient."""
     padded = np.zeros(bucket(len(tokens), lengths), np.int32)
     padded[: len(tokens)] = tokens
     return padded

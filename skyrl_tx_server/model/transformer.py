@@ -1,7 +1,8 @@
 """A model as pure functions over stacked weights.
 
-Training, prefill and decoding share `layer`, which takes attention as a callback. Weights have the dtype of
-the checkpoint. Norms, rotary angles, softmax and logits are computed in float32.
+Training, prefill and decoding share `layer`, which takes attention as a callback. Weights (except
+`Weight.exact`) and activations have the dtype of the option `dtype`. Norms, rotary angles, softmax and logits
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
             return draw(key, shape, leaf_dtype)
-        # Matrices are drawn as [in, out] and transposed. Drawing [out, in] would give a seed other weights.
+        # Matrices are drawn as [in, out] and transposed. If they were drawn as [out, in], the same seed would
+        # give other weights.
         return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -136,8 +138,8 @@ def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, L
     """Split the weights of a stack into (weights to slice by layer, weights to pass whole). `layer` needs
     both.
 
-    The matrices of experts are passed whole unless they must be gathered, because a slice would be a copy, of
-    up to a gigabyte per layer.
+    The matrices of experts are passed whole unless they must be gathered. XLA would copy a slice of them, up
+    to a gigabyte per layer.
     """
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     sliced = {field: leaf for field, leaf in stack.items() if field not in whole}
@@ -219,7 +221,8 @@ def head_of(params: Params) -> jax.Array:
 
 
 def with_gathered_head(config: ModelConfig, params: Params) -> Params:
-    """Gather the head once, for a program that uses it for many chunks."""
+    """Inside a program: return the weights with the head gathered along `fsdp`. A program that computes many
+    chunks of logits then gathers the head only once."""
     if not gathers(config):
         return params
     return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))

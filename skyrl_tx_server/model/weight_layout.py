@@ -1,12 +1,13 @@
-"""The layout of the projections and of the LoRA factors on one CPU: [outputs, inputs] as in Hugging Face's
-files, or [inputs, outputs].
+"""Chooses the layout in which products on one CPU read the projections and the LoRA factors: [outputs,
+inputs] as in Hugging Face's files, or [inputs, outputs].
 
 XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs for
 weights [outputs, inputs]. LoRA slots store the factors as [inputs, outputs], so with the layout [outputs,
-inputs] a decode dispatch must transpose the factors. But with the layout [inputs, outputs], for some numbers
-of inputs, XLA's order of summation depends on the number of rows, and a completion would depend on the other
-sequences of its batch. Therefore the server computes products of the model's shapes at the start. It uses the
-layout [inputs, outputs] only if the bits of these products are the same for all numbers of rows.
+inputs] a decode dispatch must transpose the factors. However, with the layout [inputs, outputs] and some
+numbers of inputs, XLA's order of summation depends on the number of rows. A completion would then depend on
+the other sequences of its batch. Therefore the server computes test products of the model's shapes when it
+starts. It uses the layout [inputs, outputs] only if the bits of these products are the same for all numbers
+of rows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ type Shape = tuple[int, ...]
 def with_weight_layout(
     config: ModelConfig, *, dtype: np.dtype, num_slots: int, max_lora_rank: int
 ) -> ModelConfig:
-    """Return the configuration with `inputs_first` set if the layout [inputs, outputs] is faster, and exact
-    for decode batches of at most `num_slots` sequences.
+    """Return the configuration with `inputs_first` set if the layout [inputs, outputs] is faster and the test
+    products have the same bits for all widths of decode batches and all sizes of prefill batches. A decode
+    batch has at most `num_slots` sequences.
 
     The layout is used only for float32 models on one CPU, without latent attention and with projections of at
     least MIN_BYTES together.

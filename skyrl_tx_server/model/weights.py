@@ -52,8 +52,9 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 def resolve_model(base_model: str) -> Path:
     """Return the local directory of `base_model`.
 
-    `base_model` is a local directory, a GGUF file or packaged model, which is converted, or a name on the
-    Hugging Face hub, which is downloaded. Raises ConfigError if there is no such model.
+    `base_model` is one of: a local directory; a GGUF file or the name of a packaged model, which is
+    converted; a name on the Hugging Face hub, which is downloaded. Raises ConfigError if there is no such
+    model.
     """
     if is_gguf(base_model):
         return converted_directory(base_model)
@@ -123,7 +124,7 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
 
 def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int) -> None:
-    """Raise ConfigError if a mesh axis does not divide a dimension that it shards."""
+    """Raise ConfigError if a mesh axis divides a dimension whose size is not a multiple of the axis size."""
     latent_heads = config.hidden_size if config.latent is None else config.num_heads
     divided = [
         ("tensor", shape.tensor, config.num_kv_heads, KEY_VALUE_HEADS),
@@ -146,7 +147,8 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
         if num_devices > 1 and (size == 0 or size % num_devices):
             advice = _advise_smaller_tensor_axis(config, shape) if dimension == KEY_VALUE_HEADS else ""
             raise ConfigError(
-                f"{shape}: {size} {dimension} do not divide over {num_devices} devices ({axis}){advice}"
+                f"{shape}: {size} {dimension} cannot be divided equally over {num_devices} devices "
+                f"({axis}){advice}"
             )
 
 
@@ -364,8 +366,9 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 def _read_field(
     read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """Return one part of a field of one layer and expert. `index` selects it from the field, [out, in] or
-    [out], whose outputs have the order that `Weight` describes for a `tensor` axis of `shards` devices."""
+    """Return one part of a field of one layer and expert. `index` selects the part from the field [out, in]
+    or [out]. The outputs of the field have the order that `Weight` describes for a `tensor` axis of `shards`
+    devices."""
     outputs, *inputs = index
     parts = []
     for name, width, part in _outputs(weight, outputs, shards):

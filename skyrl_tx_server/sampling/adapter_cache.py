@@ -1,11 +1,13 @@
 """The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
-Slot 0 is the base model. A sampler snapshot is an immutable copy of a training adapter. A snapshot that a
-running or preempted sequence uses is pinned to its LoRA slot. When a slot is needed, the least recently used
-snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (in-memory snapshots)
-or from disk (tinker:// paths). A trainer saves an in-memory snapshot every step and cannot drop these
-snapshots before its session ends, so the cache drops the least recently used of them when host memory runs
-out.
+LoRA slot 0 is the base model. A sampler snapshot is an immutable copy of the adapter of a training model. A
+snapshot that a running or preempted sequence uses is pinned to its LoRA slot. When a LoRA slot is needed, the
+least recently used snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory
+(in-memory snapshots) or from disk (tinker:// paths).
+
+A trainer saves an in-memory snapshot every step. It cannot drop these snapshots before its session ends.
+When host memory runs out, the cache therefore drops the least recently used in-memory snapshots that no
+sequence uses.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray
 
 class AdapterCache:
     """Assigns LoRA slots to snapshots. `arrays` holds the adapters of all LoRA slots. Every leaf has the
-    shape [slots + 1, ...], because slot 0 is the base model."""
+    shape [slots + 1, ...], because LoRA slot 0 is the base model."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class AdapterCache:
         # the LoRA slot of each snapshot on the device, least recently used first
         self.on_device: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
-        self._pins: Counter[str] = Counter()  # number of sequences and prefill chunks that use a snapshot
+        self._pins: Counter[str] = Counter()  # snapshot -> number of sequences and prefill chunks that pin it
         self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
         self._saves: Counter[str] = Counter()  # number of saves of each name
         self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them
@@ -79,15 +81,15 @@ class AdapterCache:
 
     @property
     def in_use(self) -> list[str]:
-        """The snapshots that running or paused sequences use."""
+        """The snapshots that running, preempted or paused sequences use."""
         return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
 
     def put(self, weights: str, adapter: Adapter) -> None:
-        """Save a copy of a training adapter as the snapshot `weights`. Raises ConflictError if sequences use
-        a snapshot of this name."""
+        """Save a copy of the adapter of a training model as the snapshot with the name `weights`. Raises
+        ConflictError if sequences use a snapshot of this name."""
         if self._is_used(weights):
             raise ConflictError(
-                f"sampler weights {weights} are in use and cannot be replaced; save under another name"
+                f"the sampler snapshot {weights} is in use and cannot be replaced; save under another name"
             )
         if weights in self.on_device:
             self._evict(weights)
@@ -194,8 +196,8 @@ class AdapterCache:
             return self.in_host_memory[weights].result()
         if not is_on_disk(weights):
             raise NotFoundError(
-                f"no sampler weights {weights}: they were never saved, were freed with their session, or "
-                "were dropped because host memory was full"
+                f"no sampler snapshot {weights}: it was never saved, was freed with its session, or was "
+                "dropped because host memory was full"
             )
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
@@ -228,7 +230,7 @@ class AdapterCache:
 
 @partial(jax.jit, static_argnames=("config",))
 def _write_slot(lora_slots: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
-    """Copy `adapter` into a slot. No argument is donated, because a failed copy must not destroy the
+    """Copy `adapter` into a LoRA slot. No argument is donated, because a failed copy must not destroy the
     snapshots of running sequences."""
     return keep_adapter(
         config,

@@ -85,7 +85,7 @@ class PageAllocator:
         sequence.block_table = []
 
     def insert_chunk(self, chunk: PrefillChunk, *, weights: Hashable) -> None:
-        """Add the pages of a computed chunk to the prefix cache of each rank that has a copy."""
+        """Add the pages of a computed chunk to the prefix cache of each rank that has a copy of them."""
         tables = {self.cache_of(slot): table for slot, table in zip(chunk.slots, chunk.tables, strict=True)}
         for cache, table in tables.items():
             cache.insert(weights, chunk.tokens[: chunk.length], table)

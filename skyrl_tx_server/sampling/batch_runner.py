@@ -137,7 +137,8 @@ class BatchRunner:
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
         """Return the results of the sequences that have ended since the previous `poll`. With
-        `dispatch_next`, start the next dispatch before the tokens of the last dispatch are processed."""
+        `dispatch_next`, start the next dispatch, if possible, before the tokens of the last dispatch are
+        processed."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 

@@ -22,9 +22,9 @@ class BlockTables:
     sequences share or copy these pages."""
 
     tables: Sequence[Sequence[int]]
-    # from the pages of the cached prefix to the first sequence, before the sequence is computed
+    # Copies of pages of the cached prefix to pages of the first sequence, before this sequence is computed.
     copies_before: Sequence[PageCopy]
-    # from the first sequence to the other sequences, after the first sequence is computed
+    # Copies of pages of the first sequence to pages of the other sequences, after the first is computed.
     copies_after: Sequence[PageCopy]
 
 
@@ -41,9 +41,9 @@ def allocate_block_tables(
     sequences' data-parallel ranks, one per sequence.
 
     The pages of `prefix` belong to `prefix_cache`. The sequences of its rank share the full pages of
-    `prefix`; each other rank gets copies of them. Sequences of the same rank share all full pages of their
-    tables; each gets its own last page only if that page is partly filled. After the allocation,
-    `spare_pages[cache]` pages must still be available in the rank of `cache`.
+    `prefix`. Each other rank gets copies of these pages. Sequences of the same rank share all full pages of
+    their tables. If the last page is partly filled, each sequence has its own last page. After the
+    allocation, `spare_pages[cache]` pages must still be available in the rank of `cache`.
 
     Raises CapacityError, without allocating any page, if too few are available. The error message names
     `text_length`, the length of the whole text, because `num_tokens` may cover only the text up to the end of

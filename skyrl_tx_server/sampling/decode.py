@@ -24,11 +24,11 @@ from skyrl_tx_server.sampling.preemption import SequencePool
 
 @dataclass(kw_only=True, slots=True)
 class InFlightBatch:
-    """A dispatch that the device computes or has computed, until `poll` processes it."""
+    """A dispatch that has started and that `poll` has not processed yet."""
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # the next dispatch, planned before the outputs are known; None: none
+    next: DecodeDispatch | None = None  # the next dispatch, planned in advance; None: see `_plan_after`
     host_outputs: DecodeOutputs | None = None  # the outputs on the host; None: `decode` has not received them
 
     @property
@@ -90,7 +90,7 @@ class DecodePipeline:
             try:
                 self.in_flight = self._start(following, completed.outputs.carry)
                 self._num_ahead += 1
-            except Exception as error:  # the next `decode` raises it; the results of this dispatch are valid
+            except Exception as error:  # the next `decode` raises it; the results of `completed` are valid
                 self.in_flight = error
         results = []
         for index, slot, sequence in completed.dispatch.sequences:
@@ -114,7 +114,7 @@ class DecodePipeline:
         """Return the dispatch that can follow `dispatch` before its outputs are known.
 
         None: no sequence has tokens to sample, too few pages are free, the next dispatch needs another
-        compiled program, or it can use a narrower program after `SequencePool.compact`.
+        compiled program, or the next dispatch can use a narrower program after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

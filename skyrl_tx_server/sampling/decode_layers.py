@@ -26,7 +26,7 @@ type Past = list[Segment] | None
 
 type Recent = list[Segment] | Segment | KVCache
 """The keys and values of this dispatch: one segment per layer, one segment of stacked layers, or the KV cache
-if each step writes them to their pages."""
+if each step writes its keys and values to their pages."""
 
 type AttendInLayer = Callable[
     [ArrayLike | int, Past, Recent, jax.Array, AttentionSpec, jax.Array, jax.Array, jax.Array],
@@ -68,9 +68,9 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     def run(
         x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        # The stacked matrices are sliced here, inside the loop over steps, because slices outside the loop
-        # would be copies. On a GPU, the stacked vectors are sliced once outside the loop: if a Pallas kernel
-        # reads them, slices inside the loop would be copies in each step.
+        # The stacked matrices are sliced here, inside the loop over steps, because XLA would copy slices
+        # outside the loop. On a GPU, the stacked vectors are sliced once outside the loop. A slice inside the
+        # loop that a Pallas kernel reads would be copied in each step.
         layers = by_layer(config, model.params) if reads_stacks else sliced_once
         if on_gpu():
             layers = [

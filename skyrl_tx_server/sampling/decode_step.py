@@ -62,7 +62,7 @@ class Carry:
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
-    tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: it is in `before`
+    tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: the token is in `before`
     before: Carry  # the carry of the previous dispatch
     positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 for a free slot
     remaining: ArrayLike  # [B] int32, maximum number of tokens to sample; 0 for a free slot

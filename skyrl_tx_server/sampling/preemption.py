@@ -1,11 +1,13 @@
-"""The sequences that have started. They are preempted or paused when KV pages or slots run out.
+"""The sequences that have started. A sequence is preempted when KV pages run out. The scheduler pauses
+sequences when no slot, KV page or LoRA slot is free for a waiting request.
 
 Preempt: a sequence loses its KV pages, and its prefix is computed again when pages are free. A slot stays
 reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
 keeps its sampled tokens. Its next tokens use the random numbers that they would use without preemption.
 
-Pause: a sequence loses its slot to another request and keeps its pages, so its results are bit-identical in
-any slot of its data-parallel rank. Paused sequences lose their pages before another sequence is preempted.
+Pause: a sequence loses its slot to another request and keeps its pages. It can resume in any slot of its
+data-parallel rank with bit-identical results. Paused sequences lose their pages before another sequence is
+preempted.
 """
 
 from __future__ import annotations
@@ -170,7 +172,8 @@ class SequencePool:
         for sequence in [sequence for sequence in self.preempted if sequence.key in keys]:
             self.preempted.remove(sequence)
             self._adapters.retain(sequence.weights)
-            self.paused[sequence.key] = sequence, self._pages.caches[0]  # any rank, because it has no pages
+            # The sequence has no pages, so the cache of any rank can be stored.
+            self.paused[sequence.key] = sequence, self._pages.caches[0]
         for slot, sequence in self.decoding:
             if sequence.key in keys:
                 self.pause_slot(slot)

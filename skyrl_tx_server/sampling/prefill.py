@@ -40,7 +40,7 @@ class Prefiller:
         return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next chunk of as many of the first requests as fit in one prefill batch. Start the
+        """Compute the next chunks of the first requests, as many as fit into one prefill batch. Start the
         sequences whose texts are complete. A paused sequence that still has its pages continues without a
         chunk.
 
@@ -93,7 +93,7 @@ class Prefiller:
     def _check_preempted(self, tenant: str) -> None:
         for sequence in self.pool.preempted:
             if sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED:
-                raise CapacityError("preempted sequences are restored before new ones start")
+                raise CapacityError("preempted sequences are restored before new sequences start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Run the prefill program and add the pages of the chunks to the prefix cache. If the program fails,

@@ -1,8 +1,9 @@
 """Plans the next prefill chunks, and allocates their slots and KV pages.
 
 A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
-the longest cached prefix of its text. Prompts with a common beginning that is not cached yet are not computed
-together: the second prompt waits, and then reuses the pages of the first.
+the longest cached prefix of its text (the prompt and the tokens sampled so far). Prompts with a common
+beginning that is not cached yet are not computed together: the second prompt waits, and then reuses the pages
+of the first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    # Each is None unless it is requested, `chunk` ends the prompt, and `request` has the first sample.
+    # `topk` and `targets` are None if they are not requested, if the prompt has further chunks, or if
+    # `request` does not contain the first sample.
     topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
     targets: CsrMatrix | None = None  # the logprobs of the target tokens
 

@@ -149,8 +149,9 @@ def _first_tokens(
     On a CPU without a mesh, the head is computed for only max(N, MIN_DECODE_WIDTH) of the B slots if at most
     that many sequences begin. This is always the case if each prompt begins only one sequence, because every
     prompt whose last token is in the batch has at least one of the N tiles. On a GPU the head is computed for
-    all B slots: it takes little time there, and the additional branch would make the device wait for the
-    host. With a mesh it is also computed for all B slots, because they are divided over the devices.
+    all B slots. This takes little time on a GPU, and the additional branch would make the device wait for the
+    host. With a mesh the head is also computed for all B slots, because the slots are divided over the
+    devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))

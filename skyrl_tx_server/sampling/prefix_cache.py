@@ -75,8 +75,8 @@ class PrefixCache:
         self._nodes: dict[int, _Node] = {}  # by page
         self._num_uses = 0
         self._evictable: list[tuple[int, int]] = []
-        """A heap of (last use, page) of leaves that no sequence holds. `_evict` skips entries whose node has
-        changed."""
+        """A heap of (last use, page) of leaves that no sequence holds. `_evict` skips an entry if its node
+        was removed, was used again or cannot be evicted now."""
 
     @property
     def num_free(self) -> int:
@@ -133,8 +133,8 @@ class PrefixCache:
         return Prefix(pages=pages, length=length)
 
     def insert(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
-        """Add `pages`, which hold the keys and values of `tokens` [N] int32, to the tree. They stay cached
-        until they are evicted."""
+        """Add `pages`, which hold the keys and values of `tokens` [N] int32, to the tree. A page is not added
+        if the tree already holds its tokens in another page."""
         node = self._roots.setdefault(weights, _Node(page=-1, key=b"", parent=None))
         text = _bytes_of(tokens)
         path = self._path(weights, text)

@@ -1,10 +1,10 @@
 """The scoring program computes the likeliest tokens and the logprobs of target tokens at every position of a
 complete text.
 
-Few requests need these values, so a separate program computes them from the text, and prefill and decode stay
-simple. The scoring program is compiled once for each combination of padded length, number of likeliest tokens
-and number of targets per position. The number of likeliest tokens and the number of targets are rounded up to
-powers of two.
+Few requests need these values. Therefore a separate program computes them from the text, so that the prefill
+and decode programs stay simple. The scoring program is compiled once for each combination of padded length,
+number of likeliest tokens and number of targets per position. The number of likeliest tokens and the number
+of targets are rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
 
 
 def _dense_targets(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a matrix [length, K] int32 with the targets of each row moved to its left, and the column of
-    each target in this matrix. Entries of the argument that are -1 are in neither."""
+    """Return a matrix [length, K] int32 in which the targets of each row start at column 0, and the column of
+    each target in this matrix. Both results leave out the values of `targets` that are -1."""
     if targets is None:
         return np.zeros((length, 0), np.int32), np.zeros(0, np.int64)
     is_target = targets.values >= 0

@@ -100,8 +100,8 @@ class SequenceState:
 
 
 def batch_settings(sequences: Sequence[SequenceState | None], vocab_size: int) -> BatchSettings:
-    """Return the sampling settings of each slot as arrays. Free slots are greedy and unfiltered, which costs
-    nothing."""
+    """Return the sampling settings of each slot as arrays. Free slots are greedy and unfiltered, because
+    these settings cost no time."""
     settings = BatchSettings(
         seeds=np.zeros((len(sequences), 2), np.uint32),
         sample_indices=np.zeros(len(sequences), np.int32),

@@ -9,13 +9,13 @@ With lp = log p(target), q the sampler's logprob, A the advantage, w the weight 
     dro                   -(lp * A - beta / 2 * (lp - q)^2)
     gspo                  -min(r' * A, clip(r', low, high) * A)   with   r' = exp(s + lp - stop_gradient(lp))
 
-The s of gspo is one number per sequence, the mean of stop_gradient(lp) - q over the tokens of its
-`sequence_ratio_mask` (the token variant of GSPO, Zheng et al., arXiv:2507.18071). Every logprob of the
-sequence is needed to compute s, so the executor runs a forward pass first and passes s in place of q
+The s of gspo is one number per sequence, the mean of stop_gradient(lp) - q over the tokens whose
+`sequence_ratio_mask` is not 0 (the token variant of GSPO, Zheng et al., arXiv:2507.18071). Every logprob of
+the sequence is needed to compute s, so the executor runs a forward pass first and passes s in place of q
 (`LossSpec.add_sequence_term`).
 
-`low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so
-all losses share one compiled program. `engine.loss_spec` describes the inputs and options.
+`low` and `high` are absolute bounds on the ratio. The index of the loss and the options of the loss are
+traced values, so all losses share one compiled program. `engine.loss_spec` describes the inputs and options.
 """
 
 from __future__ import annotations

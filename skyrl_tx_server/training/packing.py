@@ -9,10 +9,10 @@ subtree contains it. The subtree of token j ends before index `subtree_end[j]`. 
             a b e f        positions    0 1 2 3 2 3 | 0 1 2 | . .
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
-Loss inputs are stored per loss position. `token_index` is the stream index of the token whose hidden state
-the loss reads for a loss position. Sequences share a loss position if they share this token, and their
-targets and loss inputs for it are equal, as in the prompt of a group. `counts` is the number of sequences
-that share a loss position.
+A loss position is one entry of the targets and loss inputs of a stream. `token_index` is the stream index of
+the token whose hidden state the loss position reads. Sequences share a loss position if they share this token
+and their targets and loss inputs for the token are equal. The prompt tokens of a group are an example.
+`counts` is the number of sequences that share a loss position.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _sequence(index: int, datum: TrainDatum, trained: np.ndarray, num_targets: i
 
 
 def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[PrefixTree]:
-    """Yield runs of sequences with common prefixes. A run also ends where a stream of shape `limit` is
-    full."""
+    """Yield one tree for each run of sequences with common prefixes. A run also ends where a stream of shape
+    `limit` is full."""
     run: list[TreeSequence] = []
     tokens = loss_positions = 0
     for sequence in sequences:

@@ -1,7 +1,7 @@
 """The comparison of several runs: a table of all runs, and a comparison of each further run with the first.
 
-Held-out success is paired by task, and training metrics are paired by step, so that a run on Tinker can be
-compared with a run of the same configuration on another server.
+Held-out success is paired by task, and training metrics are paired by step. For example, a run on Tinker can
+be compared with a run of the same configuration on another server.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 
 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
-    """Return a table of COMPARED_METRICS over the steps that both runs have; empty without such a step.
+    """Return a table with a row for each of COMPARED_METRICS that both runs recorded in at least one common
+    step. The table is empty if there is no such metric.
 
-    A row has the mean of each run, the mean difference (second run minus first run), and the largest
-    absolute difference.
+    A row has the number of common steps, the mean of each run, the mean difference (second run minus first
+    run), and the largest absolute difference.
     """
     if first.metrics_file is None or second.metrics_file is None:
         return []

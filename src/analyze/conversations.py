@@ -31,7 +31,7 @@ def conversations(run: AnalyzedRun, task: str) -> list[str]:
 
 
 def trial_lines(trial: DumpedTrial, run: AnalyzedRun) -> list[str]:
-    """Return a heading with the result of a trial, and its messages."""
+    """Return the lines of a trial: a heading with the result of the trial, and its messages."""
     trajectory = trial.trajectory
     labels = ", ".join(str(pattern).replace("_", " ") for pattern in sorted(patterns(trajectory)))
     result = f"reward {trial.reward:g}, {trial.num_turns} turns, {trajectory.stop_reason}"
@@ -46,7 +46,7 @@ def trial_lines(trial: DumpedTrial, run: AnalyzedRun) -> list[str]:
 
 
 def message_lines(message: Mapping[str, Any]) -> list[str]:
-    """Return a message with its calls, which have the form `name({"argument": ...})`."""
+    """Return the lines of a message. A tool call has the form `-> name({"argument": ...})`."""
     name = f" {message['name']}" if message.get("name") else ""
     lines = [f"[{message['role']}{name}]", *str(message.get("content") or "").splitlines()]
     calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -25,7 +25,7 @@ def number(value: float | None, *, digits: int = 1) -> str:
 
 
 def change(cells: Sequence[str]) -> str:
-    """Return values before and after training as the text of one cell."""
+    """Return the text of one cell with several values in order, such as those before and after training."""
     return " → ".join(cells)
 
 

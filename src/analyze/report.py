@@ -18,7 +18,7 @@ from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded_variances
 
 PASS_K = 3
-MAX_TASKS = 40  # in the table of failing tasks
+MAX_TASKS = 40  # rows of the table of failing tasks
 MAX_TEXT = 80  # characters of an error or a task
 SHOWN_OPTIONS = (
     "model_name",
@@ -38,7 +38,7 @@ SHOWN_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """The learning signal of the training steps, in one environment."""
+    """The training signal of one environment or of all tasks: how much the rewards within groups vary."""
 
     variances: Sequence[float]  # `variance_per_prompt` of each step
 
@@ -185,7 +185,10 @@ def by_task(trials: Sequence[DumpedTrial]) -> dict[str, list[DumpedTrial]]:
 
 
 def pass_rate(trials: Sequence[DumpedTrial], k: int) -> float | None:
-    """Return SkyRL's pass@k; None if no task has k trials."""
+    """Return SkyRL's pass@k, which counts every reward above 0 as a pass.
+
+    Tasks with fewer than `k` trials are left out. None: all tasks are left out.
+    """
     tallies = [
         Tally(solved=sum(trial.reward > 0 for trial in group), graded=len(group))
         for group in by_task(trials).values()

@@ -64,7 +64,7 @@ class AnalyzedRun:
     name: str
     options: Mapping[str, Any]  # config.json; empty if there is none
     metrics_file: Path | None  # None: the folder has dumps only
-    evaluations: Mapping[int, Sequence[DumpedTrial]]  # step -> trials, for at most two steps: first and last
+    evaluations: Mapping[int, Sequence[DumpedTrial]]  # step -> trials; at most two evaluations are read
 
     @property
     def last_step(self) -> int | None:

@@ -95,8 +95,11 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def shown(run: str, selected: str | None = None, step: str | None = None) -> Iterator[RenderableType]:
-    """Yield the contents to print. `step` limits the trials: a file name such as eval_000012 to one step or
-    evaluation, a number to a step and the evaluation after it. None selects all trials.
+    """Yield the contents to print.
+
+    `selected` is a step, a task or a trial; None selects the overview. `step` limits the trials. A file name
+    such as eval_000012 limits them to one step or evaluation, a number to a step and the evaluation after it,
+    and None does not limit them.
 
     Raises ConfigError if there is no such run, step, task or trial.
     """
@@ -151,7 +154,9 @@ def recorded_trials(folder: Path) -> list[RecordedTrial]:
 
 
 def overview(trials: Sequence[RecordedTrial]) -> Table:
-    """Return a row per step and evaluation. `learned from` counts trials whose advantage is not 0."""
+    """Return a table with a row per step and evaluation. The column `learned from` counts the trials whose
+    advantage is not 0.
+    """
     by_name: dict[str, list[RolloutLine]] = {}
     for trial in trials:
         by_name.setdefault(trial.name, []).append(trial.line)
@@ -172,7 +177,7 @@ def overview(trials: Sequence[RecordedTrial]) -> Table:
 
 
 def trial_table(trials: Sequence[RecordedTrial]) -> Table:
-    """Return a row per trial."""
+    """Return a table with a row per trial."""
     table = _table("", "trial", "reward", "advantage", "turns", "tokens", "outcome")
     for trial in trials:
         line = trial.line
@@ -189,9 +194,10 @@ def trial_table(trials: Sequence[RecordedTrial]) -> Table:
 
 
 def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -> Iterator[RenderableType]:
-    """Yield a trial: how it ended, its conversation, and the tokens and logprobs of its turns.
+    """Yield the contents to print for a trial: how it ended, its conversation, and the tokens and logprobs of
+    its turns.
 
-    `recorded` is None while the step is not finished.
+    `recorded` is None while the step of the trial is not finished.
     """
     if isinstance(result, TrialFailure):
         yield Text(f"not graded, {result.kind}: {result.message}", "red")

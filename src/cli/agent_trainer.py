@@ -1,8 +1,9 @@
 """`agent-trainer COMMAND ...`: one program for the commands of this project.
 
-Each command replaces this process by a module of the table `MODULES`, with the same arguments.
-`evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run; if the launcher
-(scripts/run_skyrl_tx.py) started the server of the run, the launcher runs the module.
+Each command replaces this process by a Python process that runs a module of the table `MODULES` with the
+same arguments. `evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run. If the launcher
+(scripts/run_skyrl_tx.py) started the server of the run, these three commands run the launcher, which runs the
+module.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def help_text() -> str:
 def _for_run(
     arguments: list[str], options_of: Callable[[str, list[str]], list[str]], command: str, module: str
 ) -> list[str]:
-    """Return the command for a run: the launcher if it started the run's server, or else `module`."""
+    """Return the module to run and its arguments. The module is the launcher if it exists and started the
+    server of the run, or else `module`.
+    """
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
     if server_folder_of(run) is not None and importlib.util.find_spec("scripts") is not None:

@@ -73,7 +73,7 @@ def with_present_names(argv: Sequence[str], known: Collection[str]) -> list[str]
     """
     arguments, converted = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
     if converted:
-        print(f"note: options of SkyRL are taken as {' '.join(converted)}", file=sys.stderr)
+        print(f"note: options of SkyRL are converted to {' '.join(converted)}", file=sys.stderr)
     return arguments
 
 
@@ -100,8 +100,11 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] = ()) -> str:
-    """Return the help of a program. With `words`, it contains only the options that match every element of
-    `words`: a word of the section, the name or the meaning begins with the element."""
+    """Return the help of a program.
+
+    With `words`, the help contains only the options that match every element of `words`. An option matches an
+    element if a word of its section, its name or its meaning begins with the element.
+    """
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     fields, lines = chz.chz_fields(kind), [] if words else list(title)
     meanings = {
@@ -171,7 +174,7 @@ def print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Without this, Python would report the closed pipe when it flushes standard output at exit.
+        # Without this replacement of standard output, Python would report the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -191,7 +194,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _renamed(argument: str) -> str:
-    """Return the argument under its present name, and print a notice if it has a former one."""
+    """Replace a former name or value by the present one, and print a notice if the argument changes."""
     present = present_argument(argument)
     if present != argument:
         print(

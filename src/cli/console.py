@@ -1,7 +1,7 @@
 """Show the events of a run on a terminal or in a pipe.
 
-Each event is one line. A step and an evaluation also have a table, and a group has a further line for the
-first failure of each kind.
+Each event is printed as one line. A step and an evaluation also have a table. The first failure of each kind
+has a further line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN = (
     ("reward", "env/all/reward/total", shown_reward),
     ("solved", "env/all/success", "{:.0%}".format),
     ("mixed", "env/all/by_group/frac_mixed", "{:.0%}".format),  # groups with differing rewards
-    ("lost", "trials/ungraded", "{:.0f}".format),
+    ("ungraded", "trials/ungraded", "{:.0f}".format),
     ("turns", "env/all/turns", "{:.1f}".format),
     ("tokens", "tokens/sampled", "{:.0f}".format),
     ("nll", "sft/nll", "{:.4f}".format),
@@ -40,8 +40,8 @@ SHOWN = (
     ("trained tokens", "sft/trained_tokens", "{:.0f}".format),
     ("grad", "optim/grad_norm", "{:.2g}".format),
     ("KL", "optim/kl_sample_train_v2", "{:.1e}".format),  # between sampler and trainer
-    ("play s", "time/rollouts", "{:.1f}".format),
-    ("learn s", "time/update", "{:.1f}".format),
+    ("rollouts s", "time/rollouts", "{:.1f}".format),
+    ("update s", "time/update", "{:.1f}".format),
 )
 
 
@@ -63,7 +63,9 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """Print one line: task, solved trials, mean reward if some are partial, turns, time and failures."""
+        """Print one line: task, solved trials, turns, time and failures. The mean reward is printed too if a
+        reward is neither 0 nor 1.
+        """
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
@@ -92,7 +94,9 @@ class Display:
             if kind not in self._shown_failures:
                 self._shown_failures.add(kind)
                 first_line = (message.splitlines() or [""])[0]
-                self.say(f"  first {kind}, {result}: {group.task.id}: {first_line}; tracebacks: logs.log")
+                self.say(
+                    f"  first {kind}, {result}: {group.task.id}: {first_line}; logs.log has the traceback"
+                )
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         table = Table(box=None, padding=(0, 1))
@@ -106,7 +110,8 @@ class Display:
     def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
         """Print a table with a row per held-out task, and the success rate.
 
-        The columns are the first evaluation and `evaluation`. `first` is None if these are the same.
+        One column shows `first`, the first evaluation of the run, and one column shows `evaluation`.
+        `first` is None if `evaluation` is the first evaluation.
         """
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
@@ -119,7 +124,7 @@ class Display:
             table.add_row(group.task.id, *cells, _cell(group.rewards))
         self._show(table)
         noop = evaluation.whole.noop_success
-        noop_part = "" if noop is None else f"; doing nothing: {noop.value:.1%}"
+        noop_part = "" if noop is None else f"; an agent that does nothing: {noop.value:.1%}"
         is_partial = any(group.task.grading for group in evaluation.groups)
         rewards = [reward for group in evaluation.groups for reward in group.rewards]
         reward_part = "" if _is_all_or_nothing(rewards) else f"; mean reward {shown_reward(fmean(rewards))}"
@@ -142,7 +147,7 @@ class Display:
 
 
 class Terminal(Console):
-    """Standard output. The reader of a pipe, for example `tee` at Ctrl-C, may end before this program."""
+    """Standard output. If the reader of a pipe ends first, such as `tee` at Ctrl-C, the program continues."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more.
@@ -155,7 +160,7 @@ class Terminal(Console):
 
 
 def terminal() -> Console:
-    """Return standard output. In a pipe it is wide enough that no table is cut."""
+    """Return standard output. In a pipe, its width is PIPE_WIDTH, which is enough for the tables."""
     return Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 

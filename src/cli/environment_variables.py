@@ -13,8 +13,9 @@ from dotenv import load_dotenv
 
 
 def load_environment(argv: Sequence[str]) -> None:
-    """Set environment variables from the file `.env` of the working directory and, if `argv` has
-    backend=skyrl-tx, from its file `.env.skyrl-tx`. Then set variables that libraries read.
+    """Set environment variables from the file `.env` in the working directory and, if `argv` has
+    backend=skyrl-tx, from the file `.env.skyrl-tx` in the same directory. Then set variables that libraries
+    read.
 
     A variable that is already set keeps its value, so `.env` takes precedence over `.env.skyrl-tx`.
     """
@@ -35,8 +36,8 @@ def with_locations_from_environment(
     """Return `argv` with tau2_home from TAU2_HOME and, if `argv` has backend=skyrl-tx, with skyrl_tx_url from
     SKYRL_TX_URL.
 
-    An option is added only if `argv` does not have it, its variable is set and not empty, and `names`
-    contains it. A program that lacks one of the options leaves it out of `names`.
+    An option is added only if it is in `names` and not in `argv`, and its environment variable is not empty.
+    `names` must contain only options that the program has.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}

@@ -20,8 +20,8 @@ def run_program(
     """Run the program and return its exit status, which is the result of `run(argv)`.
 
     If `argv` requests help, the text that `help_of` returns for the words in `argv` is printed, and the exit
-    status is 0. An error is printed as one line that starts with `label`, or as a traceback with
-    TRAINER_DEBUG=1.
+    status is 0. A TrainerError is printed as one line that starts with `label`. If TRAINER_DEBUG is set, the
+    error is raised instead, and Python prints the traceback.
     """
     if (words := help_words(argv)) is not None:
         print_help(help_of(words))

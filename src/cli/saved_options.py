@@ -20,9 +20,11 @@ from src.sft.config import SftConfig
 
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
 SERVER_FILE = "server.json"
-"""The file with the options of the server that the launcher started for a run, in the folder RUN.server."""
+"""The file in the folder RUN.server that has the options of the server of RUN. The launcher
+(scripts/run_skyrl_tx.py) writes this file when it starts the server."""
 SFT_SUFFIX = ".sft"
-"""A quick start of the launcher runs a fine-tuning before RL. The name of its run folder has this suffix."""
+"""A quick start of the launcher can fine-tune the model before RL. The run folder of the fine-tuning is
+RUN.sft."""
 
 
 def program_of(run: str) -> str:
@@ -31,7 +33,7 @@ def program_of(run: str) -> str:
 
 
 def server_folder_of(run: str) -> Path | None:
-    """Return the folder of the server that the launcher started for a run; None if it started none.
+    """Return the folder of the server that the launcher started for a run; None if there is no such server.
 
     The fine-tuning of a quick start, whose run folder is RUN.sft, uses the server of the RL run RUN.
     """

@@ -1,7 +1,7 @@
-"""The lag of the event loop: the longest time between the due time of a timer and its callback.
+"""The lag of the event loop: the time between the due time of a timer and the call of its callback.
 
-All trials share one event loop with the training loop, and code that blocks this loop delays all of them.
-Each step logs the longest lag.
+All trials and the training loop share one event loop. Code that blocks the event loop delays all of them.
+Each step logs the longest lag as `time/max_event_loop_gap_s`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def described(error: BaseException) -> str:
     """Return type, message, file and line of an exception as one line.
 
     File and line are those of the innermost frame outside this package and installed libraries, or of the
-    innermost frame of all if there is no such frame.
+    innermost frame if there is no such frame.
 
     >>> described(ValueError("no such order"))
     'ValueError: no such order'
@@ -33,8 +33,8 @@ def described(error: BaseException) -> str:
 def users_exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
     """Return the `exc_info` with which a log record shows `error`.
 
-    The traceback starts at the first frame outside this package and installed libraries. It is complete if
-    there is no such frame.
+    The traceback starts at the outermost frame outside this package and installed libraries. It is complete
+    if there is no such frame.
     """
     users_part = error.__traceback__
     while users_part is not None and not _is_users(users_part.tb_frame.f_code.co_filename):
@@ -48,5 +48,5 @@ def _is_users(filename: str) -> bool:
 
 
 def _shown(path: Path) -> Path:
-    """Return the path below the working directory, or the whole path of a file elsewhere."""
+    """Return the path relative to the working directory. A path outside this directory is not changed."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""The length limits of episodes and training sequences, for all environments.
+"""The length limits of turns and training sequences, for all environments.
 
 `max_input_length` and `max_generate_length` have SkyRL's names.
 """

@@ -17,7 +17,7 @@ DEBUG_VARIABLES = {
 
 
 class LogFile(logging.FileHandler):
-    """A log file that ignores write errors such as a full disk, because the run reports them itself."""
+    """A log file that ignores write errors such as a full disk, because the run itself reports them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore the error."""

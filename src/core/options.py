@@ -108,7 +108,7 @@ class SeedOptions(Options):
 
 
 def sections(kind: type[object]) -> dict[str, list[str]]:
-    """Return heading of a section -> names of its options in `kind`, in the order of declaration.
+    """Return a mapping: heading of a section -> names of its options in `kind`, in the order of declaration.
 
     Classes with the same heading share a section. An option that a derived class declares again belongs to
     the section of the derived class.

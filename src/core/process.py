@@ -101,7 +101,7 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """Run `function` in a daemon thread, which does not delay the process exit as `to_thread` would."""
+    """Run `function` in a daemon thread. Unlike a `to_thread` thread, it does not delay the process exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -173,7 +173,7 @@ def _flush() -> None:
 
 def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
     with suppress(OSError):
-        # `print` is not reentrant, and the signal may have interrupted a call of it.
+        # `print` is not reentrant, and the signal may have interrupted a call of `print`.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n")
     os._exit(INTERRUPTED)
 

@@ -15,7 +15,7 @@ class Completed[T]:
     """The result of work that a stop of the run did not interrupt."""
 
     value: T
-    is_stopped: bool  # whether the caller was cancelled in the meantime
+    is_stopped: bool  # whether the caller was cancelled while the work ran
 
 
 async def to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:

@@ -1,8 +1,9 @@
 """Names of options in SkyRL and in scripts for it, and the options of this trainer that take their values.
 
-`trainer.epochs=2` is taken as `n_epochs=2`. A name may also be written without its groups, such as
-`eval_interval` for `trainer.eval_interval`, unless this trainer has an option of that name. Every other name
-of SkyRL is refused with the reason, because an ignored or guessed option could change what a run trains on.
+`trainer.epochs=2` is taken as `n_epochs=2`. A name may also be written without its configuration groups, such
+as `eval_interval` for `trainer.eval_interval`, unless this trainer has an option of that name. Every other
+name of SkyRL is refused with a reason, because an ignored or guessed option could change what a run trains
+on.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ _SERVER_SIDE = "the server chooses it, not the client; remove it"
 NO_DROPOUT = "the Tinker API has no LoRA dropout; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# SkyRL's option or group -> why it is refused. An option without an entry has the reason of its innermost
-# group that has an entry.
+# SkyRL's option or configuration group -> why it is refused. An option without an entry has the reason of the
+# innermost configuration group that has an entry.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -101,7 +102,9 @@ REFUSED_BY_REASON: dict[str, str] = {
     "train_mlp=false or train_unembed=false",
     "trainer.policy.optimizer_config": "write adam_beta1, adam_beta2 or adam_eps",
     "trainer.policy.optimizer_config.scheduler": "write lr_schedule=constant, linear or cosine",
-    "trainer.algorithm": "it has no counterpart; docs/options.md lists the losses and estimators",
+    "trainer.algorithm": (
+        "the trainer has no such option; docs/options.md lists its losses and advantage estimators"
+    ),
     "trainer.algorithm.policy_loss_type": "write loss_fn=ppo, cispo or importance_sampling",
     "trainer.algorithm.dynamic_sampling.type": "write dynamic_sampling=filter or replace",
     "trainer.algorithm.use_tis": "write tis=token or sequence",
@@ -124,7 +127,7 @@ NAMES = (*TAKEN, *REFUSED_BY_REASON)
 def taken_arguments(
     argv: Sequence[str], option_names: Collection[str], refused: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return (all arguments with this trainer's names, those of them that were written with SkyRL's names).
+    """Return (all arguments with this trainer's names, the arguments that were converted from SkyRL's names).
 
     `option_names` are the options of the program. `refused` maps the last part of a name to the reason why
     the name is refused. Raises ConfigError for an option of SkyRL that has no counterpart in the program.

@@ -78,7 +78,7 @@ class TokenIds(Sequence[int]):
 
 
 def starts_with(ids: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether `prefix` is a prefix of `ids`, in constant time if they share memory."""
+    """Return whether `prefix` is a prefix of `ids`. If both use the same array, this takes constant time."""
     if isinstance(ids, TokenIds) and isinstance(prefix, TokenIds) and ids.shares_with(prefix):
         return len(prefix) <= len(ids)
     return ids[: len(prefix)] == prefix

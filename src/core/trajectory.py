@@ -1,4 +1,4 @@
-"""The records that flow through training: Task -> Turn -> Trajectory | TrialFailure -> TrajectoryGroup."""
+"""The records of rollouts and training: Task -> Turn -> Trajectory | TrialFailure -> TrajectoryGroup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class StopReason(StrEnum):
 
 
 class ZeroReason(StrEnum):
-    """Why a trial has the reward 0 without a verifier's result: the agent prevented its own grading."""
+    """The graded-zero reasons: why a trial that could not be graded has the reward 0.
+
+    The agent caused each of these failures.
+    """
 
     SANDBOX_BROKEN = "sandbox_broken"  # the agent ended its sandbox, or no command can run in it
     FILES_UNREADABLE = "files_unreadable"  # the agent's files cannot be read or restored
@@ -31,7 +34,7 @@ class ZeroReason(StrEnum):
     NO_REWARD = "no_reward"  # the verifier wrote no reward
     UNREADABLE_REWARD = "unreadable_reward"  # the reward is not a finite number, or too long to be read
     VERIFIER_ERROR = "verifier_error"  # the verifier failed, or its tests or output could not be copied
-    AGENT_ERROR = "agent_error"  # the agent's answers or its terminal made the harness fail
+    AGENT_ERROR = "agent_error"  # the agent's answers or terminal caused an error in the trial's code
     TIMEOUT = "timeout"  # the whole trial reached its deadline, and the agent had used most of the time
     ENV_ERROR = "env_error"  # a message environment raised an exception for the agent's answer
 
@@ -42,7 +45,7 @@ class FailureKind(StrEnum):
     SANDBOX = "sandbox"
     BACKEND = "backend"
     VERIFIER = "verifier"
-    TIMEOUT = "timeout"  # the whole-trial deadline
+    TIMEOUT = "timeout"  # the trial reached its deadline, and no terminal agent had used most of the time
     AGENT = "agent"
     HARBOR = "harbor"
     ENV_INIT_FAILED = "env_init_failed"  # a message environment could not start
@@ -52,14 +55,14 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A problem to solve. All trials of a task in one step form a GRPO group; `id` is its key."""
+    """A problem to solve. All trials of a task in one step form a group; `id` identifies the task."""
 
     id: str
     path: Path  # the folder of the task, or the file that contains the row of the task
     instruction: str = ""
     # Metrics are logged under this name, e.g. retail; empty: under the id without its folder and number.
     domain: str = ""
-    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
+    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for the environment
     grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
     has_writes: bool | None = None  # whether the solution changes the database; None: unknown
 
@@ -68,7 +71,7 @@ class Task:
 class Turn:
     """One sampled completion, with the exact ids that the sampler received and returned."""
 
-    prompt_ids: Sequence[int]  # `TokenIds` in a conversation, so that its prompts share memory
+    prompt_ids: Sequence[int]  # `TokenIds` in a conversation, so that the prompts share memory
     completion_ids: list[int]  # including the stop token
     logprobs: list[float]  # one per completion token
     stop_reason: StopReason
@@ -77,7 +80,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """A graded trial."""
+    """A finished trial with a reward."""
 
     task_id: str
     turns: list[Turn]
@@ -93,7 +96,7 @@ class Trajectory:
     # `name`. They are separate because the policy and the judge read the plain `conversation`.
     tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
-    zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
+    zero_reason: ZeroReason | None = None  # the graded-zero reason; None: the trial has none
     zero_detail: str = ""  # the error behind `zero_reason`, as one line
     member: int = 0  # the index of the trial in its group
     seed: int = 0  # the seed of the trial's samples

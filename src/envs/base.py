@@ -17,7 +17,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 DEFAULT_DEADLINE_S = 7200.0
-"""The deadline of a trial without the option `trial_timeout_s`."""
+"""The deadline of a trial if the option `trial_timeout_s` is not set."""
 
 
 class Trial(Protocol):
@@ -26,7 +26,7 @@ class Trial(Protocol):
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         """Play the task with `policy` and grade the result.
 
-        Raises nothing except CancelledError. Cancellation frees the trial's environment.
+        Raises nothing except CancelledError. If `run` is cancelled, it frees the resources of the trial.
         """
         ...
 
@@ -46,11 +46,11 @@ async def run_with_timeout(
 
 @runtime_checkable
 class DeadlineAware(Protocol):
-    """A trial that can tell whether its agent caused it to exceed the deadline of the whole trial."""
+    """A trial that can determine whether its agent caused the trial to exceed its deadline."""
 
     def timeout_result(self) -> Trajectory | None:
-        """Return the graded-zero trajectory of a `run` that has reached its deadline. This method is called
-        before `run` is cancelled.
+        """Return a trajectory with the reward 0 and a graded-zero reason. The caller calls this method if
+        `run` has reached the deadline, and then cancels `run`.
 
         Returns None if the agent did not use most of the time. The timeout is then an infrastructure failure.
         """
@@ -67,8 +67,9 @@ class TaskSource(Protocol):
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """Create a trial of `task` that writes its files below `directory`.
 
-        `seed` makes the sampling reproducible. `member` is the index of the trial in its group. What an
-        environment randomizes depends only on the seed of the run, the task and `member`, not on the step.
+        `seed` is the seed of the sampled answers. `member` is the index of the trial in its group. Random
+        choices of the environment depend only on the seed of the run, the task and `member`. They are
+        therefore the same in every step.
         """
         ...
 

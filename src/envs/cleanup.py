@@ -1,10 +1,10 @@
-"""`python -m src.envs.cleanup`: remove the files and Docker objects that ended runs of this user left.
+"""`python -m src.envs.cleanup`: remove the files and Docker objects that ended runs of this user left behind.
 
 The kernel ends the processes of sandboxes together with their trainer. Directories of sandboxes and, with
 Docker, containers, networks, volumes and images of trials can remain. Each of these objects has a run label
 or a compose project, which identifies its run. A run has ended if its lock is free and its process does not
-exist. The command reports an object as removed only if the object does not exist afterwards. Its exit status
-is 1 if it could not remove a Docker object.
+exist. The command reports an object as removed only if the object does not exist afterwards. The exit status
+is 1 if a Docker object could not be removed.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ class EnvSpec:
 
     tasks: Sequence[Task]
     # Makes the environment of one trial from the task and a seed. The nth trial of a task has the same seed
-    # in every step, for example so that it meets the same simulated user in every step.
+    # in every step. For example, its user simulator then behaves in the same way in every step.
     make: Callable[[Task, int], MessageEnv]
-    # The test split of the benchmark; `eval_tasks` can select a part of it. If it is empty, `eval_tasks` or
+    # The test split of the benchmark, of which `eval_tasks` can select a part. Empty: `eval_tasks` or
     # `eval_split` selects held-out tasks from `tasks`.
     held_out: Sequence[Task] = ()
-    # Plays the environment without any action, closes the environment, and returns the reward. None: the
-    # reward cannot be measured.
+    # Plays the environment as an agent that does nothing, closes the environment, and returns the reward.
+    # None: the reward of such an agent cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None

@@ -1,22 +1,21 @@
 """Message environments, and `run_episode`, which plays one episode of an environment with a policy.
 
-The next prompt is the previous prompt, the answer and the observation:
+Without `step_wise`, the next prompt is the previous prompt, the answer and the observation:
 
     prompt 1 -> answer 1 -> observation 1
     prompt 2 = prompt 1 + answer 1 + observation 1 -> answer 2 -> ...
 
-Without `step_wise`, sampled tokens are never encoded again from their text.
+Sampled tokens are then never encoded again from their text.
 
 The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 
-- The context is measured before each answer. A context of exactly `max_input_length` tokens is still
-  answered.
-- An answer that is cut at `max_generate_length` tokens is treated as a complete answer. The stop reason of
-  the episode is that of its last answer.
-- If the context leaves no room for an answer (it exceeds `max_input_length` or fills `context_limit`), the
-  episode ends, and its reward is the sum of the rewards so far.
-- Messages after the last answer are part of the conversation, but not of a turn.
-- An empty answer is passed to the environment, but it adds no turn to the trajectory.
+- The length of the prompt is checked before each answer. If the prompt exceeds `max_input_length` or fills
+  `context_limit`, the episode ends, and its reward is the sum of the rewards so far. A prompt of exactly
+  `max_input_length` tokens is allowed.
+- An answer that is cut at `max_generate_length` tokens is treated as a complete answer.
+- If the environment ends the episode without a stop reason, the stop reason is that of the last answer.
+- Messages after the last answer are part of the conversation, but not of any turn.
+- An answer without tokens is passed to the environment, but it adds no turn to the trajectory.
 """
 
 from __future__ import annotations
@@ -71,14 +70,15 @@ class StepResult:
 
 
 class MessageEnv(Protocol):
-    """One attempt at one task, played in messages. An object is used for one episode."""
+    """The environment of one trial, played in messages. An object is used for one episode."""
 
     async def start(self) -> ResetResult:
         """Return the first messages.
 
-        An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError one of kind
-        `backend`; the trial is then repeated, up to `trial_attempts` attempts. An AgentFault gives the trial
-        reward 0 with the reason of the fault. Other exceptions become a failure of kind `env_init_failed`.
+        An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError becomes a
+        `TrialFailure` of kind `backend`. In both cases, the trial is repeated, up to `trial_attempts`
+        attempts. An AgentFault gives the trial the reward 0 with the reason of the AgentFault. Any other
+        exception becomes a `TrialFailure` of kind `env_init_failed`.
         """
         ...
 
@@ -87,19 +87,19 @@ class MessageEnv(Protocol):
 
         ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
         that the answer did not cause: the trial becomes a `TrialFailure`. An AgentFault and any other
-        exception are attributed to the answer: the trial has reward 0. The reason is that of the AgentFault,
-        and `env_error` for other exceptions.
+        exception are attributed to the answer: the trial has the reward 0. The graded-zero reason is that of
+        the AgentFault, or `env_error` for any other exception.
         """
         ...
 
     async def close(self) -> None:
-        """Free the resources of the attempt. This method is called exactly once in every case."""
+        """Free the resources of the trial. This method is called exactly once in every case."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSettings:
-    """The settings of one episode. The same seed and the same policy give the same answers."""
+    """The settings of one episode. The same seed, policy and observations give the same answers."""
 
     temperature: float
     seed: int
@@ -107,7 +107,7 @@ class EpisodeSettings:
     # Let the chat template render the tools of an environment that permits it.
     use_native_tool_calling: bool = False
     # Before each answer, render the whole conversation with the chat template instead of extending the
-    # tokens.
+    # tokens of the previous prompt.
     step_wise: bool = False
 
 
@@ -132,7 +132,8 @@ async def run_episode(
             shown = users_exc_info(fault.__cause__ or fault)
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
             episode.set_zero_reward(fault)
-        json.dumps(episode.conversation)  # The run folder stores the messages as JSON.
+        # Raises if a message has no JSON form. The run folder stores the messages as JSON.
+        json.dumps(episode.conversation)
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
     except EnvServerError as error:
@@ -296,7 +297,7 @@ def native_or_described_tools(
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Return the seed of the sampling call with this number (from 1) in an episode."""
+    """Return the seed of sampling call `number` of an episode. The first call has the number 1."""
     return (seed * SEED_STRIDE + number) % MAX_SEED
 
 

@@ -3,9 +3,9 @@
 
     environment_kwargs=url=http://localhost:8000,tasks=64,action=message,observation=echoed_message
 
-A task is a seed with which the server is reset. An answer becomes one field of the action, and the agent
-reads one field of the observation. For an environment with other actions, write a factory that makes
-`OpenEnv` with its own functions (docs/environments.md).
+A task is a seed with which the server is reset. An answer becomes one field of the action. The agent reads
+one field of the observation or, by default, the whole observation as JSON. For an environment with other
+actions, write a factory that makes `OpenEnv` with other functions (docs/environments.md).
 """
 
 from __future__ import annotations
@@ -77,15 +77,16 @@ class OpenEnv:
         self._client: OpenEnvClient | None = None
 
     async def start(self) -> ResetResult:
-        """Open a session. If the server has its maximum number of sessions, wait until one ends. Raises
-        RuntimeError after CAPACITY_TIMEOUT_S seconds.
+        """Open a session. If the server has its maximum number of sessions, wait until one ends.
+
+        Raises RuntimeError if none has ended after CAPACITY_TIMEOUT_S seconds.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while True:
             self._client = await self._connect()
             try:
                 result = await self._client.reset(**self._reset_options)
-            except RuntimeError as error:  # The client raises it for every error that the server reports.
+            except RuntimeError as error:  # The client raises RuntimeError for every server error.
                 if CAPACITY_ERROR_CODE not in str(error) or time.monotonic() > deadline:
                     raise
                 logger.info(

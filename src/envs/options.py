@@ -17,14 +17,14 @@ from src.learning.options import StepWiseOptions
 from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
 DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
-"""Name of a folder of tasks -> command that downloads it to datasets/."""
+"""Name of a folder of tasks -> command that downloads the folder to datasets/."""
 HARBOR_ONLY = (
     *("environment_type", "max_consecutive_truncations", "jobs_quota_gb"),
     *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
     "proactive_summarization_threshold",
 )
 DATA = "data"  # the environment that data= selects
-# Environments that do not read train_data, tasks_dir or test_data, and the options to use instead.
+# Each table has the environments that do not read an option, and the options to use instead.
 INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
 INSTEAD_OF_TASKS_DIR = {
     "fleet": "train_data or test_data",
@@ -267,11 +267,11 @@ class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, T
 
 
 def environment_options(options: TaskOptions, *, url: str | None) -> EnvironmentOptions:
-    """Return the options of the environment for a program without a split of the tasks.
+    """Return the options of the environment for a program that does not split the tasks.
 
     `url` is the address of an endpoint that is not a Tinker endpoint; None: `options` name the endpoint.
     """
-    # In an evaluation, train_data names the run whose tasks must not be evaluated.
+    # In an evaluation, train_data has another meaning: it names tasks that must not be evaluated.
     names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}
     values = {name: value for name, value in chz.asdict(options).items() if name in names}
     if url is not None:  # EnvironmentOptions requires the address of a server

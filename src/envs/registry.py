@@ -33,7 +33,7 @@ CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that chec
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
-    """Return the tasks of `config.env`.
+    """Return the task source of `config.env`.
 
     Raises ConfigError if the environment is unknown or rejects one of its options.
     """

@@ -66,7 +66,7 @@ PolicyFor = Callable[[Task], Policy]
 
 @chz.chz
 class TryConfig(HarborOptions, TauBenchOptions):
-    """What is tried"""
+    """Tasks, policy and endpoint"""
 
     model_name: str = chz.field(
         default="", doc="Model as the server or the endpoint names it, for policy=model"
@@ -178,8 +178,11 @@ def typed(console: Console) -> Policy:
 
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return a function from a task to its scripted policy. Raises ConfigError if the file `answers` cannot
-    be read or is empty. Without `answers`, the returned function raises it for a task without a reference."""
+    """Return a function that returns the scripted policy of a task.
+
+    Raises ConfigError if the file `answers` cannot be read or is empty. Without `answers`, the returned
+    function raises ConfigError for a task without a reference answer.
+    """
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()
@@ -284,7 +287,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
-    """Return the conversation of a trial with its reward, or the reason why it has none."""
+    """Return the conversation of a trial with its reward, or the reason why the trial was not graded."""
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(
@@ -304,7 +307,7 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
 
 
 def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table | Text]:
-    """Return a row per task, and the pass rate of all trials."""
+    """Return a table with one row per task, and lines with the pass rate of all trials."""
     table = Table(box=None, padding=(0, 1))
     for heading in ("task", "solved", "rewards", "not graded"):
         table.add_column(heading, no_wrap=heading == "task")

@@ -3,13 +3,14 @@ task.
 
 Each task is played without a model: its own solution must score 1, and an agent that does nothing must score
 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task gives no training
-signal or a wrong one. A task without a solution that passes the other check is counted separately. The
-command prints one line per task. Its exit status is 1 if a task is unsound, and 2 for wrong options, or if
+signal or a wrong one. A task that has no solution and passes the other check is counted separately. The
+command prints one line per task. The exit status is 1 if a task is unsound, and 2 for wrong options, or if
 the folder has no valid tasks.
 
-The solution is graded in a fresh environment and in place. If both scores agree, the trainer grades the task
-in a fresh environment, else in place; `grading.json` in tasks_dir records the choice.
-`environment_kwargs=grading=...` tests and records one method only.
+The solution is graded in a fresh environment and in place (in the environment where it ran). If both scores
+agree, or if grading in place gives no score, the trainer grades the task in a fresh environment. Otherwise
+the trainer grades the task in place. `grading.json` in tasks_dir records the grading method.
+`environment_kwargs=grading=fresh` or `grading=in_place` tests and records one method only.
 """
 
 from __future__ import annotations

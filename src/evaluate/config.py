@@ -67,7 +67,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 
     @property
     def environment(self) -> EnvironmentOptions:
-        """The options of the environment, with `eval_split=0`: no tasks are held out."""
+        """The options of the environment. `eval_split` is 0: an evaluation does not split the tasks."""
         return environment_options(self, url=self.base_url)
 
     @chz.validate

@@ -15,15 +15,15 @@ from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document, unchanged
 
 HASHES_FILE = "train_tasks.json"  # in a run folder: training task id -> content hash
-NUM_PROPOSED = 5  # tasks that an error message proposes
+NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
 CONTENT_FOLDERS = ("environment", "tests")  # the instruction and these folders define a task
 
 
 def content_hash(task: Task) -> str:
     """Return the SHA-256 of the instruction, with normalized white space, and of the task's files.
 
-    The files are those of the environment and the verifier; their paths count too. A task without a folder
-    is identified by its instruction and its id.
+    The files are those of the environment and the verifier. The hash covers their paths and their contents. A
+    task without a folder is identified by its instruction and its id.
     """
     digest = hashlib.sha256(" ".join(task.instruction.split()).encode())
     if not task.path.is_dir():

@@ -40,7 +40,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The success rates of two policies on the tasks graded under both, and their difference."""
+    """The success rates of two policies on the tasks with graded trials of both, and their difference."""
 
     first: float
     second: float
@@ -103,8 +103,8 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
     whose mean would have the same variance as this mean. The variance of this mean is estimated from the
     spread of the rates over tasks. The effective number is at most `num_trials`, and equals the number of
-    tasks if the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and compares it
-    with the bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close to 0 or 1.
+    tasks if the rates are equal. `scripts/bench/interval_coverage.py` compares the coverage with that of the
+    bootstrap over tasks, whose coverage is below 95 % if tasks are few or rates are close to 0 or 1.
     """
     num_tasks, mean = len(rates_P), fmean(rates_P)
     if num_tasks == 1:  # one task gives no information about others

@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out tasks, with the same rollouts as training."""
+"""Evaluation of a policy on held-out tasks, with the rollout code of training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EvalSection:
     """The results of all evaluated tasks, or of the evaluated tasks of one domain."""
 
     rates: dict[str, Estimate]
-    """By the names pass_at_<k> and pass_hat_<k>, with a prefix if the grading is partial (`section_of`)."""
+    """The names are pass_at_<k> and pass_hat_<k>, with a prefix if the grading is partial (`section_of`)."""
     noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int  # graded trials that did not solve their task

@@ -1,4 +1,4 @@
-"""Failure patterns of trials, recognized in the conversation, and faults of the user simulator.
+"""Failure patterns of trials and faults of the user simulator, recognized from the trajectory.
 
 A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
 recognized by words in this text. An error is a tool result that starts with `Error`, or a line of a result
@@ -58,7 +58,7 @@ ERRORS = (
         r"|valid (string|number|integer)",
     ),
 )
-# The same table for a line of a terminal that has the form of an error message.
+# The same table for a line of terminal output that has the form of an error message.
 TERMINAL_ERRORS = (
     (
         Pattern.AUTHORISATION,
@@ -78,7 +78,7 @@ TERMINAL_ERRORS = (
 # `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line that starts with a shell prompt
 # (`user@host:`) shows a command and is not an error.
 ERROR_LINE = re.compile(r"^(?!\S*@\S*:)[\w./+-]+:\s")
-PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an answer
+PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an unparsable answer
 COMPLETE = "mark_task_complete"  # a call that changes nothing in the environment
 
 

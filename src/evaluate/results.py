@@ -114,8 +114,9 @@ def report_section(
     has_partial_rewards: bool,
     indent: str = "",
 ) -> None:
-    """Print the mean reward (only with partial rewards), the success rates, the success of doing nothing, the
-    success at tasks with and without a required writing action, and the failure patterns.
+    """Print the mean reward (only with partial rewards), the success rates, the success rate of an agent that
+    does nothing, the success on tasks that need a writing action and on tasks that need none, and the failure
+    patterns.
 
     Failure patterns describe the tool calls of an agent, so they are printed only if the environment reports
     `tool_calls`.
@@ -131,7 +132,7 @@ def report_section(
         if rates:
             printer.say(f"{indent}{formatted_rates(rates)}")
     if section["noop_success"] is not None:
-        printer.say(f"{indent}doing nothing: {formatted(Estimate(**section['noop_success']))}")
+        printer.say(f"{indent}an agent that does nothing: {formatted(Estimate(**section['noop_success']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
         f"{value:.1%} of trials of tasks that {text}" for text, value in split.items() if value is not None
@@ -161,7 +162,8 @@ def compare(
 ) -> Comparison:
     """Compare two evaluations task by task. Tasks with equal content hashes are the same task.
 
-    Raises ConfigError if they share no graded task.
+    `write_to` is the file for the comparison; None: no file is written. Raises ConfigError if the evaluations
+    share no graded task.
     """
     before, after = (
         {task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second)
@@ -199,7 +201,7 @@ def formatted(estimate: Estimate) -> str:
 
 
 def formatted_rates(rates: Mapping[str, Estimate]) -> str:
-    """Return all rates in one line. The number of tasks is written once if it is the same for all."""
+    """Return all rates in one line. The number of tasks is written once if it is the same for all rates."""
     num_tasks = {rate.num_tasks for rate in rates.values()}
     if len(num_tasks) > 1:
         return ", ".join(f"{name}: {formatted(rate)}" for name, rate in rates.items())

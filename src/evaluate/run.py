@@ -60,7 +60,7 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyAndTasks:
-    """The policy that is evaluated and the source of its tasks."""
+    """The policy that is evaluated and the source of the tasks."""
 
     policy: Policy
     source: TaskSource

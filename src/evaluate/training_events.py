@@ -1,4 +1,4 @@
-"""The interface through which training reports its events. `RunEvents` has the events of its rollouts."""
+"""The interface through which training reports its events. `RunEvents` has the events of rollouts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class TrainingEvents(RunEvents, Protocol):
     """Receives the events of a training run on the event loop, in the order in which they happen."""
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Called after step `step` has updated the weights."""
+        """Called after the update of step `step` and before the evaluation after this step."""
         ...
 
     def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
         """Called after the held-out tasks have been evaluated.
 
-        `first` has the rewards of the first evaluation of the run. It is None if `evaluation` is the first.
+        `first` has the rewards of the first evaluation of the run; None: `evaluation` is the first.
         """
         ...

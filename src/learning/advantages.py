@@ -14,7 +14,7 @@ from typing import Literal
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++"]
 
-# Both values are SkyRL's. EPSILON is added to divisors, and the rewards of a group count as equal if they
+# The two values are SkyRL's. EPSILON is added to divisors. The rewards of a group count as equal if they
 # differ by at most EPSILON.
 EPSILON = 1e-6
 WHITENING_EPSILON = 1e-8  # added to the variance
@@ -61,8 +61,8 @@ ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
         scale=lambda rewards: 1 / (statistics.fmean(rewards) + EPSILON),
     ),
     "reinforce++": AdvantageEstimator(
-        formula="whitened over the batch's tokens",
-        source="REINFORCE++, arXiv 2501.03262, over the sampled tokens",
+        formula="the reward, whitened over the sampled tokens of the batch",
+        source="REINFORCE++, arXiv 2501.03262",
         scale=None,
         is_whitened=True,
     ),
@@ -78,8 +78,8 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
     """Return one advantage per member of a group, before `whiten`.
 
     An estimator without a `scale` returns the rewards. With a `scale`, the advantages are zero if all rewards
-    of the group are equal. The advantage in a group of one is also zero, unless `singleton="raw"` selects
-    `raw_singleton`, as in SkyRL.
+    of the group are equal. The advantage in a group of one is zero with `singleton="zero"`. With
+    `singleton="raw"`, it is the value of `raw_singleton`, as in SkyRL.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]
@@ -118,6 +118,7 @@ def token_weights(
 ) -> list[float]:
     """Return, for each sequence of an optimizer step, the weight of each of its trained tokens.
 
+    Here a sequence is one example: all tokens of a trajectory, or of one turn with `step_wise_trajectories`.
     `num_tokens_S` has the number of trained tokens of each sequence. A masked sequence has 0 trained tokens
     and still counts as one of the S sequences. `prompts_S` names the prompt of each sequence. Only
     `prompt_mean` uses the prompts: it computes the mean over the tokens of each prompt, and then the mean

@@ -1,12 +1,12 @@
 """Task selection by Thompson sampling. It prefers tasks with a pass rate near one half.
 
 Each task has a Beta posterior of its pass rate, with the prior Beta(1, 1). A step draws a rate for every task
-from its posterior and selects the tasks whose draws are closest to one half. Uncertain tasks are therefore
-tried, and tasks that are known to be impossible or solved are avoided. A share of every batch,
+from its posterior and selects the tasks whose draws are closest to one half. Tasks with few trials are
+therefore tried, and tasks that are known to be impossible or solved are avoided. A share of every batch,
 `exploration_floor`, goes to the tasks played longest ago, so that every task is played again at some time.
 
-The policy changes during training, so old evidence decays: each new group of a task multiplies the earlier
-counts of the task by `DECAY`, so that about the last 1 / (1 - DECAY) groups count. Without decay, an
+The policy changes during training, so old evidence decays. Each new graded group of a task multiplies the
+earlier counts of the task by `DECAY`, so about the last 1 / (1 - DECAY) groups count. Without decay, an
 impossible task that became possible would not be noticed.
 """
 

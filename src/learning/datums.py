@@ -1,6 +1,6 @@
-"""Conversion of trajectories to tinker.Datum. Turns that extend each other become one datum.
+"""Conversion of trajectories to tinker.Datum. The turns of a chain become one datum (`merge_turns`).
 
-A turn whose history was rewritten starts a new datum.
+If the agent rewrites the history of a conversation, the next turn starts a new chain.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def extends(turn: Turn, previous: Turn) -> bool:
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """Return the sequences of one trajectory that have sampled tokens."""
+    """Divide the turns of a trajectory into chains. Return a sequence for each chain with sampled tokens."""
     sequences = (_sequence(chain, advantage) for chain in merge_turns(turns))
     return [sequence for sequence in sequences if sequence.num_sampled]
 
 
 def step_sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """Return one sequence per turn that has sampled tokens, whether or not the turns extend each other."""
+    """Return one sequence for each turn that has sampled tokens. Turns are not merged into chains."""
     return [_sequence([turn], advantage) for turn in turns if turn.completion_ids]
 
 

@@ -1,9 +1,9 @@
 """On-policy distillation: a teacher scores the tokens that the policy sampled.
 
 The term `teacher_coef * (teacher logprob - sampler logprob)` is added to the advantage of each sampled token.
-The mean of the difference in this term estimates the negative reverse KL divergence. As in tinker-cookbook,
-no mean is subtracted from the term. If the teacher gives every token of a batch a lower logprob than the
-sampler, the term therefore decreases the probability of every token.
+The mean of `teacher logprob - sampler logprob` estimates the negative reverse KL divergence. As in
+tinker-cookbook, no mean is subtracted from the term. If the teacher gives every token of a batch a lower
+logprob than the sampler, the term therefore decreases the probability of every token.
 """
 
 from __future__ import annotations

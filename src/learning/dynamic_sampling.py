@@ -1,9 +1,9 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ or if it has only one reward. `filter` collects good groups over several
-batches and keeps the number that the step needs. `replace` replaces bad groups by good groups of the same
-batch if the share of good groups is above `dynamic_sampling_min_replace_ratio`, and samples another batch
-otherwise.
+A group is good if its rewards differ or if it has only one reward. All other groups are bad.
+`dynamic_sampling=filter` collects good groups over several batches and keeps the number that the step needs.
+`dynamic_sampling=replace` replaces bad groups by good groups of the same batch if the share of good groups is
+above `dynamic_sampling_min_replace_ratio`. Otherwise it samples another batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SamplingState:
     """The groups that a step has sampled so far."""
 
     played: list[TrajectoryGroup]  # all groups, with their original rewards
-    kept: list[TrajectoryGroup]  # the groups to train on, after the reward rules
+    kept: list[TrajectoryGroup]  # the groups to train on, with the rewards that the reward rules give
     is_complete: bool
     num_batches: int = 0
     num_bad: int = 0  # groups with equal rewards or without a reward, over all batches
-    num_copies: int = 0  # good groups that replace bad ones
+    num_copies: int = 0  # copies of good groups that replace bad groups
     num_surplus: int = 0  # good groups beyond the number that the step needs
 
 
@@ -128,8 +128,8 @@ def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> d
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: int) -> list[T]:
-    """Return `count` shuffled tasks for a further batch. The shuffle does not affect the
-    tasks of later steps."""
+    """Return `count` shuffled tasks for a further batch. The shuffle does not affect the tasks of later
+    steps."""
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
     return order[:count]

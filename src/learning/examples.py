@@ -41,7 +41,7 @@ def examples_of_batch(
 ) -> list[list[Example]]:
     """Return the examples of each group.
 
-    Whitening estimators compare the groups of the batch with each other.
+    Estimators with `is_whitened` normalise the advantages over all groups of the batch.
     """
     examples_P_G = [examples_of(group, options, filters) for group in groups]
     is_whitened = ADVANTAGE_ESTIMATORS[options.estimator].is_whitened
@@ -84,7 +84,7 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages of the examples, which are not normalised yet, by whitened ones."""
+    """Replace the advantages of the examples by whitened advantages. The examples are not normalised yet."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     whitened = iter(

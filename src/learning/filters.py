@@ -55,7 +55,7 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards to train on. Callers apply the rules once per group.
+    """Return the groups with the rewards that training uses. Each caller applies the rules once per group.
 
     The rules are, in this order: add the judge's bonus; give failures a reward (`failed_trial_reward`); set
     the reward to 0 for trajectories that a limit ended; set the reward to 0 for trajectories with a long
@@ -86,8 +86,8 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
-    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0. `groups` have the rewards from
-    before the rules."""
+    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0. `groups` have the original
+    rewards, to which no rule was applied."""
     rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
     non_stop = [
         member for member in rewarded if options.zero_reward_on_non_stop and member.stop_reason in OVERLONG

@@ -3,8 +3,8 @@
     ratio = exp(clip(logp_old - logp_sampled, -20, 20)), capped
 
 logp_old is the trainer's logprob before the first optimizer step of the batch. The advantage is multiplied by
-the capped ratio, which is positive and so scales the clipped loss by the same factor. logp_old replaces the
-sampled logprob in the datum. The corrections and their default bounds are those of SkyRL.
+the capped ratio. The ratio is positive, so it scales the clipped loss by the same factor. logp_old replaces
+the sampled logprob in the datum. The corrections and their default bounds are those of SkyRL.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def apply_tis(
     """Return the corrected examples, and the metrics of the correction and of `sampler_trainer_kl`.
 
     `old_logprobs_D` has the trainer's logprobs [T] of each sequence with a gradient, in order. Sequences
-    without a gradient are removed. The loss reduction was applied before this correction, so it counts masked
-    tokens although they have no gradient.
+    without a gradient are removed. The loss reduction was applied before this correction, so the reduction
+    counts masked tokens, which have no gradient.
     """
     corrections: list[TisResult] = []
     compared: list[TrainedTokens] = []

@@ -1,5 +1,6 @@
-"""Optimizer updates through the Tinker API. A substep is one optim_step after one or more forward_backward.
+"""Updates of the weights through the Tinker API.
 
+An update consists of substeps. A substep is one or more forward_backward calls and then one optim_step call.
 All requests of an update are sent before the first result is awaited.
 """
 
@@ -35,8 +36,8 @@ class Learner:
     """Sends datums and optimizer steps to one training client.
 
     `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, this has
-    the same effect on `alpha / rank * B @ A` as multiplying alpha by `update_scale`: Adam's step does not
-    depend on the size of the gradient, and the decay per step stays the same.
+    the same effect on `alpha / rank * B @ A` as multiplying alpha by `update_scale`, because Adam's step does
+    not depend on the size of the gradient. The decay per step does not change.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Learner:
     ) -> None:
         self._client = client
         self._options = options
-        self._loss_fn: LossFnType = cast(LossFnType, options.loss_name)  # the SDK sends any name
-        self._num_steps = num_steps  # the steps of the whole run
+        self._loss_fn: LossFnType = cast(LossFnType, options.loss_name)  # the SDK sends any string
+        self._num_steps = num_steps  # number of steps of the whole run
         self._update_scale = update_scale
         # The datums that `add` has sent, and their pending results.
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
@@ -146,7 +147,7 @@ def require_finite(logprobs: Sequence[np.ndarray], *, step: int) -> None:
     """Raise TrainerError if a logprob of the trainer is not finite."""
     if not all(np.isfinite(values).all() for values in logprobs):
         raise TrainerError(
-            f"step {step}: the weights have diverged, their logprobs are not finite; resume from the "
+            f"step {step}: the logprobs are not finite, so the weights have diverged; resume from the "
             "last checkpoint with a lower learning_rate"
         )
 
@@ -198,7 +199,9 @@ def _rows(
 
 
 def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:
-    """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
+    """Return metrics of the logprob difference between sampler and trainer.
+
+    The names are those of tinker-cookbook (`optim/`) and SkyRL (`policy/`).
 
     The first `num_before_step` parts were computed before the first optimizer step. With on-policy samples,
     their differences come from numerics alone. The differences of later parts include optimizer steps too.

@@ -14,8 +14,8 @@ from src.learning.penalty_options import DistillationOptions, KlOptions
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 CLIPPED_LOSSES = ("ppo", "cispo")
-# The losses of every Tinker endpoint that the trainer can use. dro is left out: its quadratic term has no
-# mask, so it would also train tokens that were never sampled.
+# The losses that every Tinker endpoint has and that the trainer can use. dro is left out, because its
+# quadratic term has no mask and would also train tokens that were never sampled.
 LOSSES = ("importance_sampling", *CLIPPED_LOSSES)
 SERVER_LOSS = "server:"  # the prefix of a loss that only the user's own server has
 

@@ -51,7 +51,7 @@ def by_domain_or_family(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Tra
 
 
 def domain_or_family(task: Task) -> str:
-    """Return the key of a task's metrics: its domain or else its family, with `_` in place of slashes."""
+    """Return the name of a task in metrics: its domain or else its family, with `_` in place of slashes."""
     return (task.domain or family(task.id)).replace("/", "_") or "unknown"
 
 
@@ -123,8 +123,8 @@ def aggregate(name: str, values: Sequence[float]) -> float:
 def num_response_tokens(trajectory: Trajectory) -> int:
     """Return the number of tokens after the first prompt.
 
-    The turns are divided into chains in which each prompt continues the previous one (`merge_turns`). Each
-    chain counts from the end of its own first prompt.
+    The turns are divided into chains (`merge_turns`). The result is the sum over the chains of the number of
+    tokens after the first prompt of the chain.
     """
     return sum(
         len(chain[-1].prompt_ids) + len(chain[-1].completion_ids) - len(chain[0].prompt_ids)

@@ -44,7 +44,7 @@ class SupervisedLearner:
         self._client = client
         self._options = options
         self._highest_rate = highest_rate
-        self._num_steps = num_steps  # the steps of the whole run
+        self._num_steps = num_steps  # number of steps of the whole run
         self._update_scale = update_scale
 
     async def update(self, batch: Sequence[SupervisedSequence], *, step: int) -> dict[str, float]:

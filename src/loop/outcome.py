@@ -1,6 +1,6 @@
 """The last lines that a run prints, and the error of a run that has trained nothing.
 
-The numbers are read from metrics.jsonl, and an example of a failure from rollouts/.
+The numbers are read from metrics.jsonl. The example of a failure is read from rollouts/.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class StepLimits(Protocol):
 
 
 def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLimits) -> list[str]:
-    """Return the last lines that a training process prints after it took `wall_s` seconds.
+    """Return the last lines that a training process prints.
 
-    `steps_before` is the number of steps that earlier processes of the run have done.
+    `wall_s` is the duration of the process in seconds. `steps_before` is the number of steps that earlier
+    processes of the run have done.
     """
     metrics_file = log_path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
@@ -128,7 +129,7 @@ def success_of(metrics_file: Path) -> Success:
         before=rates.get(0),
         after=rates[max(rates)] if rates else None,
         noop_success=noop_rates[max(noop_rates)] if noop_rates else None,
-        # With a partial grading the name of the part is a prefix of the rates: test/<part>_pass_at_1.
+        # With a partial grading, the name of the rate contains the name of the part: test/<part>_pass_at_1.
         is_partial=not recorded(metrics_file, "test/pass_at_1"),
         rewards=(rewards[0], rewards[max(rewards)]) if 0 in rewards and differs_from_success else None,
     )
@@ -148,7 +149,9 @@ def outcome(
     lines: list[str] = []
     before, after = success.before, success.after
     if before is not None and after is not None:
-        noop = "" if success.noop_success is None else f"; doing nothing: {success.noop_success:.1%}"
+        noop = ""
+        if success.noop_success is not None:
+            noop = f"; an agent that does nothing: {success.noop_success:.1%}"
         rewards = ""
         if success.rewards is not None:
             rewards = "; mean reward {} before, {} after".format(*map(shown_reward, success.rewards))
@@ -177,7 +180,7 @@ def last_lines(
 ) -> list[str]:
     """Return the last lines of a run: its steps and duration, `results` and its files.
 
-    If a resumed run had no step left, the first line names the one of `options` that adds steps.
+    If a resumed run had no step left, the first line names the option that adds steps, and a value for it.
     """
     files = [name for name in FILES if (log_path / name).exists()]
     total = f" ({steps} in total)" if steps_before else ""
@@ -211,7 +214,7 @@ def training_signal_lines(variances: Mapping[str, Sequence[float]]) -> list[str]
 def training_signal_line(name: str, variances: Sequence[float]) -> str:
     """Return one line about the variance of the rewards within the groups of each step.
 
-    Two successes of four trials have the variance 0.25, one of four has 0.1875.
+    A group of four trials has the variance 0.25 with two successes, and 0.1875 with one success.
 
     >>> training_signal_line("retail", [0.1875, 0.0])
     'training signal of retail: rewards differ within groups in 50% of 2 steps, mean variance 0.0938'

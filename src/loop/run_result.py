@@ -23,7 +23,7 @@ class RunResult:
     end: RunState | None  # None: the process is still running, or it was killed, or none has started
     error: str  # the message of the error that ended the process; empty if there was none
     num_steps: int  # the last step that has a line in metrics.jsonl; 0 if there is none
-    metrics: Mapping[str, float]  # the last line of metrics.jsonl, without values that are not finite
+    metrics: Mapping[str, float]  # the finite values of the last line of metrics.jsonl
     held_out: Success
     checkpoints: Sequence[Checkpoint]  # the oldest first
 

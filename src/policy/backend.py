@@ -45,7 +45,7 @@ class Backend(Protocol):
         ...
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
-        """Open the sampler checkpoint (tinker://...) or the model `name`; None: the base model."""
+        """Open the sampler checkpoint `name` (tinker://...) or the model `name`. None: the base model."""
         ...
 
     async def save(self, name: str) -> SavedPaths:
@@ -157,7 +157,7 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
             f"no server answers at {url} ({type(error).__name__}); start it, or correct the address"
         ) from error
     if reply.status_code == 503:
-        raise BackendError(f"the server at {url} is not ready yet; wait until it is and try again")
+        raise BackendError(f"the server at {url} is not ready yet; wait until it is ready, then try again")
     if reply.status_code != 200:
         raise BackendError(
             f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
@@ -166,9 +166,9 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
 
 
 async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout_s: float) -> httpx.Response:
-    """Send a POST of `body`, or a GET if it is None, without the SDK.
+    """Send a POST of `body`, or a GET if `body` is None, without the SDK.
 
-    Raises BackendError for a status of 500 or above and if the whole reply does not arrive within
+    Raises BackendError for a status of 500 or above, or if the whole reply does not arrive within
     `timeout_s`.
     """
     try:
@@ -187,7 +187,7 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
 async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
     """Return the LoRA alpha of a model: the value that the endpoint reports, or else Tinker's alpha.
 
-    The SDK drops this field of the reply, so this function sends the request without the SDK.
+    The SDK drops `lora_alpha` from the reply, so this function sends the request without the SDK.
     """
     url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
     reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
@@ -242,7 +242,7 @@ async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> No
 
 
 async def _open_policy(service: tinker.ServiceClient, name: str) -> TinkerPolicy:
-    """Open a policy on the sampler checkpoint (tinker://...) or the base model `name`."""
+    """Open a policy with the sampler checkpoint `name` (tinker://...) or the base model `name`."""
     model_path, base_model = (name, None) if name.startswith("tinker://") else (None, name)
     open_client = lambda: service.create_sampling_client(model_path, base_model)  # noqa: E731
     return TinkerPolicy(await (await in_thread(open_client)), 0)

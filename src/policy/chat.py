@@ -159,8 +159,8 @@ class Chat:
                 "give tokenizer=DIR_OR_HUB_ID with another chat template"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
-        # Encoded alone, `answer` could get a leading space from the tokenizer. Its ids are therefore the end
-        # of the ids of `text`, unless these do not begin with the ids of `prompt`.
+        # If `answer` is encoded alone, the tokenizer may add a leading space. If the ids of `text` begin with
+        # the ids of `prompt`, the ids of `answer` are therefore taken from the ids of `text`.
         ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
         turn_ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
         if not turn_ends:
@@ -247,8 +247,8 @@ class Chat:
             add_generation_prompt=generation_prompt,
             enable_thinking=self._enable_thinking,  # Qwen3, GLM
             thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
-            # Llama 3 writes tools into the first message after the system message and makes it a user
-            # message, even if it is a greeting by the assistant.
+            # By default, Llama 3 writes tools into the first message after the system message and renders the
+            # message as a user message. That is wrong if the message is a greeting by the assistant.
             tools_in_user_message=roles[:1] == ["user"],
         )
 

@@ -3,9 +3,9 @@
 Only this module imports openai.
 
 Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded,
-but the policy cannot be trained on them. The trial runner needs token ids, so `MessageCodec` encodes
-conversations in pseudo tokens of four bytes each, about the size of a real token; token limits and counts are
-therefore estimates. The logprobs are NaN, so that nothing can train on them.
+but the policy cannot be trained on them. A trial needs token ids, so `MessageCodec` encodes conversations as
+pseudo tokens of four bytes each. A real token has about the same size. Token limits and counts are therefore
+estimates. The logprobs are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import SampleRequest
 
-NUM_RETRIES = 5  # by the client, per call, if the endpoint is overloaded or the connection breaks
+NUM_RETRIES = 5  # retries of the client per call, if the endpoint is overloaded or the connection breaks
 END = "\x03"  # ends a message; END and SEPARATOR are removed from the text of messages
 SEPARATOR = "\x02"  # between the role and the content
 BYTES_PER_TOKEN = 4
@@ -98,7 +98,7 @@ class ChatReply:
     text: str
     tool_calls: Sequence[Mapping[str, str]] = ()  # name and arguments, both as text
     was_cut: bool = False  # whether max_tokens ended the reply
-    num_prompt_tokens: int = 0  # 0 if the endpoint does not report it
+    num_prompt_tokens: int = 0  # 0 if the endpoint does not report token counts
     num_completion_tokens: int = 0
 
 
@@ -119,7 +119,7 @@ class ChatEndpoint:
         top_p: float | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
-        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is none.
+        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is no reply.
 
         A parameter that is None is not sent, so the endpoint uses its default.
         """

@@ -47,7 +47,7 @@ class SampleRequest:
 class Policy(Protocol):
     """Samples completions.
 
-    `version` is the number of training steps that the weights have had; the initial weights have version 0.
+    `version` is the number of training steps that produced the weights. The initial weights have version 0.
     """
 
     @property
@@ -71,7 +71,7 @@ class ReferenceModel(Protocol):
 class PolicyWrapper:
     """A policy that delegates to another policy.
 
-    Subclasses override `sample` to add behaviour, so that wrappers compose.
+    Subclasses override `sample` to add behaviour. A wrapper can wrap another wrapper.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -147,7 +147,7 @@ class TinkerPolicy:
             )
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError(
-                "sampling: the server returned logprobs that are not finite; the weights have diverged, "
+                "sampling: the server returned logprobs that are not finite, so the weights have diverged; "
                 "resume from a checkpoint"
             )
         return Turn(

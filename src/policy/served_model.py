@@ -1,7 +1,7 @@
 """Options that follow from the model of a skyrl-tx server: its name, its tokenizer and its context.
 
-Options that the user has set are kept. If the server does not answer, no option is changed; the program
-reports the missing answer later, when it connects.
+Options that the user has set are kept. If the server does not answer, options that depend on its answer are
+not changed. The program reports the missing answer later, when it connects.
 """
 
 from __future__ import annotations

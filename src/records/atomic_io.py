@@ -17,9 +17,9 @@ from pathlib import Path
 from src.core.errors import StorageError
 
 RESUME = "free space or fix the cause, then resume the run"
-"""What to do after an error that ends the run."""
+"""What to do after an error that ends a run."""
 RUN_AGAIN = "free space or fix the cause, then run the command again"
-"""What to do after an error that ends another command."""
+"""What to do after an error that ends a command without a run to resume."""
 CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this size
 
 

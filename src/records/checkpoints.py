@@ -19,7 +19,7 @@ class Checkpoint:
     """One line of checkpoints.jsonl. Task order and seeds follow from `batch` and the config."""
 
     name: str
-    batch: Count  # steps done
+    batch: Count  # number of steps done
     epoch: Count
     final: bool  # whether all steps of the run were done
     state_path: str  # weights and optimizer
@@ -27,7 +27,7 @@ class Checkpoint:
 
 
 def append(log_path: Path, checkpoint: Checkpoint) -> None:
-    """Append a checkpoint that the server has confirmed. It is on disk when the call returns."""
+    """Append a checkpoint that the server has confirmed. The line is on disk when the call returns."""
     truncate_torn_line(log_path / JOURNAL)
     append_record(log_path / JOURNAL, asdict(checkpoint))
 

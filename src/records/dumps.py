@@ -11,7 +11,7 @@ The fields have the names and contents of SkyRL's dumps:
     input_prompt          the first prompt
     output_response       the text after the first prompt. Dumps of evaluations contain its special tokens,
                           because programs that read these dumps count them; training examples do not
-    score                 the rewards of the turns; the trial is passed if one of them is above 0
+    score                 the rewards of the turns; the trial is passed if their sum is above 0
     reward                the sum of the rewards
     env_class             the environment (`env=`)
     data_source, domain   the domain, or the family of the task
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int], bool], str]  # (token ids, whether to leave out special tokens) -> text
 AGGREGATED = "aggregated_results.jsonl"
-EXAMPLES_EVERY = 10  # steps
+EXAMPLES_EVERY = 10  # number of steps between two dumps of training examples
 ADVICE = "free space or fix the cause; the run continues without this file"
 NUM_EXAMPLES = 10  # the maximum number of examples of a step
-SHOWN_CHARACTERS = 200  # of an example's response, in the log line
+SHOWN_CHARACTERS = 200  # number of characters of an example's response in the log line
 # DeepSeek's special tokens contain ｜ and ▁. The special tokens of its tool calls are kept, because they
 # separate names and arguments.
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
@@ -155,8 +155,8 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
     """Return the messages that the environment recorded.
 
-    If it recorded none, or an entry without a role, return the text of the first prompt and the text after it
-    as two messages.
+    If the environment recorded no message, or an entry without a role, return two messages: the text of the
+    first prompt, and the text after the first prompt.
     """
     if trajectory.conversation and all(map(_has_role, trajectory.conversation)):
         return [

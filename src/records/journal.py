@@ -1,6 +1,6 @@
 """journal.jsonl: the events of a run, in order. The file is append-only, and a resumed run reads it.
 
-    {"event": "started", "resumed_from": 0, ...}                       one per process
+    {"event": "started", "resumed_from": 0, ...}                       one per process and per reconnection
     {"event": "rollout_started", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, ...}
     {"event": "finished", ... "outcome": "graded"}                     written after the rollout's tokens
     {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the step's groups, as GroupKeys
@@ -11,7 +11,7 @@
     {"event": "ended", "state": "done"}
 
 Weights that were trained and not saved are lost with the server's session. `started` therefore invalidates
-every earlier `trained` of a step after `resumed_from`: these steps are trained again, from the rollouts on
+every earlier `trained` of a step after `resumed_from`. These steps are trained again, from the rollouts on
 disk. Among the `trained` events that remain valid, each group occurs once.
 """
 
@@ -75,7 +75,7 @@ class Journal:
         """Read the events of earlier processes. Raises ConfigError for a damaged line."""
         self._path = log_path / JOURNAL
         truncate_torn_line(self._path)
-        self._attempts: Counter[RolloutKey] = Counter()  # attempts of each rollout without a grade
+        self._attempts: Counter[RolloutKey] = Counter()  # number of attempts of each ungraded rollout
         # ("step", n) or ("eval", n) for each step and each evaluation whose rollouts were used.
         self._settled: set[tuple[str, int | None]] = set()
         # Number of graded rollouts of the run, plus number of steps that this process was the first to train.

@@ -2,8 +2,8 @@
 an API key.
 
 In a folder that every user can write to, such as the temporary folder, another user may have created an entry
-of the same name. An existing entry must therefore be a folder of this user or of root and no symbolic link,
-and a new folder is private.
+of the same name. An existing entry must therefore be a folder of this user or of root, and not a symbolic
+link. A new folder is private.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_parents(path: Path) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Raise ConfigError unless `path` is a folder of this user or of root and no symbolic link."""
+    """Raise ConfigError if `path` is not a folder of this user or of root, or is a symbolic link."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise ConfigError(

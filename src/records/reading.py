@@ -83,8 +83,8 @@ class CurriculumState(TypedDict):
 
 
 class StepState(TypedDict):
-    strikes: NotRequired[dict[str, Count]]
-    quarantined: NotRequired[dict[str, str]]
+    strikes: NotRequired[dict[str, Count]]  # task id -> consecutive groups without a graded trial
+    quarantined: NotRequired[dict[str, str]]  # task id -> most frequent cause
     recent: NotRequired[list[LostGroup]]
     curriculum: NotRequired[CurriculumState]
 

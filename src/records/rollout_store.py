@@ -5,8 +5,8 @@ chain is stored once. A prompt with a rewritten history is stored as the tokens 
 shares with the previous prompt. Lists of numbers are packed:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
-    prompt [1, 2, 3, 4] after it       ->  {"after": 0, "prompt_ids": [4]}
-    prompt rewritten to [1, 2, 8]      ->  {"shared": 2, "prompt_ids": [8]}
+    next prompt [1, 2, 3, 4]           ->  {"after": 0, "prompt_ids": [4]}
+    next prompt rewritten to [1, 2, 8] ->  {"shared": 2, "prompt_ids": [8]}
     [1, 2]  ->  "<i4:" and the base64 of the compressed array
 """
 
@@ -157,7 +157,7 @@ def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, Finis
 
 
 def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Trajectory | TrialFailure]]:
-    """Return the rollouts with the name of a trial, in the order in which they were played.
+    """Return the rollouts whose trial is named `trial_name`, in the order in which they were played.
 
     Several rollouts can have this name, because the trials of a task have the same names in all evaluations
     of a run. The evaluation of a step is played after the step's training rollouts.
@@ -223,7 +223,7 @@ def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
 
 
 def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
-    """Return the result of a record. Raises one of `reading.DAMAGED` for any other values."""
+    """Invert `encoded`. Raises one of `reading.DAMAGED` for values that `encoded` does not write."""
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
     converted: dict[str, Any] = {
@@ -253,7 +253,7 @@ def packed(numbers: Sequence[float]) -> str:
 
 
 def unpacked(text: str) -> list[Any]:
-    """Return the numbers that `packed` compressed. Raises one of `reading.DAMAGED` for any other text."""
+    """Invert `packed`. Raises one of `reading.DAMAGED` for text that `packed` does not write."""
     kind, _, content = text.partition(":")
     inflater = zlib.decompressobj()
     raw = inflater.decompress(base64.b64decode(content), MAX_BYTES)

@@ -76,7 +76,7 @@ class RunFolder:
         )
 
     def create(self, config: RunFolderOptions) -> None:
-        """Create the folder and config.json. An old run is deleted first if that was requested."""
+        """Create the folder and config.json. If `delete_first` is set, the old run is deleted first."""
         if self.delete_first:
             deleted = self.path.with_name(f".{self.path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)

@@ -81,8 +81,8 @@ class RunLog:
         self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Remove the lines from `step` on, because these steps are repeated. wandb keeps the
-        values that it received first."""
+        """Remove the lines from `step` on, because these steps are repeated. wandb keeps the values that it
+        received first."""
         if self._path.exists():
             self._rewrite([record for record in records(self._path) if record["step"] < step])
 
@@ -180,7 +180,10 @@ def recorded(path: Path, name: str) -> dict[int, float]:
 
 
 def recorded_variances(path: Path) -> dict[str, list[float]]:
-    """Return (ALL_TASKS, a domain or a family) -> its `variance_per_prompt` in each training step."""
+    """Return the `variance_per_prompt` of each training step, by domain or family.
+
+    The key ALL_TASKS has the values of all tasks together.
+    """
     variances: dict[str, list[float]] = {}
     for record in records(path):
         for name, value in record.items():
@@ -217,7 +220,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the trackio run of this folder, which its name identifies."""
+    """Start a trackio run, or continue the trackio run whose name is recorded in this folder."""
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 By default, a step rolls out the groups of its own tasks and waits for all of them. With `max_staleness` or
 `stream_groups`, a step takes groups from the pipeline in the order in which they end. With `max_staleness`,
-these groups may have begun during earlier steps. `task_quarantine` counts failures in the order of the batch.
+these groups may have begun during earlier steps.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class BatchCollector:
         return collected
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
-        """Return a pipeline of every group that no step has taken; without `uses_pipeline` it is empty."""
+        """Return a pipeline with every group that no step has taken. Without `uses_pipeline` it is empty."""
         options = self._options
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
         ahead = [
@@ -125,7 +125,7 @@ class BatchCollector:
         return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
-        """Roll out the step's own tasks, and refills if there is dynamic sampling."""
+        """Roll out the step's own tasks, and the further batches of dynamic sampling (refills)."""
         options = self._options
         scheduled = self._tasks_of(batch)
         tasks = [task for task in scheduled if not self._is_quarantined(task)]
@@ -233,8 +233,9 @@ class BatchCollector:
     def _refills(self, batch: Batch, state: SamplingState, num_needed: int) -> Sequence[Task]:
         """Return the tasks of the next refill.
 
-        With uniform task sampling, a refill is as large as the batch, as in SkyRL. The curriculum chooses one
-        task for each missing group, if possible a task that this step has not rolled out.
+        With uniform task sampling, a refill is as large as the batch, as in SkyRL. Otherwise the curriculum
+        chooses one task for each missing group. If enough tasks remain, it chooses only tasks that this step
+        has not rolled out.
         """
         options, tasks = self._options, self._available_tasks()
         step_and_attempt = {"step": batch.step, "attempt": state.num_batches}
@@ -252,7 +253,7 @@ class BatchCollector:
         return task.id in self._faults.quarantined
 
     async def _roll_out(self, batch: Batch, tasks: Sequence[Task], attempt: int) -> list[TimedGroup]:
-        """Roll out the step's tasks (attempt 0) or its nth refill, and count their failures."""
+        """Roll out the step's tasks (attempt 0) or the refill `attempt`, and count the failures."""
         plan = self._plan(f"refill-{attempt}" if attempt else "step", batch.step)
         title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
         self._events.batch_started(title, num_groups=len(tasks), group_size=plan.group_size)
@@ -268,7 +269,7 @@ class BatchCollector:
         return timed_groups
 
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
-        """Count the failures of the groups, and quarantine tasks.
+        """Count the failures of the groups, quarantine tasks and update the curriculum.
 
         Raises TooManyFailuresError if the groups belong to several tasks and none of their trials was graded,
         if too many of the latest trials could not be graded, or if every training task is quarantined.

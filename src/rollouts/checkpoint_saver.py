@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves the weights of a run. The run had finished `steps_done` steps before this process started (0: a
-    new run)."""
+    """Saves the weights of a run. `steps_done` is the step of the checkpoint from which the run continues; 0
+    for a new run."""
 
     def __init__(
         self,
@@ -89,4 +89,4 @@ class CheckpointSaver:
         except Exception as error:
             reason = f"{type(error).__name__} {error}".rstrip()
             self._events.say(f"no checkpoint could be saved after step {step}: {reason}")
-            logger.debug("saving after a failure failed", exc_info=True)
+            logger.debug("the checkpoint after a failure could not be saved", exc_info=True)

@@ -57,14 +57,14 @@ class TimedGroup:
 
     group: TrajectoryGroup
     duration_s: float
-    num_retries: int = 0  # number of attempts after the first attempt of each rollout, for the whole group
+    num_retries: int = 0  # number of repeated attempts in the group
 
 
 class Rollouts:
     """Runs trials. At most `n_parallel_envs` trials of all groups run at the same time. Rollouts on disk are
     not repeated.
 
-    The `judge` adds its bonus to training trials only. If it is None, no bonus is added.
+    The `judge` adds a bonus to training trials only. If `judge` is None, no bonus is added.
     """
 
     def __init__(
@@ -221,7 +221,9 @@ class Rollouts:
                 return graded
             if playing.cancelled():  # a call inside the trial cancelled the trial; the run was not cancelled
                 return TrialFailure(
-                    task_id=task.id, kind=FailureKind.HARBOR, message="a call inside the trial cancelled it"
+                    task_id=task.id,
+                    kind=FailureKind.HARBOR,
+                    message="a call inside the trial cancelled the trial",
                 )
             return playing.result()
         except BackendError as error:

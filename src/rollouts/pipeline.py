@@ -25,7 +25,7 @@ from src.rollouts.options import PipelineOptions, ScheduleOptions
 class Batch:
     """The tasks of one step.
 
-    `step` counts from 1 over the whole run; step n turns policy version n - 1 into n.
+    `step` counts from 1 over the whole run. Step n updates the weights from policy version n - 1 to n.
     """
 
     step: int
@@ -56,7 +56,7 @@ def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return the batches with a domain mixture: as many as without a mixture, all of the same size.
 
-    Each domain has its share of the groups, and its own epochs.
+    Each domain has its share of the groups. A domain repeats its tasks independently of the other domains.
     """
     domains = {
         domain: [task for task in tasks if task.domain == domain]
@@ -130,7 +130,7 @@ class Scheduled:
 
 
 class Pipeline:
-    """Rolls out groups in the order of the schedule. Steps take them in the order in which they end.
+    """Rolls out groups in the order of the schedule. Steps take the groups in the order in which they end.
 
     With `max_staleness=0`, only the groups of the current step are rolled out. Otherwise up to
     `max_groups_in_flight` groups are rolled out at once, and a step does not wait for slow groups. If
@@ -212,10 +212,10 @@ class Pipeline:
     def _admission_limit(self) -> int:
         """Return the number of groups that may be rolled out at once.
 
-        The limit is `max_groups_in_flight`. With `max_staleness` above 0, there is a second limit, so that
-        groups are not too old when they are trained; the smaller one applies. A group that ends during an
-        update, when n other groups wait, is trained `1 + n // batch_size` updates later, so at most
-        `max_staleness` batches should end during one update. The second limit is
+        The limit is `max_groups_in_flight`. If `max_staleness` is above 0, the smaller of this limit and a
+        second limit applies, so that groups are not too old when they are trained. A group that ends during
+        an update while n other groups wait is trained `1 + n // batch_size` updates later. Therefore at most
+        `max_staleness` batches of groups should end during one update. The second limit is
 
             (max_staleness + s) * batch_size - waiting groups                   after the first update
             (max_staleness + 1) * batch_size - waiting groups - taken groups    before the end of that update

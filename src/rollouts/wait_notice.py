@@ -10,7 +10,7 @@ REPEAT_S = 30.0  # the time between two messages about the same wait
 
 
 class WaitNotice:
-    """Reports what a run waits for, by timers of the event loop. A new wait replaces the previous wait."""
+    """Uses timers of the event loop to report what a run waits for. A new wait replaces the previous wait."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -21,7 +21,7 @@ class WaitNotice:
     ) -> None:
         """Report a wait for `cause` every REPEAT_S, until `stop` is called or `is_over` returns True.
 
-        With an `explanation`, a first message with it is printed after SLOW_S.
+        If `explanation` is given, the first message contains it and is shown after SLOW_S.
         """
         self.stop()
         loop = asyncio.get_running_loop()

@@ -62,7 +62,8 @@ async def watching(
 ) -> AsyncGenerator[Watchdog]:
     """Yield a watchdog that probes the server with `check` while the block runs.
 
-    `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on it.
+    `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on
+    the server.
     """
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     probing = asyncio.create_task(_probe(check, options, lost))
@@ -78,8 +79,8 @@ async def _probe(
     check: Callable[[], Awaitable[None]], options: WatchdogOptions, lost: asyncio.Future[str]
 ) -> None:
     now = asyncio.get_running_loop().time
-    # This is the time of the first failed probe. With the time of the last answer, a suspension of this
-    # process would count as silence of the server.
+    # The time of the first failed probe since the last answer. The time of the last answer is not used,
+    # because a suspension of this process would then count as time without an answer.
     failing_since: float | None = None
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))

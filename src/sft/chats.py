@@ -2,10 +2,10 @@
 
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "tools": []}
 
-The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files: `tools`, which may be
-missing, are OpenAI schemas, and a message may have `tool_calls`. With `train_on=customized`, the assistant
-messages with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message
-are passed to the chat template. Each invalid line causes a ConfigError that names the file and the line.
+The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` may be missing and
+contains OpenAI schemas. A message may have `tool_calls`. With `train_on=customized`, the assistant messages
+with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message are passed
+to the chat template. The first invalid line causes a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _parsed_arguments(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return from_json(arguments)  # unlike json.loads, without RecursionError for deep nesting
+        return from_json(arguments)  # json.loads would raise RecursionError for deep nesting
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
 

@@ -12,7 +12,7 @@ from src.learning.options import OptimizerOptions
 from src.policy.options import BackendOptions
 from src.records.options import TrackingOptions
 
-# The choices of the trained tokens of a chat. The names are those of tinker-cookbook.
+# The values of `train_on`, which select the trained tokens of a chat. The names are those of tinker-cookbook.
 TrainOn = Literal[
     "all_assistant_messages", "last_assistant_turn", "last_assistant_message", "customized", "all_tokens"
 ]

@@ -1,4 +1,4 @@
-"""The examples of a run, which are read, rendered and split before training, and the batches of its steps."""
+"""Read, render and split the chats of a run, and divide the resulting examples into batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from src.sft.run_data import examples_of_run, sources_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The examples to train on and those held out."""
+    """The examples to train on, and the held-out examples."""
 
     train: list[Example]
     held_out: list[Example]
 
     @property
     def num_trained_tokens(self) -> int:
-        """The trained tokens of one epoch."""
+        """The number of trained tokens of one epoch."""
         return sum(example.sequence.num_trained for example in self.train)
 
 

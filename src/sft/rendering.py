@@ -30,7 +30,7 @@ class Example:
 
     where: str  # file and line, or run and trial
     task: str  # examples of the same task are never both trained and held out
-    content_hash: str  # of tokens and weights
+    content_hash: str  # the hash of tokens and weights
     sequence: SupervisedSequence
 
 

@@ -1,4 +1,4 @@
-"""`data=RUN,reward>=1`: the training trials of a run whose reward meets the condition.
+"""`data=RUN,reward>=1`: examples of the training trials of a run that meet the condition.
 
 The examples have the exact tokens that were sampled.
 """
@@ -21,7 +21,8 @@ from src.sft.rendering import Example, example_of
 
 CONDITION = re.compile(r"reward(>=|>)(-?\d+(?:\.\d+)?)")
 INCOMPLETE_CONDITION = re.compile(r"reward\s*([<>=].*)?")
-"""A shell turns data=RUN,reward>=1 without quotes into data=RUN,reward."""
+"""Matches an incomplete or unsupported condition. A shell turns data=RUN,reward>=1 without quotes into
+data=RUN,reward."""
 COMPARISONS = {">=": operator.ge, ">": operator.gt}
 
 

@@ -30,7 +30,7 @@ HELD_OUT_NLL = "test/nll"
 class SupervisedTrainer:
     """Trains on batches, evaluates the weights and saves checkpoints.
 
-    `steps_done` is the number of training steps that the weights on the server have had.
+    `steps_done` is the number of training steps that produced the weights on the server.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SupervisedTrainer:
         self._run_log = run_log
         self._events = events
         self._epoch = 0
-        self._is_update_pending = False  # an update was sent and the server has not answered yet
+        self._is_update_pending = False  # whether an update has begun and has no result yet
         self._saver = CheckpointSaver(
             backend,
             watchdog,
@@ -70,8 +70,8 @@ class SupervisedTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, a checkpoint is saved, except after a BackendError or a StorageError
-        and while an update is pending.
+        If the run is stopped or fails, a checkpoint is saved. No checkpoint is saved after a BackendError or
+        a StorageError, or while an update is pending.
         """
         try:
             await self._evaluate_start(num_steps=len(batches))

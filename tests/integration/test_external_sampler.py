@@ -147,5 +147,5 @@ def test_a_sampler_of_another_model_stops_the_start(tmp_path: Path, sampler: Ext
         process = start_server(tmp_path, sampler_url)
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and errors.strip().splitlines()[-1].startswith(
-        f"skyrl-tx server: sampler_url={sampler_url}: the external server serves"
+        f"skyrl-tx server: sampler_url={sampler_url}: the external sampler serves"
     )

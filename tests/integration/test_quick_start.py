@@ -32,7 +32,7 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
     # Refusing is the correct answer to one of the three tasks.
-    assert "points); doing nothing: 33.3%" in done.stdout
+    assert "points); an agent that does nothing: 33.3%" in done.stdout
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
     # The sampler and the trainer have the same weights.

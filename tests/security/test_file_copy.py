@@ -323,6 +323,23 @@ def test_applying_limits_to_a_folder_follows_no_links(tmp_path: Path) -> None:
     assert (outside / "kept").read_text() == "x"
 
 
+def test_applying_limits_removes_files_with_paths_that_are_too_long(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    (folder / "agent").mkdir(parents=True)
+    (folder / "agent" / "log").write_text("x")
+    directory = os.open(folder / "agent", os.O_RDONLY)
+    for _ in range(18):
+        os.mkdir("d" * 250, dir_fd=directory)
+        child = os.open("d" * 250, os.O_RDONLY, dir_fd=directory)
+        os.close(directory)
+        directory = child
+    os.close(directory)
+    assert not apply_limits(folder).is_complete
+    assert (folder / "agent" / "log").is_file()
+    longest = max(len(str(path)) for path in everything_below(folder))
+    assert longest < 4096
+
+
 def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     old, new = (tmp_path / "jobs" / "step_1" / name for name in ("old", "new"))
     for folder in (old, new):

@@ -437,8 +437,8 @@ async def test_the_log_reports_the_tasks_per_grading_method(
     with caplog.at_level(logging.INFO):
         await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert (
-        "grading: 1 tasks in a fresh environment, 0 in place (records of validate, else fresh)"
-        in caplog.messages
+        "grading: 1 tasks in a fresh environment, 0 in place "
+        "(records of src.envs.validate; tasks without a record: fresh)" in caplog.messages
     )
 
 

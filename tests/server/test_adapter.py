@@ -109,7 +109,7 @@ def test_a_sequence_uses_the_adapter_of_its_lora_slot() -> None:
 
 @pytest.mark.parametrize("slots", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
 def test_the_compiled_number_of_adapters_changes_no_result(slots: tuple[int, ...]) -> None:
-    """With `num_lora_slots`, as on a GPU, programs are compiled for certain numbers of adapters."""
+    """With `counts`, as on a GPU, programs are compiled for certain numbers of adapters."""
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(
         lambda *leaves: np.stack(leaves),
@@ -120,11 +120,11 @@ def test_the_compiled_number_of_adapters_changes_no_result(slots: tuple[int, ...
             x,
             replace(
                 bank,
-                indices=lora_indices(np.array(slots, np.int32), num_lora_slots=num_lora_slots),
+                indices=lora_indices(np.array(slots, np.int32), counts=counts),
                 layer=np.int32(1),
             ),
         )
-        for num_lora_slots in (None, 3)
+        for counts in (None, (1, 3))
     )
     for expected, actual in zip(without_bucket, with_bucket, strict=True):
         assert np.any(expected)

@@ -101,7 +101,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     for _ in range(2):
         cache.pin("a")
     cache.unpin("a")
-    with pytest.raises(ConflictError, match="sampler weights a are in use"):
+    with pytest.raises(ConflictError, match="the sampler snapshot a is in use"):
         save(cache, "a")
     save(cache, *"cd")
     assert list(cache.on_device) == ["a", "d"]

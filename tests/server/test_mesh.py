@@ -82,23 +82,27 @@ def test_the_decode_kernel_on_several_devices_equals_one(report: dict) -> None:
         (
             DENSE,
             MeshShape(tensor=4),
-            "tensor_parallel=4: 2 key-value heads do not divide over 4 devices (tensor); use fsdp_parallel=2 "
-            "tensor_parallel=2",
+            "tensor_parallel=4: 2 key-value heads cannot be divided equally over 4 devices (tensor); "
+            "use fsdp_parallel=2 tensor_parallel=2",
         ),
         (SPARSE, MeshShape(tensor=4), "(tensor); use tensor_parallel=2 expert_parallel=2"),
         (DENSE, MeshShape(tensor=2), None),
         (
             replace(DENSE, vocab_size=65),
             MeshShape(tensor=2),
-            "65 tokens of the vocabulary do not divide over 2 devices",
+            "65 tokens of the vocabulary cannot be divided equally over 2 devices",
         ),
         (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of an MLP"),
-        (DENSE, MeshShape(fsdp=5), "32 hidden dimensions do not divide over 5 devices"),
-        (DENSE, MeshShape(data=4, fsdp=2), "12 max_num_seqs do not divide over 8 devices"),
+        (DENSE, MeshShape(fsdp=5), "32 hidden dimensions cannot be divided equally over 5 devices"),
+        (DENSE, MeshShape(data=4, fsdp=2), "12 max_num_seqs cannot be divided equally over 8 devices"),
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
-        (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
-        (LATENT, MeshShape(tensor=2), "tensor_parallel=2: 1 key-value heads do not divide over 2 devices"),
-        (LATENT, MeshShape(fsdp=8), "4 heads of latent attention do not divide over 8 devices"),
+        (SPARSE, MeshShape(expert=8), "4 experts cannot be divided equally over 8 devices"),
+        (
+            LATENT,
+            MeshShape(tensor=2),
+            "tensor_parallel=2: 1 key-value heads cannot be divided equally over 2 devices",
+        ),
+        (LATENT, MeshShape(fsdp=8), "4 heads of latent attention cannot be divided equally over 8 devices"),
     ],
 )
 @pytest.mark.seed_behaviour(128)

@@ -65,7 +65,7 @@ def test_each_answer_continues_the_conversation() -> None:
 
 def test_reset_clears_the_conversation_and_exit_ends_the_chat() -> None:
     written, prompts = chat_with(["a"], ["hi", "/reset", "again", "/exit", "never"], "system=S")
-    assert written == ["a", "the conversation is forgotten", "a"]
+    assert written == ["a", "a new conversation starts", "a"]
     assert prompts == ["\x01s\nS\x02\n\x01u\nhi\x02\n\x01a\n", "\x01s\nS\x02\n\x01u\nagain\x02\n\x01a\n"]
 
 
@@ -151,7 +151,7 @@ def test_the_program_answers_and_ends_with_its_input(
     first, answer, *rest = printed.out.splitlines()
     assert first == "chatting with local/fake; /reset, /exit, Ctrl-D" and answer
     assert rest[-2:] == [
-        "the conversation is forgotten",
+        "a new conversation starts",
         "error: unknown command /what; commands are /reset and /exit",
     ]
 

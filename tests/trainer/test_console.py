@@ -56,9 +56,9 @@ def test_a_group_is_shown_in_one_line():
     assert shown(show) == [
         "step 1: 2 tasks x 3 trials",
         "  [1/2] copy-01: 1/2 solved, 1.0 turns, 2.3 s, 1 ungraded (verifier)",
-        "  first verifier, not graded: copy-01: no tmux; tracebacks: logs.log",
+        "  first verifier, not graded: copy-01: no tmux; logs.log has the traceback",
         "  [2/2] a[b]: 0/0 solved, 1.0 s, 3 ungraded (sandbox)",
-        "  first sandbox, not graded: a[b]: no tmux; tracebacks: logs.log",
+        "  first sandbox, not graded: a[b]: no tmux; logs.log has the traceback",
     ]
 
 
@@ -72,7 +72,7 @@ def test_the_first_failure_of_each_kind_is_shown_once():
             display.group_finished(shown_group, duration_s=1)
 
     lines = [line for line in shown(show, width=200) if "first" in line]
-    assert lines == [f"  first env_error, reward 0: a: {detail}; tracebacks: logs.log"]
+    assert lines == [f"  first env_error, reward 0: a: {detail}; logs.log has the traceback"]
 
 
 def test_partial_rewards_are_shown_if_nothing_is_solved():
@@ -168,7 +168,7 @@ def test_an_evaluation_is_shown_beside_the_first_one():
             evaluation(4, group("copy-01", 1, 1), noop_rewards={"copy-01": 1.0}), None
         )
     )[-1]
-    assert summary == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
+    assert summary == "held-out success: 100.0% (2/2); an agent that does nothing: 100.0%"
     graded = group("copy-01", 1, 1)
     partial = replace(graded, task=replace(graded.task, grading="env"))
     assert (
@@ -188,7 +188,7 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     ]
     assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert outcome(replace(rates, noop_success=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
-        f"{lines[1]}; doing nothing: 10.0%",
+        f"{lines[1]}; an agent that does nothing: 10.0%",
         "a",
     ]
     earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]

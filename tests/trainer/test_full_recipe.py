@@ -176,7 +176,7 @@ def test_the_model_and_options_may_have_names_of_skyrl(trained, monkeypatch, cap
         "2e-5",
         "3",
     )
-    assert "taken as model_name=org/name learning_rate=2e-5 eval_every=3" in capfd.readouterr().err
+    assert "converted to model_name=org/name learning_rate=2e-5 eval_every=3" in capfd.readouterr().err
     assert main(["trainer.policy.model.path=org/name", "trainer.critic.model.path=m"]) == 2
     assert (
         capfd.readouterr().err.splitlines()[-1].startswith("run_skyrl_tx: trainer.critic.model.path cannot")

@@ -119,7 +119,7 @@ def test_the_number_of_tasks_of_each_mode_is_logged(tmp_path: Path, caplog: pyte
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
     with caplog.at_level(logging.INFO):
         grading_methods([task], GradingOption(), "sandbox")
-    source = "records of validate, else fresh"
+    source = "records of src.envs.validate; tasks without a record: fresh"
     assert caplog.messages == [f"grading: 0 tasks in a fresh environment, 1 in place ({source})"]
 
 

@@ -154,7 +154,7 @@ async def test_losses_that_do_not_clip_report_no_clipping():
 async def test_logprobs_that_are_not_finite_are_a_trainer_error():
     client = BanditTrainingClient()
     client.logits[0] = math.nan
-    with pytest.raises(TrainerError, match="step 7: the weights have diverged"):
+    with pytest.raises(TrainerError, match="step 7: the logprobs are not finite"):
         await Learner(client, settings()).update([datums(3)], step=7)
 
 

@@ -82,7 +82,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     } <= set(lines[-1])
     # The bandit cannot write text.
     assert all(line["test/env/all/success_write"] == 0 for line in lines if "test/noop_success" in line)
-    assert "; doing nothing: " in run.text.getvalue()
+    assert "; an agent that does nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
     assert all("\n</tools>" in line["input_prompt"] for line in dumped)
     assert all(

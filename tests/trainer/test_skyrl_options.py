@@ -61,7 +61,7 @@ def test_a_script_of_skyrl_is_read_with_one_note(capsys: pytest.CaptureFixture[s
     assert (config.group_size, config.n_epochs, config.temperature) == (5, 3, 0.9)
     [note] = capsys.readouterr().err.splitlines()
     assert note.startswith(
-        "note: options of SkyRL are taken as model_name=m learning_rate=3e-6 eval_every=5 "
+        "note: options of SkyRL are converted to model_name=m learning_rate=3e-6 eval_every=5 "
     )
 
 

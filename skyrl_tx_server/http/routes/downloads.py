@@ -1,12 +1,14 @@
 """Downloads of adapters in PEFT format, from URLs that are valid for an hour.
 
-The adapter is written in PEFT format when its URLs are first requested (`files.derived`). SDKs up to 0.35
-request both files in one tar. A URL contains its expiry time, the generation of the checkpoint and a
-signature. Every save of a checkpoint creates a new generation, which identifies its arrays. The signature
-uses a secret of this process, so a download needs no API key, and after a restart of the server the client
-must request new URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are
-downloaded one after the other always belong to the same generation. A running download completes, because it
-keeps its file open.
+The adapter is written in PEFT format when its URLs are first requested (`files.derived`). It consists of a
+configuration file and a weights file. SDKs up to 0.35 request both files in one tar.
+
+A URL contains its expiry time, the generation of the checkpoint and a signature. Every save of a checkpoint
+creates a new generation, which identifies the saved arrays. The signature is made with a secret of this
+process. A download therefore needs no API key. After a restart of the server the client must request new
+URLs. The URLs of a checkpoint reply 404 after the checkpoint is saved again or deleted. Files that are
+downloaded one after the other therefore always belong to the same generation. A download that has started
+completes, because the reply keeps the file open.
 """
 
 from __future__ import annotations
@@ -118,8 +120,8 @@ class OpenFileResponse(FileResponse):
 
 
 def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
-    """Open the archive or a file of a checkpoint's adapter. Raise NotFoundError if the checkpoint has another
-    generation."""
+    """Open the archive or a file of a checkpoint's adapter. Raise NotFoundError if `generation` is not the
+    generation of the checkpoint."""
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:

@@ -23,7 +23,7 @@ async def retrieve_future(state: AppState, request: Request) -> Reply:
     state.registry.touch(state.futures.session_of(request_id))
     outcome = await state.futures.wait(request_id)
     if outcome is None:
-        # The SDK polls again immediately, so `wait` holds the request as long as the SDK allows.
+        # The SDK polls again immediately, so `wait` holds the request for most of the timeout of the SDK.
         return JSONResponse(
             {"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408
         )
@@ -42,9 +42,9 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(state: AppState, request: Request) -> Reply:
-    """Withdraw a request. A waiting operation never starts, and a running sample ends after the current
-    decode dispatch. Any other running operation finishes, and its result is kept only for the grace period of
-    delivered results (see `engine.futures`)."""
+    """Withdraw a request. A waiting operation never starts. A running sample ends after the current prefill
+    batch or decode dispatch. Any other running operation finishes, and its result is kept only for the grace
+    period of delivered results (see `engine.futures`)."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.finish(ignored=("type",))

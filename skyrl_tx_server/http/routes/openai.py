@@ -1,8 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. One event of a stream contains the tokens of one decode dispatch. If the client disconnects, the
-slots of its samples are freed.
+checkpoint. An event of a stream contains the tokens of one sample from one decode dispatch. If the client
+disconnects, the slots of its samples are freed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def get_model(state: AppState, request: Request) -> Reply:
 
 
 async def _models(state: AppState) -> dict[str, int]:
-    """Return model name -> time of its creation, in seconds since 1970; 0 for the base model."""
+    """Return the creation time of each model, in seconds since 1970, by name. The base model has time 0."""
     names = {state.base_model: 0}
     for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
@@ -136,7 +136,7 @@ async def _weights(state: AppState, name: str) -> str | None:
 
 
 def _with_end_of_turn(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
-    """Add the tokenizer's end-of-turn token, which config.json may lack, to the stop tokens."""
+    """Add the tokenizer's end-of-turn token to the stop tokens, because config.json may lack the token."""
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id in settings.stop_token_ids:
         return settings
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))

@@ -28,12 +28,12 @@ async def client_config(state: AppState, request: Request) -> Reply:
         "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": False,
-        # With the first flag, SDK 0.19 - 0.24 send forward_backward as protobuf, as newer SDKs always do.
-        # With the second, SDK 0.24.1 - 0.36 restore a model with one load_weights, as 0.38 always does.
+        # SDK 0.19 to 0.24 send forward_backward as protobuf if this flag is set. Newer SDKs always do.
         "proto_write_fwdbwd": True,
+        # SDK 0.24.1 to 0.36 restore a model with one load_weights if this flag is set. SDK 0.38 always does.
         "create_model_via_load_weights": True,
-        # pyqwest rejects the certificates of `openssl req -x509` (CaUsedAsEndEntity), and the SDK
-        # retries for minutes.
+        # pyqwest, a transport of the SDK, rejects the certificates of `openssl req -x509`
+        # (CaUsedAsEndEntity). The SDK would then retry for minutes.
         **({"use_pyqwest_transport": False} if request.url.scheme == "https" else {}),
     }
 

@@ -64,8 +64,8 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
-    """Save sampler weights. If the request has a name, they become a checkpoint on disk; otherwise they
-    become a snapshot in memory that only one sampler can use."""
+    """Save sampler weights. If the request has a name, the weights become a checkpoint on disk. Otherwise the
+    weights become a sampler snapshot in memory that only one sampler can use."""
     fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -73,8 +73,8 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # Both kinds save the same snapshot of the current weights: "inflight" permits newer weights, but does not
-    # require them.
+    # The kinds "snapshot" and "inflight" both save the current weights: "inflight" permits newer weights, but
+    # does not require them.
     kind = fields.optional_text("kind")
     fields.finish(ignored=("type",))
     if kind not in (None, "snapshot", "inflight"):

@@ -76,7 +76,7 @@ def render(
     template_kwargs: Mapping[str, object],
 ) -> Rendered:
     """Return the conversation with the generation prompt. Raise UserError if the chat template cannot
-    represent it."""
+    represent the messages or the tools."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)

@@ -58,7 +58,7 @@ class ChatRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
     sampling: SamplingRequest
-    prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
+    prompts: tuple[str | np.ndarray, ...]  # text, or token ids [P] int32
 
 
 # --- requests ---
@@ -171,7 +171,7 @@ def _sampling(
     options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
-        # Not parsed as Tinker's `stop`, which replaces the end-of-sequence tokens: OpenAI's adds to them.
+        # OpenAI's `stop` adds to the end-of-sequence tokens. The parser of Tinker's `stop` replaces them.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),
@@ -235,7 +235,8 @@ def _reasoning(fields: JsonReader, where: str) -> str | None:
     if text is not None and alias_text is not None and text != alias_text:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
     text = alias_text if text is None else text
-    # If there is a text, thinking_blocks is ignored: LiteLLM sends its text as reasoning_content too.
+    # thinking_blocks is ignored if there is a text, because LiteLLM also sends the text of these blocks as
+    # reasoning_content.
     if fields.items("thinking_blocks") and not text:
         raise UserError(
             f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"

@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that may be the beginning of a tag or of a stop string is held back until later text shows whether it is
-one. A stream and a complete reply therefore have the same text.
+Text that may begin a tag or a stop string is held back until later text shows whether it does. A stream and a
+complete reply therefore have the same text.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ _STOP_REASONS = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STO
 
 
 def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
-    """Parse a ForwardBackwardRequest. Its field `forward_only` marks a `forward` of the SDK. Raise UserError
-    if the request is invalid."""
+    """Parse a ForwardBackwardRequest. Its field `forward_only` marks a request of the SDK's `forward`. Raise
+    UserError if the request is invalid."""
     _check_fields(body)
     request = pb.ForwardBackwardRequest()
     try:
@@ -92,7 +92,7 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         data=tuple(data),
         forward_only=request.forward_only,
     )
-    return TrainRequest(seq_id=request.seq_id or None, op=op)  # 0 is unset in proto3; the SDK counts from 1
+    return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3: 0 means unset; the SDK counts from 1
 
 
 def _check_fields(body: bytes) -> None:

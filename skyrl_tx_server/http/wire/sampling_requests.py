@@ -26,7 +26,7 @@ class SampleRequest:
     """An asample request. `sampler_id` is None if the client passed a base model or a path instead."""
 
     sampler_id: str | None
-    seq_id: int | None  # None: the client sent none
+    seq_id: int | None  # None: the request has no seq_id
     base_model: str | None
     model_path: str | None
     op: Sample  # without weights, which the route sets

@@ -19,12 +19,12 @@ _NUMBERS: frozenset[type] = frozenset((int, float, bool))
 def to_array(
     values: list[object], dtype: np.dtype | None = None, *, allowed: frozenset[type] = _NUMBERS
 ) -> np.ndarray:
-    """Return a flat list of values of `allowed` types as an array [N]. Raise ValueError for other contents
-    and for fractions if `dtype` is an integer type, and OverflowError for an integer that is too large for
-    `dtype`.
+    """Return a flat list of values of `allowed` types as an array [N]. Raise ValueError for values
+    of other types, and for fractions if `dtype` is an integer type. Raise OverflowError for an integer that
+    is too large for `dtype`.
 
     numpy holds the GIL during a conversion. The list is converted in chunks, so that other threads can run
-    between them.
+    between two chunks.
     """
     parts = []
     for start in range(0, len(values), _CHUNK_SIZE):
@@ -89,7 +89,7 @@ def cells_from_csr(
     )
     positions = cells.rows() * shape[1] + col_indices
     if len(np.unique(positions)) != len(positions):
-        raise UserError(f"{where}: a cell is listed twice")
+        raise UserError(f"{where}: a cell is listed twice; list each cell once")
     return cells
 
 

@@ -1,8 +1,8 @@
 """Parse the bodies of training requests: adapters, optimizer settings and data. JSON and protobuf share the
 checks.
 
-A request that the server cannot serve exactly raises a `UserError` that names an alternative. No field that
-would change a result is ignored.
+A request that the server cannot serve exactly raises a `UserError` that names an alternative. A field is
+ignored only if it cannot change a result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INPUT_HINTS = {
 class TrainRequest:
     """One forward or forward_backward request, from either wire format."""
 
-    seq_id: int | None  # None: the client sent none, so a repeated request is not recognised
+    seq_id: int | None  # None: the request has none, so the server does not recognise a repetition
     op: ForwardBackward
 
 
@@ -128,11 +128,9 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
     """Parse the JSON body of a forward (from SDK 0.24 and older) or of a forward_backward (from SDK 0.18 and
     older). Raise UserError if it is invalid."""
-    fields = JsonReader(body, "forward" if forward_only else "forward_backward")
-    inner = JsonReader(
-        fields.mapping("forward_input" if forward_only else "forward_backward_input"),
-        "forward_backward_input",
-    )
+    name = "forward" if forward_only else "forward_backward"
+    fields = JsonReader(body, name)
+    inner = JsonReader(fields.mapping(f"{name}_input"), f"{name}_input")
     loss_fn = parse_loss_fn(inner.text("loss_fn"))
     data, num_targets = [], 0
     for index, datum_body in enumerate(inner.items("data")):
@@ -157,7 +155,7 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     inner.finish()
     fields.finish(ignored=("type",))
     if not data:
-        raise UserError("forward_backward: data is empty; send at least one datum")
+        raise UserError(f"{name}: data is empty; send at least one datum")
     return TrainRequest(seq_id=seq_id, op=op)
 
 
@@ -224,7 +222,7 @@ def check_datum(
     if missing:
         raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
     if tokens.size == 0:
-        raise UserError(f"{where}: model_input is empty")
+        raise UserError(f"{where}: model_input is empty; send at least one token")
     if tokens.size > limits.max_context_length:
         raise UserError(
             f"{where}: {tokens.size} tokens exceed the model's context window of {limits.max_context_length}"
@@ -276,7 +274,7 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
         return None
     values = inputs[name].astype(np.float32)
     if not np.isfinite(values).all():
-        raise UserError(f"{where}: {name} contains a value that is not finite")
+        raise UserError(f"{where}: {name} contains NaN or infinity; send finite numbers")
     return values
 
 

@@ -1,5 +1,6 @@
-"""Attention of decoding. The query of each sequence attends to the KV pages of the sequence and to the
-positions that the current dispatch has added."""
+"""Attention in decode steps. In `attend_over_pages`, a GPU kernel reads the KV pages in place.
+`attend_over_segments` reads copies of the pages, and the keys and values that the current dispatch has
+added."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class TokenRows:
     """The tokens of a decode step, one for each of B sequences."""
 
     positions: jax.Array  # [B] int32
-    is_written: jax.Array  # [B] bool, False for the rows of free slots
+    is_written: jax.Array  # [B] bool, False for free slots and for sequences that ended before the dispatch
     tables: jax.Array  # [B, W] int32, the block tables of the sequences
 
 
@@ -73,8 +74,9 @@ def attend_over_pages(
     interpret: bool = False,
 ) -> tuple[jax.Array, KVCache]:
     """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
-    the positions up to these tokens, and the cache. `heads` are q [B, 1, H, hd], k and v [B, 1, K, hd].
-    `splits` are KV splits that cover at least these positions. A GPU kernel reads the pages in place."""
+    the positions up to and including these tokens, and the new cache. `heads` are q [B, 1, H, hd], k and v
+    [B, 1, K, hd]. `splits` are KV splits that cover at least these positions. A GPU kernel reads the pages in
+    place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
     if config.mesh is not None:
@@ -107,7 +109,7 @@ def _attend_over_local_pages(
         interpret=interpret,
     )
     cache = KVCache(keys=keys, values=values)
-    # pass the pages of all layers, because a slice would be a copy
+    # Pass the pages of all layers, because XLA would copy a slice of one layer.
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     attended = paged_attention(
         q[:, 0],

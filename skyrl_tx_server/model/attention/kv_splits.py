@@ -1,10 +1,11 @@
 """KV splits: the sequences of a decode batch that share KV pages read them together (cascade attention,
 Juravsky et al., arXiv:2402.05099).
 
-The pages of a sequence are divided into parts. Sequences share a part if they share its pages, for example
-the pages of a group's prompt. A split reads one part for up to R sequences that share it. The division into
-parts depends only on the length of the sequence, so the result of a sequence does not depend on the other
-sequences. The host computes the splits once per dispatch of decode steps.
+The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
+same pages in each of them, for example in the samples of one prompt. A split is one part of up to R sequences
+that share this part. An attention kernel reads the part once for all of them. The division into parts depends
+only on the length of the sequence, so the result of a sequence does not depend on the other sequences. The
+host computes the splits once per dispatch of decode steps.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ MIN_PART, MAX_PARTS = 8, 16
 sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_SEQUENCES = 16, 4
 """A split has space for at least MIN_SEQUENCES sequences, and for at least MIN_QUERIES queries per key-value
-head, which is the minimum number of rows in a matrix product on a GPU."""
+head. MIN_QUERIES is the minimum number of rows of a matrix product in a GPU kernel."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
     """N splits for each of `devices` data-parallel ranks. A split is one part of up to R sequences that share
-    its pages."""
+    this part."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences within the rank, padded with -1
     part: ArrayLike  # [devices * N] int32, the index of the part among the parts of a sequence
@@ -126,9 +127,9 @@ def _pages_of_part(pages_B: np.ndarray) -> np.ndarray:
 
 
 def _first_equal(tables_BW: np.ndarray, row_N: np.ndarray, spans_4N: np.ndarray) -> np.ndarray:
-    """Return for each part the index of the first part with the same span (part, first page, last page, end)
-    and the same pages. Parts are matched by a 64-bit hash, and then the pages of matching parts are
-    compared. If some pages differ, all parts are matched again by another hash."""
+    """Return for each part the index of the first part with the same span (part, first page, page after the
+    last page, end) and the same pages. Parts are matched by a 64-bit hash, and then the pages of matching
+    parts are compared. If some pages differ, all parts are matched again by another hash."""
     _, first_N, last_N, _ = spans_4N
     count = len(row_N)
     for salt in itertools.count(1):

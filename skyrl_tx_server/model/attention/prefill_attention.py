@@ -1,5 +1,5 @@
-"""Attention of prefill. Tiles of prompts attend to the KV pages of their prompts, which already hold the keys
-and values of the tiles.
+"""Attention in prefill. Each tile of a prompt attends to the KV pages of the prompt. These pages already hold
+the keys and values of the tile.
 
 Keys are always read in the same groups of pages, so attention is bit-identical for all batches and all
 boundaries of prefill chunks. Keys and values that decode steps compute differ from those of prefill in the
@@ -79,7 +79,7 @@ def _attend_on_device(
 def _attend_to_local_pages(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for head widths that the
+    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for head dimensions that the
     kernel does not support, run the loop."""
     if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, tiles, q)
@@ -96,7 +96,7 @@ def attend_by_kernel(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    # pass the pages of all layers, because a slice would be a copy
+    # Pass the pages of all layers, because XLA would copy a slice of one layer.
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     tables = jnp.asarray(tiles.tables) + layer * cache.keys.shape[1]
     return prefill_attention(

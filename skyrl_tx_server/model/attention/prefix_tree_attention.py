@@ -2,8 +2,9 @@
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
 The stream is divided into blocks. A pair of a query block and a key block is computed only if a query sees a
-key, so the cost depends on the lengths of the sequences and not on the square of the stream's length. In both
-passes, only the scores of one pair of blocks are in memory (Dao et al., arXiv:2205.14135).
+key, so the cost depends on the lengths of the sequences and not on the square of the stream's length. In the
+forward and the backward pass, only the scores of one pair of blocks are in memory at a time (Dao et al.,
+arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def _by_platform[Output](
     layout: TreeLayout,
     *arrays: jax.Array,
 ) -> Output:
-    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for heads that are too wide
-    for the kernel, run the loop for each stream."""
+    """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for head dimensions that are
+    too large for the kernel, run the loop for each stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [
@@ -164,8 +165,8 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # [N, K, G, n], the sum over the keys of weight * gradient of the weight, where weights are the softmax;
-    # the gradient of the scores is weight * (gradient of the weight - this sum)
+    # [N, K, G, n], the sum over the keys of softmax weight * gradient of this weight. The gradient of a score
+    # is softmax weight * (gradient of this weight - this sum).
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def add_query_block(i: jax.Array, grads: _Heads) -> _Heads:
@@ -203,7 +204,7 @@ def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Hea
 
 
 def _split_blocks(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
-    """[T, heads, hd] -> [N, K, heads / K, n, hd]."""
+    """Return `array` [T, heads, hd] as blocks [N, K, heads / K, n, hd]. `k` [T, K, hd] determines K."""
     blocks = layout.num_key_blocks.shape[0]
     by_block = array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1])
     return by_block.transpose(0, 2, 3, 1, 4)

@@ -1,5 +1,5 @@
-"""The base-2 softmax of all attention implementations. The maximum is rounded up to an integer, so that
-rounding to bfloat16 does not depend on the order and the tiles in which keys are read."""
+"""The base-2 softmax of all attention implementations of the server. The maximum is rounded up to an integer,
+so that rounding to bfloat16 does not depend on the order and the tiles in which keys are read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ MASKED = -1e30
 
 
 def ceil_max(scores: jax.Array) -> jax.Array:
-    """Return the maximum of base-2 scores over the last axis, rounded up. Two different integers give weights
-    that differ by a power of two, so the weights have the same relative rounding errors."""
+    """Return the maximum of base-2 scores over the last axis, rounded up. With another integer as the
+    maximum, all weights change by a power of two, so their relative rounding errors stay the same."""
     return jnp.ceil(scores.max(axis=-1))

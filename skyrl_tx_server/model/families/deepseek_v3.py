@@ -173,9 +173,9 @@ def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, rope_dim]. Of interleaved pairs, the first elements are moved to the first half
-    and the second elements to the second half. This does not change scores, because it reorders queries and
-    keys in the same way."""
+    """Rotate x [B, T, heads, rope_dim]. If pairs are interleaved, their first elements are moved to the first
+    half, and their second elements to the second half. This does not change scores, because queries and keys
+    are reordered in the same way."""
     if latent.interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, rope)

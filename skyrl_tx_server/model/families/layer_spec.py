@@ -1,4 +1,5 @@
-"""The description of a model family with its weights and its layer, and the blocks that most families use.
+"""The description of a model family with its weights and its layer, and the attention and MLP blocks that
+most families use.
 
 Initialization, loading, saving, LoRA and sharding all use the description of the weights.
 """
@@ -24,9 +25,9 @@ from skyrl_tx_server.model.mesh import Axes, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""Field -> weight, of one layer or of a stack of layers, in which every weight has a leading axis L. The
-expert matrices of one layer may be given as those of the whole stack, [L, E, out, in]. In this case the entry
-STACK_INDEX is the index of the layer in the stack."""
+"""Field -> weight. The weights belong to one layer or to a stack of L layers. In a stack, every weight has a
+leading axis L. The weights of one layer may contain the expert matrices of the whole stack, [L, E, out, in].
+In this case the entry STACK_INDEX is the index of the layer in the stack."""
 
 STACK_INDEX = "stack_index"
 
@@ -56,8 +57,9 @@ class Weight:
     """One field of a layer's weights: one or several tensors [out, in] of Hugging Face, concatenated along
     the outputs.
 
-    If `tensor` divides the outputs of several tensors, they are interleaved so that each device has a part of
-    every tensor: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
+    If the mesh axis `tensor` divides the outputs of a field with several tensors, the parts of the tensors
+    are interleaved, so that each device has a part of every tensor: q0 k0 v0 | q1 k1 v1 instead of
+    q0 q1 | k0 k1 | v0 v1.
     """
 
     names: tuple[str, ...]  # without `model.layers.N.`; {expert} stands for the number of the expert
@@ -75,7 +77,8 @@ class Weight:
 
     @property
     def is_projection(self) -> bool:
-        """Whether the layer uses the field in `project`. `tile_products` uses the weights of experts."""
+        """Whether the field is a matrix with an adapter and without an axis of experts. Layers multiply by
+        such a field in `project`, except `kv_b` of latent attention."""
         return self.inputs > 0 and self.experts == 0 and self.switch is not None
 
     def stored_shape(self, config: ModelConfig) -> tuple[int, ...]:
@@ -84,8 +87,9 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the field, stacked over layers. If `split` is NEITHER, only `expert` divides the
-        field. `fsdp` divides outputs and never inputs, so that it does not split the sum of an output."""
+        """The sharding of the field, stacked over layers. If `split` is NEITHER, only the mesh axis `expert`
+        divides the field. `fsdp` divides outputs and never inputs. If it divided inputs, each output would be
+        a sum over several devices."""
         lead = (None, "expert") if self.experts else (None,)
         divided: dict[ShardAxis, tuple[Axes, Axes]] = {
             ShardAxis.INPUTS: ("fsdp", "tensor"),
@@ -116,8 +120,9 @@ class AttentionBlock(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """Return x [B, T, D] plus its attention, and the `aux` of `attend`. `adapter` has the factors of
-        the layer: of one adapter for the whole batch, or of all LoRA slots with the slot of each sequence."""
+        """Return x [B, T, D] plus its attention, and the `aux` of `attend`. `adapter` contains the LoRA
+        factors of the layer: the factors of one adapter for the whole batch, or the factors of all LoRA slots
+        with the slot of each sequence. None: the base model."""
         ...
 
 
@@ -138,7 +143,8 @@ def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 
 def attention_weights(config: ModelConfig, *, more: Mapping[str, Weight] | None = None) -> dict[str, Weight]:
-    """Return the weights of `add_self_attention`. `more` may contain `qkv_bias`, `q_norm` and `k_norm`."""
+    """Return the descriptions of the weights that `add_self_attention` reads. `more` may contain `qkv_bias`,
+    `q_norm` and `k_norm`."""
     hidden = config.hidden_size
     return {
         "attention_norm": Weight(names=("input_layernorm.weight",), widths=(hidden,)),
@@ -161,7 +167,7 @@ def attention_weights(config: ModelConfig, *, more: Mapping[str, Weight] | None 
 
 
 def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, Weight]:
-    """Return the weights of `add_mlp`. `width=None` means `intermediate_size`."""
+    """Return the descriptions of the weights that `add_mlp` reads. `width=None` means `intermediate_size`."""
     norm = Weight(names=("post_attention_layernorm.weight",), widths=(config.hidden_size,))
     return {
         "mlp_norm": norm,
@@ -170,7 +176,8 @@ def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, W
 
 
 def mlp_layer_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
-    """Return the weights of `mlp`, from Hugging Face's `module`. The fields begin with `prefix`."""
+    """Return the descriptions of the weights that `mlp` reads. `module` is their module in Hugging Face. The
+    names of the fields begin with `prefix`."""
     gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
         f"{prefix}gate_up": Weight(
@@ -214,7 +221,7 @@ def add_self_attention[Aux](
 
 def _rotates_by_kernel(config: ModelConfig, x: jax.Array) -> bool:
     """Return whether x [B, T, D] are the tokens of a decode step on one GPU and the kernel supports the head
-    width."""
+    dimension."""
     return on_gpu() and config.mesh is None and x.shape[1] == 1 and supports_head_dim(config.head_dim)
 
 
@@ -280,8 +287,8 @@ def mlp(
     *,
     prefix: str = "",
 ) -> jax.Array:
-    """Return the output of the gated MLP for normalized x [B, T, D]. The fields of its weights begin with
-    `prefix`."""
+    """Return the output of the gated MLP for normalized x [B, T, D]. The names of its fields in `params` and
+    `adapter` begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     widths = (params[down].shape[0 if config.inputs_first else 1],) * 2
     parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")
@@ -299,7 +306,7 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     attention_block: AttentionBlock = add_self_attention
     mlp_block: MlpBlock = add_mlp
-    expected: Mapping[str, Any]  # entry of config.json -> required value; it may also be absent or null
+    expected: Mapping[str, Any]  # required values of config.json; an entry may also be absent or null
     attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
     default_head_dim: int | None = None  # used if config.json has no head_dim; None: hidden size / heads
     first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None

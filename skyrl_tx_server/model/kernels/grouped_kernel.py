@@ -15,7 +15,8 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM
 from skyrl_tx_server.model.kernels.products import product
 
 OUTPUTS, INPUTS = 128, 64
-"""The maximum size of the block of a weight by which a kernel program multiplies at a time."""
+"""The maximum numbers of outputs and inputs of the block of a weight that a kernel program multiplies at a
+time."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:

@@ -41,14 +41,15 @@ PARTS_AT_ONCE = 8
 """The number of parts of a sequence that `_merge_kernel` loads together."""
 
 MANY_TILES = 512
-"""If a prefill batch has at least this number of (tile, head) pairs, a program processes two heads, if they
-share a key-value head, and reads the pages once for both. With fewer pairs, there would be too few programs
-for all multiprocessors of a GPU."""
+"""The minimum number of (tile, head) pairs in a prefill batch for which one program processes two heads that
+share a key-value head. The program reads the pages once for both heads. With fewer pairs, there would be too
+few programs for all multiprocessors of a GPU."""
 
 
 def supports_head_dim(head_dim: int) -> bool:
-    """Return whether the kernels can read pages with this head dimension in place. With other head
-    dimensions, all pages would be copied and padded to a power of two.
+    """Return whether the kernels can read pages with this head dimension in place. Other head dimensions up
+    to MAX_HEAD_DIM would need a padded copy of all pages. With larger head dimensions, the tiles of the
+    kernels would not fit into shared memory.
 
     >>> [supports_head_dim(head_dim) for head_dim in (64, 96, 128, 256, 576)]
     [True, False, True, True, False]
@@ -91,8 +92,8 @@ def paged_attention(
         out_shape=tuple(
             jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
         ),
-        # Page numbers are loaded two stages before their pages. With fewer than five stages, no load would
-        # overlap a product.
+        # The software pipeline loads page numbers two stages before the pages. With fewer than five stages,
+        # no load would overlap a product.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
         interpret=interpret,
         name="paged_attention",

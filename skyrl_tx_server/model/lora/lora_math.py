@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.scipy.linalg import block_diag
 
 from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
@@ -168,7 +169,7 @@ def project(
 
 
 def uses_decode_kernel(config: ModelConfig, x: jax.Array, module: LoraWeights) -> bool:
-    """Return whether `decode_delta` supports these arguments: in decode steps on one GPU."""
+    """Return whether `decode_delta` computes the delta. It does so in decode steps on one GPU."""
     return on_gpu() and config.mesh is None and module.indices is not None and x.shape[1] == 1
 
 
@@ -193,18 +194,6 @@ def decode_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
     return delta[:, None]
 
 
-def _block_diagonal(parts: Sequence[ArrayLike]) -> jax.Array:
-    """Return a block-diagonal matrix [..., len(parts) * R, sum(out_part)]. Its blocks are the matrices
-    [..., R, out_part] in `parts`."""
-    widths = [part.shape[-1] for part in parts]
-    leading = [(0, 0)] * (parts[0].ndim - 1)
-    rows = [
-        jnp.pad(part, [*leading, (sum(widths[:index]), sum(widths[index + 1 :]))])
-        for index, part in enumerate(parts)
-    ]
-    return jnp.concatenate(rows, axis=-2)
-
-
 def _joined_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
     """Return the delta [B, T, sum(out_part)] of one adapter for x [B, T, in], computed by two products. The
     factors A and B have gradients, the scale has none."""
@@ -213,7 +202,7 @@ def _joined_delta(x: jax.Array, module: LoraWeights) -> jax.Array:
         slot = jnp.asarray(module.indices.distinct)[0]
         at = (slot,) if module.layer is None else (slot, module.layer)
     scale = jax.lax.stop_gradient(jnp.asarray(module.scale)[at])
-    b = _block_diagonal([jnp.asarray(part)[at] for part in module.b]) * scale
+    b = block_diag(*[jnp.asarray(part)[at] for part in module.b]) * scale
     inner = _product(x, jnp.asarray(module.a)[at].astype(x.dtype))
     return _product(inner, b.astype(x.dtype))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-MIN_STEPS = 9  # a trend compares thirds of the steps, and each third has at least three values
-NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant at the usual level of 5 %
-SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
-RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small
-MIN_MIXED_GROUPS = 0.2  # below it, more than four of five rollouts are in groups without a gradient
+MIN_STEPS = 9  # a trend compares the first and the last third of the steps: at least 3 values each
+NOISE_ERRORS = 2.0  # a difference below 2 standard errors is not significant at the usual level of 5 %
+SATURATED = 0.95  # share of the largest reward; a mean reward above this share can hardly rise
+RECENT_STEPS = 10  # checks of the current state use several steps, because one batch is small
+MIN_MIXED_GROUPS = 0.2  # below this share, more than four of five groups have no gradient
 MAX_WITHOUT_UPDATE = 0.1  # share of steps that sample rollouts but do not change the weights
 KL_GROWTH = 2.0  # mean of the last third of the steps divided by the mean of the first third
-MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below it stable
+MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below this value stable
 MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by a factor of e^10
 MAX_TRUNCATED = 0.1  # truncated answers are graded without their end, so their reward is unreliable
-MAX_FAILED = 0.05  # with 8 trials per group, about every third group then lacks a trial
+MAX_FAILED = 0.05  # at this share and 8 trials per group, about every third group lacks a trial
 MIN_FREE_GIB = (
-    5.0  # a training state of rank 32 of an 8B model takes about 1 GiB, and a save writes a new one
+    5.0  # a training state of rank 32 of an 8B model takes about 1 GiB, and each save writes a new state
 )
 
 
@@ -48,7 +48,7 @@ PLACEHOLDERS = {
     "more_tokens": "max_tokens=TWICE_THE_TOKENS",
     "base_model": "MODEL",
 }
-"""What docs/how-to/troubleshooting.md shows in place of the values of a run."""
+"""Placeholder -> the text that docs/how-to/troubleshooting.md shows in place of the value of a run."""
 
 PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.REWARD_FLAT: Problem(
@@ -110,7 +110,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The result of one check. It reports a problem if `problem` or `command` is given."""
+    """The result of one check. A finding with `problem` or `command` reports a problem."""
 
     name: str
     measured: str
@@ -132,7 +132,7 @@ class Finding:
 
 
 def problem_finding(name: ProblemName, measured: str, **values: str) -> Finding:
-    """Return the finding of a problem. `values` replace the placeholders of its command."""
+    """Return the finding of a problem. `values` replace the placeholders of the command."""
     problem = PROBLEMS[name]
     command = problem.command.format_map(values).strip()
     return Finding(name=name, measured=measured, problem=problem, command=command)

@@ -1,4 +1,6 @@
-"""Checks of a run, from config.json, metrics.jsonl, the records of its trials and the log of its server."""
+"""Checks of a run. They read its config.json, metrics.jsonl, journal, rollouts/ and logs.log, and the
+log of its server.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ MAX_SHOWN = 200  # maximum number of characters of an error message in a finding
 
 
 class CheckedRun:
-    """The run that is checked, as read from its files. Raises ConfigError if `folder` has no run."""
+    """The run that is checked, as read from its files.
+
+    Raises ConfigError if `folder` has no run or if the file `server_log` does not exist.
+    """
 
     def __init__(self, folder: str, *, server_log: str | None = None) -> None:
         self.path = Path(folder).expanduser().resolve()
@@ -112,7 +117,7 @@ def groups(run: CheckedRun) -> Finding:
     """Check that the share of groups with differing rewards is at least MIN_MIXED_GROUPS."""
     mixed = run.metric("env/all/by_group/frac_mixed")[-RECENT_STEPS:]
     if not mixed:
-        return Finding(name="groups", measured="no graded step yet")
+        return Finding(name="groups", measured="no step with graded trials yet")
     measured = f"{fmean(mixed):.0%} of the groups of the last {len(mixed)} steps have differing rewards"
     if fmean(mixed) >= MIN_MIXED_GROUPS:
         return Finding(name="groups", measured=measured)

@@ -28,12 +28,12 @@ SOLVED = 1.0  # after an answer with at least this reward there is no further at
 
 
 class DataEnv:
-    """One attempt at one question. Implements `MessageEnv`.
+    """One trial of one question. Implements `MessageEnv`.
 
-    After the opening and each follow-up message the agent answers once. Its last answer is graded. With
-    `max_attempts` above 1, the reply to an answer whose reward is below 1 is RETRY_MESSAGE, and the last
-    attempt determines the reward. If the reward function returns a message, the agent answers that message,
-    and the rewards of all answers are added.
+    The agent answers the opening messages and each follow-up message. Only the answer to the last of these
+    messages is graded. With `max_attempts` above 1, RETRY_MESSAGE is the reply to a graded answer with a
+    reward below 1, and only the reward of the last attempt counts. If the reward function returns a message,
+    the agent answers this message, and both rewards are added.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], 
 
 
 def read_system(path: str | None) -> str:
-    """Return the system message in the file `path`, or "" without a path. Raises ConfigError if it cannot be
-    read."""
+    """Return the system message in the file `path`, or "" if `path` is None. Raises ConfigError if the file
+    cannot be read."""
     try:
         return "" if path is None else Path(path).expanduser().read_text().strip()
     except (OSError, ValueError) as error:

@@ -5,9 +5,9 @@
     {"messages": [{"role": "user", ...}, {"role": "assistant", "content": "42"}]}          as in chat data
 
 If the last of several messages is an assistant message, it is removed from the conversation. It is the
-reference answer, unless an answer column has one. The agent sees the remaining assistant messages as the
-earlier conversation. If several user messages follow the last remaining assistant message, the agent gets the
-first of them at the start, and each further one after it has answered the previous one.
+reference answer, unless an answer column contains a reference answer. The agent sees the remaining assistant
+messages as the earlier conversation. If several user messages follow the earlier conversation, the agent
+receives the first of them at the start, and each further one after its answer to the previous one.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> li
 def _messages(value: object, *, where: str) -> list[Message]:
     """Parse the messages of a column: a text, a list of messages, or such a list as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
-        with suppress(ValueError):  # a question may begin with these characters
+        with suppress(ValueError):  # a question that is plain text may also begin with `[{`
             value = json.loads(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

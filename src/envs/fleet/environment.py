@@ -74,7 +74,7 @@ class FleetEpisode:
         self._seed = seed
         self._settings = settings
         self._session: McpSession | None = None
-        self._tools: Mapping[str, Mapping[str, object]] = {}  # of the agent
+        self._tools: Mapping[str, Mapping[str, object]] = {}  # name -> OpenAI schema of a tool of the agent
         self._final_answer = ""
 
     async def start(self) -> ResetResult:

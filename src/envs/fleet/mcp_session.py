@@ -1,7 +1,7 @@
 """A session with an MCP server over streamable HTTP (modelcontextprotocol.io, revision 2025-06-18).
 
-The module uses httpx and not the package `mcp`: that package gives access to neither the HTTP status nor a
-limit on the size of a response. A trial needs both to distinguish a failed call from a failed server.
+This module uses httpx instead of the package `mcp`, because that package neither reports the HTTP status nor
+limits the size of a response. A trial needs both to distinguish a failed call from a failed server.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class CallRejected(CallFailed):
 class ToolResult:
     """The result of a tool call."""
 
-    text: str  # what an agent reads
-    value: object  # what a program reads: the structured content, or else the text, parsed if it is JSON
+    text: str  # the text that an agent reads
+    # For a verifier: the structured content, or else the text. Text that is JSON is parsed.
+    value: object
     is_error: bool
 
 
@@ -78,7 +79,7 @@ class McpSession:
         return session
 
     async def tools(self) -> dict[str, Mapping[str, object]]:
-        """Return the OpenAI schema of each tool by name. Raises EnvServerError."""
+        """Return the OpenAI schema of each tool by name. Raises EnvServerError if there is no valid list."""
         schemas: dict[str, Mapping[str, object]] = {}
         cursor: dict[str, object] = {}
         try:
@@ -135,7 +136,7 @@ class McpSession:
     async def _request(
         self, method: str, params: Mapping[str, object], *, timeout_s: float
     ) -> Mapping[str, object]:
-        """Return the result of a request. Raises CallFailed and EnvServerError."""
+        """Return the result of a request. Raises CallFailed, and EnvServerError for an unavailable server."""
         self._num_requests += 1
         message = {"id": self._num_requests, "method": method, "params": params}
         answer = await self._exchange(message, timeout_s=timeout_s)
@@ -217,7 +218,7 @@ def tool_result(result: Mapping[str, object]) -> ToolResult:
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """Return an SSL context, which all sessions share, because its creation takes many milliseconds."""
+    """Return the SSL context that all sessions share. Creating a context takes many milliseconds."""
     return httpx.create_ssl_context()
 
 
@@ -236,7 +237,7 @@ def _text(item: Mapping[str, object]) -> str:
 
 def _objects(value: object) -> Sequence[Mapping[str, object]]:
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise ValueError("a list of objects is missing")
+        raise ValueError("the server sent no list of objects")
     return value
 
 
@@ -248,7 +249,7 @@ async def _answer(response: httpx.Response, request_id: object) -> Mapping[str, 
         try:
             message = json.loads(piece)
         except (ValueError, RecursionError) as error:
-            raise CallFailed(f"the server sent no JSON ({piece[:80]!r})") from error
+            raise CallFailed(f"the server's answer is not JSON ({piece[:80]!r})") from error
         if isinstance(message, Mapping) and message.get("id") == request_id and "method" not in message:
             return message
     raise CallFailed("the server sent no answer")

@@ -21,7 +21,7 @@ from src.core.trajectory import Task
 
 REQUIRED = ("task_key", "env_key", "prompt", "verifier_code")
 MODALITIES = ("tool_use", "computer_use")
-URL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of env_key and env_version, which are parts of URLs
+URL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # env_key and env_version are parts of URLs
 VERIFY = "verify"
 
 
@@ -42,8 +42,8 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def parse_task(line: str, *, path: Path, where: str) -> Task:
-    """Parse one line. `Task.row` contains its fields and `verifier_function`, the name of the function that
-    grades. Raises ConfigError for an invalid task.
+    """Parse one line. `Task.row` contains the fields of the line and `verifier_function`, the name of the
+    function that grades. Raises ConfigError for an invalid task.
     """
     try:
         row = json.loads(line)

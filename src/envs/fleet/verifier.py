@@ -3,8 +3,10 @@
 The sandbox has no network, none of the trainer's environment variables, and read-only system directories. An
 agent reaches neither the verifier's process nor its files: the verifier receives the final answer as text and
 calls tools through the trainer.
-A verifier that raises, hangs or returns no finite number gives the reward 0 with a graded-zero reason,
-because the state that the agent left can cause each of these.
+
+If a verifier raises an exception, hangs or returns no finite number, the trial has the reward 0 with a
+graded-zero reason, because the agent can cause each of these failures by the state and the final answer that
+it leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CallTool = Callable[[str, Mapping[str, object]], Awaitable[ToolResult]]
 
 
 async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_s: float) -> float:
-    """Return the reward of `task`. `timeout_s` limits the time outside of tool calls.
+    """Run the verifier of `task` and return the reward. `timeout_s` limits its time without its tool calls.
 
     Raises AgentFault if the verifier gives no reward, SandboxError if its process cannot start or is killed,
     and the errors of `call_tool`.
@@ -77,7 +79,7 @@ async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_
 
 
 def sandbox_command(seccomp: int) -> list[str]:
-    """Return the command line of the verifier's sandbox. `seccomp` is the descriptor of the filter."""
+    """Return the command line of the verifier's sandbox. `seccomp` is the file descriptor of its filter."""
     interpreter, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
     command = ["/usr/bin/bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
@@ -93,7 +95,10 @@ def sandbox_command(seccomp: int) -> list[str]:
 
 
 async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process:
-    """Start the verifier's program, which `stack` kills when it closes. Raises SandboxError."""
+    """Start the verifier's process, and let `stack` kill this process when the stack is closed.
+
+    Raises SandboxError if the process does not start.
+    """
     seccomp = as_descriptor(seccomp_filter(max_shared_mapping=TMP_BYTES))
     try:
         process = await asyncio.create_subprocess_exec(

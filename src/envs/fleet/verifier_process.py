@@ -32,15 +32,16 @@ class ToolError(Exception):
 
 
 class Environment:
-    """The environment of a verifier: the task's fields, and the tools of the trial's session."""
+    """The argument `env` of a verifier: the task's fields, and the tools of the trial's session."""
 
     def __init__(self, task: Json, exchange: Callable[[Json], Json]) -> None:
         self.task = task
         self._exchange = exchange
 
     def call_tool(self, name: str, arguments: Json | None = None) -> Any:
-        """Return the structured result of a tool. If it has none, return its text, parsed if it is JSON.
+        """Call a tool and return its structured result.
 
+        If the tool returned no structured result, return its text. Text that is JSON is parsed.
         Raises ToolError if the tool returned an error.
         """
         result = self._exchange({"call": name, "arguments": arguments or {}})

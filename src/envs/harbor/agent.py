@@ -55,7 +55,10 @@ def register_session(key: str, session: AgentSession) -> Generator[None]:
 
 
 def first_prompt(instruction: str) -> str:
-    """Return the first prompt of Terminus-2 with an empty screen. No first prompt of this task is shorter."""
+    """Return the first prompt of Terminus-2 with an empty terminal screen.
+
+    The first prompt of a trial also contains the screen, so it is not shorter than this prompt.
+    """
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
@@ -140,8 +143,9 @@ class TrainingTerminus2(Terminus2):
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Play the episode. Raises TrainerError if grading is impossible, and unexpected errors of
-        Terminus-2."""
+        """Play the episode. Raises TrainerError if grading is impossible. Raises unexpected errors of
+        Terminus-2 again.
+        """
         self._num_answers = 0
         self._is_confirmed = False
         try:
@@ -157,7 +161,7 @@ class TrainingTerminus2(Terminus2):
         except Exception as error:
             await self._attribute_error(error, environment)
         finally:
-            # Harbor would write the tokens of every turn to result.json; the session already has them.
+            # `TinkerLLM` records the tokens of all turns, so result.json does not need rollout details.
             context.rollout_details = None
 
     def _normal_stop_reason(self) -> StopReason:
@@ -170,7 +174,7 @@ class TrainingTerminus2(Terminus2):
         """Attribute an error of the terminal to the agent if its sandbox still runs commands, else to the
         sandbox.
 
-        An agent that broke its own machine (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.
+        An agent that broke its sandbox (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.
         Raises SandboxError if the sandbox runs no commands, and `error` itself if it is not an error of the
         terminal.
         """

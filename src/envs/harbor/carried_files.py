@@ -1,9 +1,9 @@
-"""Select the files of an agent that are carried over: a fresh environment with these files grades the trial.
+"""Select the files of an agent that are carried over to the fresh environment in which the verifier runs.
 
 This module runs on the host. It reads a listing and an archive from the agent's environment, in which the
-agent may have replaced every program. Both are therefore untrusted data. The result contains only files that
-the agent could have created itself. It omits the paths in `SEARCHED` and `STARTUP`, from which the programs
-of a verifier load code.
+agent may have replaced every program. Both are therefore untrusted data: even a forged archive adds only
+files that the agent could have created in its environment. The paths in `SEARCHED` and `STARTUP` are not
+carried over, because the programs of a verifier load code from them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _carry_rules(environment: tuple[tuple[str, str], ...], modules: tuple[str, .
 
 
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:
-    """Return the entries of a listing in `LISTING_FORMAT` by path.
+    """Parse a listing in `LISTING_FORMAT`. Return a map from path to entry.
 
     Raises AgentFault if the listing is malformed or too large.
     """
@@ -224,7 +224,8 @@ class FilteredArchive:
         self._num_bytes = 0
 
     def add(self, source: IO[bytes], directory: str = "/") -> None:
-        """Add the members of the archive `source`, whose names are relative to `directory`.
+        """Add the members of the archive `source` that are carried over. Their names are relative to
+        `directory`.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
@@ -277,7 +278,8 @@ class FilteredArchive:
 
 
 def leads_to_verifier(path: str, target: str) -> bool:
-    """Return whether a symbolic link at `path` leads to, into or above one of `VERIFIER_PATHS`.
+    """Return whether a symbolic link at `path` leads to one of `VERIFIER_PATHS`, to a path below it, or to a
+    directory that contains it.
 
     A target with `..` after a name also counts, because its destination depends on other links.
 
@@ -304,8 +306,9 @@ def leads_to_verifier(path: str, target: str) -> bool:
 
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:
-    """Write an archive with one empty file that no verifier reads, and return the changes in it. The archive
-    tests whether files can be unpacked."""
+    """Write an archive with one empty file that no verifier reads. Return the changes that the archive
+    contains. Unpacking it shows whether an environment accepts files.
+    """
     with tarfile.TarFile(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         tar.addfile(tarfile.TarInfo(PROBE_FILE.lstrip("/")))
     return FileChanges(carried={PROBE_FILE: FileEntry(kind="f", mode=0o644, size=0)})

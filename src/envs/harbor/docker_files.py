@@ -33,11 +33,11 @@ from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
 ENGINE_TIMEOUT_S = 120
-MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of differences from the image that the engine reports
+MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences of a container from its image
 
 
 class DockerFiles:
-    """The files of one agent in the main container of its compose project. Implements `AgentFiles`.
+    """The files of one agent in the main container of the trial's compose project. Implements `AgentFiles`.
 
     The export runs no program of that container.
     """
@@ -110,8 +110,8 @@ class DockerFiles:
         )
 
     def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> bool:
-        """Add `path` to the archive. Of a directory that the image already has, only the directory itself is
-        added. Return whether everything below `path` was added too.
+        """Add `path` to the archive. For a directory that the image already has, add only the directory
+        itself. Return whether everything below `path` was added too.
         """
         try:
             stream, _ = container.get_archive(path)
@@ -190,7 +190,9 @@ def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
 
 
 def _first_member(packed: IO[bytes]) -> tarfile.TarInfo | None:
-    """Return the first member of the archive, or None if its headers are incomplete or invalid."""
+    """Return the first member of the archive, or None if the headers of the member are incomplete or
+    invalid.
+    """
     packed.seek(0)
     try:
         with tarfile.open(fileobj=packed, mode="r:", errors="surrogateescape") as archive:

@@ -39,8 +39,8 @@ OWN_ENVIRONMENTS = {
 
 
 def new_run_label() -> str:
-    """Return a label for the objects that a run creates outside its folder: sandbox directories, containers
-    and networks.
+    """Return a label for the objects that a run creates outside the run folder: sandbox directories,
+    containers, networks and volumes.
     """
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -65,8 +65,8 @@ class CheckedFolders:
     environment_type: str
     environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
     grading_option: GradingOption
-    tasks: dict[Path, list[Task]]  # by the folder
-    notes: list[str]  # what the user should know about the tasks and the choice of the environment
+    tasks: dict[Path, list[Task]]  # folder -> its tasks
+    notes: list[str]  # warnings about the tasks and about the choice of the environment
 
 
 def check_folders(
@@ -74,9 +74,9 @@ def check_folders(
 ) -> CheckedFolders:
     """Load the tasks of `folders` and check that the environment can run them.
 
-    If `auto` selects Docker and Harbor's Docker environment refuses the tasks (for example, because the
-    kernel of this machine lacks what `network_mode = "no-network"` needs), the sandbox is used, provided that
-    it accepts them. Raises ConfigError with one line per reason.
+    If `auto` selects Docker and Docker cannot run the tasks, the sandbox is used if it accepts the tasks. For
+    example, `network_mode = "no-network"` needs kernel features on Docker that this machine can lack. Raises
+    ConfigError with one line per reason.
     """
     from src.envs.harbor import task_folders
 
@@ -170,7 +170,7 @@ class HarborTasks:
             [*self.train, *self.eval], checked.grading_option, self.environment_type
         )
         for line in clean().failed:
-            logger.warning("could not remove what an ended run left: %s", line)
+            logger.warning("could not remove an object of an ended run: %s", line)
 
     def _check_first_prompts(self) -> None:
         from src.envs.harbor.agent import first_prompt
@@ -240,8 +240,8 @@ def import_harbor() -> None:
 
 
 def resolve_environment_type(name: str) -> str:
-    """Return the environment type, with `auto` replaced by docker if an engine responds and by sandbox
-    otherwise.
+    """Return the environment type. `auto` becomes docker if this machine can run trials on Docker, else
+    sandbox.
 
     Raises ConfigError if this machine cannot run environments of that type.
     """
@@ -253,7 +253,9 @@ def resolve_environment_type(name: str) -> str:
         name = "sandbox" if why_no_engine() else "docker"
     if name == "sandbox":
         if reason := why_no_sandbox():
-            raise ConfigError(f"environment_type=sandbox: {reason}; fix that, or use environment_type=docker")
+            raise ConfigError(
+                f"environment_type=sandbox: {reason}; fix the cause, or use environment_type=docker"
+            )
     elif name == "docker":
         if reason := why_no_engine():
             raise ConfigError(
@@ -282,8 +284,8 @@ def trial_environment(
         kwargs = options["kwargs"]
         assert isinstance(kwargs, dict)
         kwargs["run_label"] = run_label
-    # With tmux's default directory, /tmp, an agent that runs `rm -rf /tmp/*` ends its own terminal. All users
-    # can write to /var/tmp.
+    # The default directory of tmux is /tmp, so an agent that runs `rm -rf /tmp/*` would lose its terminal.
+    # All users can write to /var/tmp.
     options["env"] = {"TMUX_TMPDIR": "/var/tmp"}
     return options
 

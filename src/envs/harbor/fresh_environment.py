@@ -16,7 +16,7 @@ from harbor.trial.trial import Trial
 
 
 def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnvironment:
-    """Return a fresh environment of the trial's task, which is not started yet.
+    """Return a fresh environment of the trial's task. The caller starts it.
 
     `role` is the suffix of the session id of the environment. The verifier, agent and artifacts directories
     of `paths` are mounted in the environment.
@@ -42,8 +42,9 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
 
 
 def _log_mounts(paths: TrialPaths, environment_paths: EnvironmentPaths) -> list[ServiceVolumeConfig]:
-    """Return mounts of three directories of `paths`, whose targets in the environment are below /logs. Create
-    the artifacts directory of `paths`."""
+    """Return the mounts of three directories of `paths`. The targets of the mounts are below /logs in the
+    environment. Create the artifacts directory of `paths`.
+    """
     artifacts = paths.host_artifact_path(MAIN_SERVICE_NAME, environment_paths.artifacts_dir.as_posix())
     artifacts.mkdir(parents=True, exist_ok=True)
     mounts = (

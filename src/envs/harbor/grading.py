@@ -1,4 +1,7 @@
-"""The grading of a trial: in a fresh environment with the agent's files only, or in the agent's environment.
+"""The grading of a trial, in a fresh environment or in the agent's environment.
+
+A fresh environment receives the agent's files but not its processes. If a task has a separate verifier
+environment, Harbor starts that environment and the verifier runs there.
 
 The following steps grade a trial in a fresh environment:
 
@@ -9,7 +12,7 @@ The following steps grade a trial in a fresh environment:
                    agent changed are unpacked in the fresh environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless the same error occurs
-without the agent. To determine this, a fresh environment without the agent's files is started.
+without the agent. A fresh environment without the agent's files is started to determine this.
 """
 
 from __future__ import annotations
@@ -81,7 +84,11 @@ class AgentFiles(Protocol):
 
 
 class Grading:
-    """The grading of one trial. After verification has started, the verifier runs in `environment`."""
+    """The grading of one trial.
+
+    `environment` is the agent's environment. If the trial is graded in a fresh environment, `environment`
+    becomes that environment when verification starts.
+    """
 
     def __init__(self, trial: Trial, method: GradingMethod) -> None:
         self.environment: BaseEnvironment = trial.agent_environment
@@ -107,15 +114,15 @@ class Grading:
         """Return the graded-zero reason of an error, or None if the error also occurs without the agent or if
         this cannot be determined.
 
-        If the grading itself has failed, the reason of its fault replaces `reason`.
+        If `fault` is set, its reason replaces `reason`.
         """
         if self.fault is not None:
             reason = self.fault.reason
         if shutil.disk_usage(tempfile.gettempdir()).free < MIN_FREE_BYTES:
             return None
         run_verifier = self.fault is None and reason in VERIFIER_REASONS
-        # A separate verifier environment is not started again. Only a record of `validate` shows that such a
-        # verifier works without the agent.
+        # A separate verifier environment is not started again. Only a record of `validate` shows that the
+        # verifier works in such an environment without the agent.
         if self._cannot_start or (run_verifier and self._is_separate and not self._method.is_recorded):
             return None
         return reason if await self._works_without_agent(run_verifier=run_verifier) else None
@@ -130,7 +137,9 @@ class Grading:
         self._started.clear()
 
     def _agent_files(self) -> AgentFiles | None:
-        """Return None if the trial is graded in place or in a separate verifier environment."""
+        """Return the agent's files, or None if the trial is graded in place or in a separate verifier
+        environment.
+        """
         environment = self._trial.agent_environment
         if self._is_separate or self._method.mode is GradingMode.IN_PLACE:
             return None
@@ -157,8 +166,8 @@ class Grading:
         """Stop a sandbox that does not respond. Start the fresh environment while the agent's logs are
         collected.
 
-        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. This
-        also shows that the sandbox responds.
+        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. The
+        answer to this request also shows that the sandbox responds.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
@@ -211,8 +220,8 @@ class Grading:
         self.environment = fresh
 
     async def _await_fresh(self, starting: asyncio.Task[BaseEnvironment]) -> BaseEnvironment:
-        """Return the fresh environment. If it did not start, for example because of the agent's load, start
-        another one.
+        """Return the fresh environment. If it did not start, for example because processes of the agent
+        overloaded the machine, start another one.
         """
         try:
             return await starting
@@ -298,7 +307,9 @@ _gradings: dict[int, Grading] = {}  # by the `id()` of the agent's environment
 
 
 def grading_of(environment: BaseEnvironment) -> Grading | None:
-    """Return the grading of the running trial whose agent has this environment."""
+    """Return the grading of the running trial whose agent has this environment, or None if no agent has it.
+    No agent has a separate verifier environment.
+    """
     return _gradings.get(id(environment))
 
 

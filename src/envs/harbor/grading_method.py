@@ -31,7 +31,7 @@ RUN_VALIDATE_AGAIN = "run src.envs.validate again"
 class GradingMode(StrEnum):
     """The environment in which a verifier runs."""
 
-    FRESH = "fresh"  # a new environment of the task with the agent's files, not its processes
+    FRESH = "fresh"  # a new environment of the task with the files of the agent, without its processes
     IN_PLACE = "in_place"  # the agent's environment
 
 
@@ -54,7 +54,7 @@ class GradingMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradingOption:
-    """The grading option of `environment_kwargs`. Without `method`, the record of each task is used."""
+    """The grading option of `environment_kwargs`. If `method` is None, the record of each task is used."""
 
     method: GradingMethod | None = None
 
@@ -87,8 +87,8 @@ def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[st
 
 
 def task_checksum(folder: Path) -> str:
-    """Return a SHA-256 of the names, the contents and the executable bits of a task's files, except its
-    record.
+    """Return a SHA-256 of the names, the contents and the executable bits of a task's files. The task's
+    grading.json is left out.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -101,8 +101,8 @@ def task_checksum(folder: Path) -> str:
 
 
 def write_records(directory: Path, environment_type: str, methods: Mapping[Task, GradingMethod]) -> Path:
-    """Record the grading methods of the tasks in `directory`, for one environment type. Returns the path of
-    the file.
+    """Write the grading methods of the tasks for one environment type to grading.json in `directory`. Return
+    the path of the file.
     """
     path = directory / RECORD_NAME
     records = _records(path)
@@ -120,8 +120,8 @@ def write_records(directory: Path, environment_type: str, methods: Mapping[Task,
 def recorded_method(task: Task, environment_type: str) -> GradingMethod | None:
     """Return the recorded grading method of a task.
 
-    Returns None if there is no record, or, with a warning, if the task has changed after `validate` recorded
-    it. Raises ConfigError if the record cannot be read.
+    Returns None if there is no record for this environment type. Returns None and logs a warning if the task
+    has changed after `validate` recorded it. Raises ConfigError if the record cannot be read.
     """
     for path in (task.path.parent / RECORD_NAME, task.path / RECORD_NAME):
         record = _records(path).get(task.path.name)
@@ -164,7 +164,11 @@ def grading_methods(
         method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE
         for path, method in methods.items()
     )
-    source = "environment_kwargs" if option.method else "records of validate, else fresh"
+    source = (
+        "environment_kwargs"
+        if option.method
+        else "records of src.envs.validate; tasks without a record: fresh"
+    )
     logger.info(
         "grading: %d tasks in a fresh environment, %d in place (%s)",
         counts[GradingMode.FRESH],
@@ -180,7 +184,7 @@ def _records(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _read_records(path: Path, _modified_ns: int) -> dict[str, Any]:
-    """Read a record file. The cache avoids one read per task. `_modified_ns` invalidates it."""
+    """Read a record file. The cache avoids one read per task. A new `_modified_ns` causes a new read."""
     try:
         records = json.loads(path.read_text())
     except (OSError, ValueError) as error:

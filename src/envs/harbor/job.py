@@ -14,8 +14,9 @@ from src.records.atomic_io import replace_text
 
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:
-    """Write both files to `directory`, for the trials in it that have ended. Writes nothing if no trial has
-    ended."""
+    """Write config.json and result.json to `directory`, for the trials in it that have ended. Write nothing
+    if no trial has ended.
+    """
     results = [result for folder in sorted(directory.glob("*")) if (result := trial_result(folder))]
     if not results:
         return

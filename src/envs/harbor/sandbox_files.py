@@ -58,7 +58,9 @@ class SandboxFiles:
         self._rules = carry_rules(self._environment.environment_variables, module_directories(self._before))
 
     async def freeze(self) -> None:
-        """Kill the agent's processes. Keep the files that Harbor uploads later for `export`."""
+        """Kill the agent's processes. From now on, directories that Harbor uploads are not copied into the
+        sandbox. `export` adds them to its archive.
+        """
         await self._environment.kill_processes()
         if self._environment.held_uploads is None:
             self._environment.hold_uploads()

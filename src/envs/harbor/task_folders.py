@@ -34,8 +34,8 @@ from src.envs.sandbox.task_requirements import (
     read_build_plan,
 )
 
-# Raises ConfigError for a task that the environment cannot run. Returns warnings for a task that runs, but
-# probably not as its author intended.
+# A check of one task. It raises ConfigError if the environment cannot run the task. It returns warnings if
+# the task can run, but probably not as its author intended.
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run it with `harbor run`"
 
@@ -199,8 +199,11 @@ FIX_VERIFIER = (
 
 
 def verifier_needs(folder: Path) -> str | None:
-    """Return the first command of tests/test.sh that needs the internet, or None. It is the result of
-    `needs_network`, or an `apt-get install` of the packages that this machine lacks."""
+    """Return the first command of tests/test.sh that needs the internet, or None.
+
+    The returned text is the result of `needs_network`, or `apt-get install` with the packages that this
+    machine lacks.
+    """
     try:
         script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     except OSError:

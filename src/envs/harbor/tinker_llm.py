@@ -45,7 +45,7 @@ class SamplingLimits:
     temperature: float
     seed: int
     lengths: LengthLimits
-    max_consecutive_truncations: int  # consecutive cut or empty answers that end the trial
+    max_consecutive_truncations: int  # the trial ends after this many consecutive cut or empty answers
     summarize: bool  # whether the agent summarizes its history when the context is full
 
 
@@ -185,8 +185,8 @@ class TinkerLLM(BaseLLM):
     def _overflow(self, *, is_main: bool, num_tokens: int) -> BaseException:
         """Return the exception for a prompt that exceeds the length limits."""
         self._consecutive_overflows += is_main
-        # A second consecutive overflow means that the summary did not help. Harbor would summarize again
-        # without end.
+        # A second consecutive overflow means that the summary was also too long. Harbor would then summarize
+        # again and again.
         if is_main and (not self._limits.summarize or self._consecutive_overflows > 1):
             return EpisodeEnd(StopReason.CONTEXT_LENGTH)
         return ContextLengthExceededError(

@@ -73,7 +73,7 @@ class HarborTrial:
         self._quota = quota
         self._grading = grading
         self._directory = directory
-        self._name = ""  # Harbor chooses it; the folder of the trial has the same name.
+        self._name = ""  # Harbor chooses the name. The folder of the trial has the same name.
         self._running: RunningTrial | None = None
         self._limits = SamplingLimits(
             temperature=temperature,
@@ -237,7 +237,8 @@ class HarborTrial:
 
 
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
-    """Return how long the unanswered sampling call waited if it made the agent reach its time limit, else 0.
+    """Return the waiting time of the unanswered sampling call if this call made the agent reach its time
+    limit, else 0.
 
     The call is assumed to be the cause if it took more than half of the agent's time, or if the agent has no
     answer at all. Harbor grades an agent that reached its time limit, but an agent that waited for a

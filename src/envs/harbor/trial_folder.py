@@ -39,11 +39,13 @@ class FolderSummary:
 
 @dataclass(kw_only=True, slots=True)
 class JobsQuota:
-    """The size limit of a run's jobs folder. When it is exceeded, a trial keeps its essential files only."""
+    """The size limit of a run's jobs folder. A trial that would exceed the limit keeps only its essential
+    files.
+    """
 
     limit: int  # bytes
     _used: int | None = None  # None: not measured yet
-    # The bytes of each trial folder when it was measured. A trial is removed when it ends.
+    # folder of a trial -> its bytes when the jobs folder was measured; `enforce` removes the entry of a trial
     _measured: dict[Path, int] = field(default_factory=dict)
     _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -87,7 +89,11 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
         key=lambda entry: (os.path.relpath(entry[0].path, folder) not in ESSENTIAL, entry[1], entry[0].path),
     )
     for entry, depth in entries:
-        status = entry.stat(follow_symlinks=False)
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:  # the path is too long for the kernel, so its parent must be removed
+            excess.append(Path(entry.path).parent)
+            continue
         length = status.st_size if stat.S_ISREG(status.st_mode) else 0
         is_regular = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
         if not is_regular or remaining_files <= 0 or length > remaining_bytes or depth > MAX_DEPTH:
@@ -143,7 +149,7 @@ def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
         try:
             with os.scandir(directory) as iterator:
                 entries = [*iterator]
-        except OSError:  # The directory was removed, or its path is too long and its parent is removed.
+        except OSError:  # The directory was removed, or its path is too long for the kernel.
             continue
         for entry in entries:
             yield entry, depth

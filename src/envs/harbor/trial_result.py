@@ -19,8 +19,9 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    # `Grading` stores its own AgentFaults in `Grading.fault`, whose reason takes precedence. After the
-    # agent's first turn, any other AgentFault comes from TrainingVerifier, which cannot read the reward file.
+    # `Grading` stores an AgentFault of its own steps in `Grading.fault` if the agent has acted. The reason of
+    # this fault takes precedence. Any other AgentFault after the agent has acted comes from TrainingVerifier,
+    # which could not read the reward file.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,

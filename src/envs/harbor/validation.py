@@ -27,7 +27,9 @@ SOLUTION = "solution/solve.sh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskValidation:
-    """The scores of a task's solution and of doing nothing. A string is the reason for a missing score."""
+    """The scores of two agents of Harbor: `oracle` runs the task's solution, and `nop` does nothing. A string
+    is the reason for a missing score.
+    """
 
     task: Task
     oracle: float | str | None  # None: the task has no solution
@@ -48,7 +50,9 @@ class TaskValidation:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
     def line(self, *, logs_dir: str | None = None) -> str:
-        """Return this task's line of the report. `logs_dir` is the trials' folder; None: it is not kept."""
+        """Return this task's line of the report. `logs_dir` is the folder of the trials; None: the folder is
+        not kept.
+        """
         if self.oracle is None and not self.is_unsound:
             return (
                 f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether the task is "

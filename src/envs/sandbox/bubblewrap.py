@@ -77,8 +77,8 @@ class Bubblewrap:
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
         """Start a sandbox. `directory`, which must not exist yet, is created for the sandbox's files on the
-        host. Its parent must be a directory that `run_directory` has returned. `skeleton` contains the
-        initial files of the sandbox's root, which pid 1 copies there.
+        host. The parent of `directory` must be a directory that `run_directory` has returned. `skeleton`
+        contains the initial files of the sandbox's root, which pid 1 copies there.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.

@@ -1,5 +1,5 @@
-"""Harbor's Docker environment without bind mounts of the host, and with labels on all objects that it
-creates.
+"""Harbor's Docker environment without bind mounts of the trial's folder, and with labels on all objects that
+it creates.
 
 Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, create links and
 leave files that only root can remove. Here `/logs` is part of the container. If the task has a compose file,

@@ -60,7 +60,7 @@ def why_no_engine() -> str | None:
         with engine(timeout_s=ANSWER_TIMEOUT_S) as client:
             client.ping()
     except (DockerException, OSError) as error:
-        return f"no engine answers ({' '.join(str(error).split())[:200]})"
+        return f"no Docker engine answers ({' '.join(str(error).split())[:200]})"
     if shutil.which("docker") is None:
         return "the docker command is not installed"
     try:

@@ -209,7 +209,9 @@ def _refusal(path: Path, line: int, action: str) -> ConfigError:
 def _copy(
     path: Path, line: int, value: str, variables: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
-    """Parse COPY or ADD. `unpacks` is true for ADD. Docker would unpack its archives, so they are refused."""
+    """Parse COPY or ADD. `unpacks` is true for ADD. Archives are refused for ADD, because Docker unpacks them
+    and the sandbox does not.
+    """
     instruction = "ADD" if unpacks else "COPY"
     mode, value = _copy_options(path, line, value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
@@ -252,7 +254,7 @@ def _copied(
     files: list[tuple[Path, str]] = []
     for match in map(Path.resolve, matches):
         if not match.is_relative_to(context) or not match.exists():
-            raise ConfigError(f"{path}:{line}: {source} is not in {context}")
+            raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
         if match.is_dir():
             items = sorted(match.rglob("*")) or [match]
             files += [
@@ -261,7 +263,7 @@ def _copied(
         else:
             files.append((match, str(target / match.name if into_directory or len(matches) > 1 else target)))
     if not matches:
-        raise ConfigError(f"{path}:{line}: {source} is not in {context}")
+        raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
     return files
 
 

@@ -60,7 +60,7 @@ class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
     Options besides Harbor's: `run_label` names the run. The sandbox's files on the host are in the directory
-    of this run. `network` gives every task the public network.
+    of this run. `network=True` gives the sandbox the public network even if the task requests no network.
     """
 
     def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:
@@ -290,8 +290,9 @@ class SandboxEnvironment(BaseEnvironment):
         self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
-        """Write the output of a command to `received` and return whether the output is complete. It is
-        incomplete after a timeout or above the limit, e.g. if the agent has replaced programs.
+        """Write the output of a script to `received` and return whether the output is complete. The output is
+        incomplete if the script times out or if the output exceeds the limit. The agent can cause both by
+        replacing programs.
         """
         try:
             completed = await self._bubblewrap.run(

@@ -1,8 +1,8 @@
 """The host side of one command that runs in a sandbox: a script and two FIFOs for its output.
 
 The event loop reads stdout and stderr as they arrive. The exec server reports the exit status. The FIFOs have
-random names in a directory that the sandbox cannot list, so a process in the sandbox cannot open the
-output of another command.
+random names in a directory that the sandbox cannot list, so a process in the sandbox cannot find the FIFOs of
+another command by name. It can still write to the output of a running command through /proc/PID/fd.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Copy files between the host and the environment of a trial. Files that an agent made are limited in size
 and never trusted.
 
-Operations whose time grows with the agent's files run in a thread. The limits hold per trial. Files beyond
-the limits are omitted. An omission is logged and noted in the trial's folder, and the metric
-`files_left_out` counts the trial. The trial does not fail.
+Operations whose time grows with the agent's files run in a thread. The limits hold for all downloads from one
+environment of a trial. Files beyond the limits are omitted. An omission is logged and noted in the trial's
+folder, and the metric `files_left_out` counts the trial. The trial does not fail.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def unpack(
 
 
 def unpack_file(archive: Readable, target: Path, budget: DownloadBudget) -> None:
-    """Write the only regular file of an archive. Raises SandboxError if there is none or if it exceeds
-    `budget`.
+    """Write the first member of an archive to `target`. Raises SandboxError if this member is not a regular
+    file or exceeds `budget`.
     """
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:  # type: ignore[call-overload]

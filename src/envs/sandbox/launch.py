@@ -1,8 +1,9 @@
 """What the host creates to start a sandbox: its user, its directory, its control groups, its seccomp filter
 and its command line.
 
-The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. No other directory of
-the host is visible, except those of `USERLAND` and `HOST_SETTINGS`.
+The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. The other visible
+directories of the host are those of `USERLAND` and `HOST_SETTINGS` and the sandbox's own `skeleton` and
+`requests`. They are also read-only.
 """
 
 from __future__ import annotations

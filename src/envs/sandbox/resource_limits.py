@@ -3,8 +3,7 @@
 A control group (cgroup) limits the number of processes of a sandbox and their total memory, which includes
 the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and, with
 cgroup v2, also below a cgroup that systemd delegated. If it cannot, only limits per process and per user
-apply.
-`limits_enforced_by` reports which limits apply.
+apply. `limits_enforced_by` reports which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
 the trainer was killed.
@@ -48,7 +47,8 @@ class SandboxLimits:
     @property
     def tmpfs_sizes_mb(self) -> dict[str, int]:
         """The size of each tmpfs in MiB. Together they use at most three quarters of the memory limit, so
-        that a full file system is an error for the writing process and the kernel kills no other process."""
+        files alone cannot reach that limit. A full file system is an error for the writing process only.
+        """
         total = (
             self.storage_mb
             if self.memory_mb is None

@@ -5,8 +5,8 @@ A sandbox needs a few host files (its requests and the initial files of its root
 label>/`. The trainer holds an exclusive lock on the file `lock` there. The kernel releases the lock whenever
 the process ends, so another trainer can distinguish an ended run from a live run without pid files.
 
-All trainers of a user have the same root, whatever their environment variables are, and no other user can
-create it first.
+All trainers of a user have the same root directory, whatever their environment variables are. No other user
+can create this directory first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The filter denies most calls that Docker's default profile denies (kernel keyrin
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
 and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
 network namespace. ptrace is allowed for debuggers. A denied call returns an error and does not kill the
-process. Calls of a foreign architecture (i386, x32) and calls newer than this table fail with ENOSYS, for
+process. Calls of a foreign architecture (i386, x32) and calls newer than `NEWEST_CALL` fail with ENOSYS, for
 which programs have a fallback.
 
 The module assembles the classic BPF program itself, because the program is a list of comparisons and

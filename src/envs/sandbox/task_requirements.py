@@ -30,7 +30,9 @@ class NetworkAccess(StrEnum):
 
 
 def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> NetworkAccess:
-    """Return the network for a task. `has_network_option` means `network=true`, which overrides task.toml."""
+    """Return the network for a task. `has_network_option` tells whether environment_kwargs has
+    `network=true`, which overrides task.toml.
+    """
     if (
         config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False
     ) and not has_network_option:

@@ -1,11 +1,11 @@
 """The unprivileged user of a sandbox.
 
 A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is
-therefore not root, the kernel's limits per user apply to each sandbox on its own, and a process of one
-sandbox has no permissions for the processes of another sandbox. The uids come from a range that no
-distribution and no tool assigns. Two trainers do not use the same uid, because each uid is locked by one byte
-of a shared file; the kernel releases the lock when the process ends. The sandboxes of an ordinary user run
-with the uid of that user.
+therefore not root. The kernel's limits per user apply to each sandbox separately. A process of one sandbox
+has no permissions for the processes of another sandbox. The uids come from a range that no distribution and
+no tool assigns. Two trainers do not use the same uid, because the trainer locks one byte of a shared file for
+each uid. The kernel releases the lock when the trainer ends. The sandboxes of an ordinary user run with the
+uid of that user.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOCKS_NAME = ".uids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxUser:
-    """The user of one sandbox. `uid` is None if it is the user of the trainer. `lock` is the descriptor that
-    reserves the uid.
+    """The user of one sandbox. `uid` is None if the sandbox runs as the user of the trainer. `lock` is the
+    descriptor that reserves the uid; None: no uid is reserved.
     """
 
     uid: int | None

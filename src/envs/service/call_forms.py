@@ -90,7 +90,7 @@ def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]
 
 
 def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):  # true or false
+    if not isinstance(schema, Mapping):  # a JSON schema can also be true or false
         return False
     alternatives = [item for item in schema.get("anyOf") or [schema] if isinstance(item, Mapping)]
     types = [alternative.get("type") for alternative in alternatives]
@@ -102,7 +102,8 @@ def _deepseek_call(text: str) -> WrittenCall:
     head, separator, body = text.partition(DEEPSEEK_SEPARATOR)
     if not separator:
         return WrittenCall(name="", arguments="")
-    if head.strip() == "function" and not body.lstrip().startswith("{"):  # V3 and R1: type, name, fenced JSON
+    # DeepSeek-V3 and R1 write the type (`function`), the separator, the name and a code block with JSON.
+    if head.strip() == "function" and not body.lstrip().startswith("{"):
         match = DEEPSEEK_V3_BODY.match(body)
         return WrittenCall(name=match[1], arguments=match[2]) if match else WrittenCall(name="", arguments="")
     return WrittenCall(name=head.strip(), arguments=body.strip())
@@ -112,7 +113,8 @@ def _function_call(name: str, body: str, *, is_closed: bool, texts: Collection[s
     if body.lstrip().startswith("{"):
         return WrittenCall(name=name, arguments=body.strip())
     if not is_closed or "<parameter=" in PARAMETER.sub("", body):
-        return WrittenCall(name=name, arguments={}, problem=f"the call of {name} has no end")
+        problem = f"the call of {name} is incomplete: a closing tag is missing"
+        return WrittenCall(name=name, arguments={}, problem=problem)
     arguments = {
         match[1]: match[2] if match[1] in texts else _value(match[2]) for match in PARAMETER.finditer(body)
     }

@@ -1,4 +1,4 @@
-"""Service domains that users define, in addition to the built-in domains.
+"""Service domains of your own, in addition to the built-in domains.
 
 A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names the
 function, or an installed package registers it as an entry point of the group `agent_trainer.service_domains`.
@@ -46,8 +46,8 @@ async def release_nothing() -> None:
 class DomainContext:
     """The argument of the function that opens a domain."""
 
-    options: dict[str, str]  # of environment_kwargs; the function removes those that it reads
-    user_model: UserModel | None  # simulates the users; None: the users follow scripts
+    options: dict[str, str]  # the environment_kwargs; the function removes the options that it reads
+    user_model: UserModel | None  # the model of the user simulators; None: user simulators follow scripts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,10 @@ class ServiceDomain:
     """The tasks of a domain and its episodes."""
 
     name: str  # in the rows of task files and in metrics
-    splits: Mapping[str, Sequence[Task]]  # split -> tasks; `train`, and optionally `test` and other splits
+    splits: Mapping[str, Sequence[Task]]  # split -> its tasks; `test` and further splits are optional
     episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a task with a seed
-    # (task id, definition) -> the task that a row of a task file defines. None: rows can only name existing
-    # tasks of the domain. Raises ConfigError for gold actions that cannot be executed.
+    # (task id, definition) -> the task that a row of a task file defines. The function raises ConfigError for
+    # gold actions that cannot be executed. None: rows can only name existing tasks of the domain.
     defined: Callable[[str, TaskDefinition], Task] | None = None
     close: Callable[[], Awaitable[None]] = release_nothing
 
@@ -97,7 +97,8 @@ def tool_domain(
     """Return a domain with tools over a JSON database, with the grading of toy_retail.
 
     Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
-    `path` is the file that defines the domain. The id of each task begins with `id_prefix`; None: `name/`.
+    `path` is the file that defines the domain. The id of each task begins with `id_prefix`. If `id_prefix` is
+    None, the id begins with the name of the domain and a slash.
     Raises ConfigError if a gold action fails.
     """
     by_name = {tool.name: tool for tool in tools}

@@ -1,10 +1,11 @@
-"""`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and
-is graded.
+"""`ServiceEnv`, the message environment of all service domains and of env=fleet.
 
-`ServiceEnv` is the message environment of all service domains and of env=fleet. It parses the agent's
-answers, counts errors, and ends episodes with too many errors. A `ServiceEpisode` supplies the tools, the
-user simulator and the grading. `ToyRetailEpisode` runs the tools in this process, `Tau2Episode` in a worker
-process, and `FleetEpisode` on an MCP server.
+The agent calls tools. In a service domain, the agent also talks to a user simulator. The conversation is
+graded at its end.
+
+`ServiceEnv` parses the agent's answers, counts errors, and ends episodes with too many errors. A
+`ServiceEpisode` supplies the tools, the user simulator and the grading. `ToyRetailEpisode` runs the tools in
+this process, `Tau2Episode` in a worker process, and `FleetEpisode` on an MCP server.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ToolCall, parse
 from src.policy.chat import Message
 
-# The number of unreadable answers, empty answers and failed calls that ends an episode with the reward 0, as
-# in tau2.
+# The total number of unreadable answers, empty answers and failed calls that ends an episode with the reward
+# 0. tau2 has the same limit for failed calls.
 MAX_ERRORS = 10
 MAX_REFUSALS = 30
 REFUSAL = "I am sorry, I cannot help with that."
@@ -32,7 +33,7 @@ class ActionResult:
     """The effect of one answer of the agent."""
 
     messages: Sequence[Message] = ()  # the results of the calls, or the reply of the user simulator
-    is_done: bool = False  # the conversation has ended, e.g. the agent or the user simulator ended it
+    is_done: bool = False  # whether the conversation has ended
     num_errors: int = 0  # number of calls that failed
 
 
@@ -45,7 +46,7 @@ class Grade:
 
 
 class ServiceEpisode(Protocol):
-    """One attempt at one task, with the state of the tools and, in service domains, the user simulator."""
+    """One trial of one task, with the state of the tools and, in service domains, the user simulator."""
 
     async def start(self) -> ResetResult:
         """Return the tools and the messages before the agent's first turn.
@@ -55,22 +56,22 @@ class ServiceEpisode(Protocol):
         ...
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Execute `calls`.
+        """Execute `calls`. Text beside calls is not delivered.
 
-        Without calls, pass `content` to the user simulator; otherwise `content` is not delivered.
+        Without calls, `content` is passed to the user simulator. In env=fleet, `content` is the final answer.
         """
         ...
 
     async def grade(self) -> Grade:
-        """Grade the conversation. Called once, after it has ended."""
+        """Grade the conversation. This method is called at most once, after the conversation has ended."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ServiceEnv:
-    """An attempt at a task of a service domain. Implements `MessageEnv`. As in tau2, an episode that a limit
-    ends has the reward 0."""
+    """One trial of a task of a service domain or of env=fleet. Implements `MessageEnv`. As in tau2, an
+    episode that a limit ends has the reward 0."""
 
     def __init__(self, episode: ServiceEpisode, *, parallel_tool_calls: bool = False) -> None:
         """Without `parallel_tool_calls`, only the first call of an answer is executed."""
@@ -138,11 +139,11 @@ class ServiceEnv:
 def tool_fields(
     content: str, calls: Sequence[ToolCall], messages: Sequence[Message], *, num_earlier: int
 ) -> dict[int, Message]:
-    """Return `Trajectory.tool_fields` of an answer (index 0) and of the messages after it (from index 1).
+    """Return `StepResult.tool_fields` of an answer (key 0) and of the messages after it (keys from 1).
 
     `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
-    The arguments of a call are a JSON object, because most chat templates expect one. In OpenAI's API they
-    are a string of JSON.
+    The arguments of a call are an object, because most chat templates expect an object. In OpenAI's API, the
+    arguments are JSON text.
     """
     if not calls:
         return {}

@@ -1,10 +1,10 @@
-"""A pool of worker processes that run episodes.
+"""A pool of worker processes, for the episodes of tau2-bench and for the comparisons of env=data.
 
-Requests and replies are JSON lines, and every request has a deadline.
+Requests and replies are JSON lines, and every request has a deadline. A worker answers one request at a time.
 
-A worker runs many episodes and answers one request at a time. A worker that exits, hangs or sends an invalid
-reply is killed and replaced. Its episodes are replayed on another worker, which must give identical replies.
-An episode may lose `MAX_LOSSES` workers to its own requests; the next loss fails the episode.
+A worker can run many episodes. A worker that exits, hangs or sends an invalid reply is killed and replaced.
+Its episodes are then replayed on another worker, which must give identical replies. An episode fails if its
+own requests end more than `MAX_LOSSES` workers.
 
 The errors distinguish a failure that a request caused (`RequestFailed`), for which an agent can be
 responsible, from a failure of the pool (every other SandboxError), which must not become a reward.
@@ -76,7 +76,7 @@ class Worker:
         Raises WorkerLost if this request caused the loss, and SandboxError if the worker was killed before it
         replied.
         """
-        # Shielded, so that the reply is read even if the caller is cancelled.
+        # The reply must be read even if the caller is cancelled. Otherwise the next request would read it.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))
 
     async def wait_until_ready(self) -> None:
@@ -179,7 +179,7 @@ class WorkerSession:
             return reply
 
     async def close(self) -> None:
-        """Request the worker to discard the episode. A closed session must not be used again."""
+        """Send the close request to the worker. A closed session must not be used again."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -188,7 +188,7 @@ class WorkerSession:
             await worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:
-        """Return a worker with the state of this episode, or None if it was lost during the replay."""
+        """Return a worker with the state of this episode, or None if the worker is lost in the replay."""
         if self._worker is not None and not self._worker.is_lost:
             return self._worker
         if self._worker is not None:
@@ -216,9 +216,9 @@ class WorkerSession:
 
 
 class WorkerPool:
-    """Up to `num_workers` workers, started on demand.
+    """A pool of up to `num_workers` workers, which are started on demand.
 
-    A new session goes to the worker with the fewest sessions.
+    A new session is assigned to the worker with the fewest sessions.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:

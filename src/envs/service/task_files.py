@@ -5,7 +5,7 @@
      "extra_info": {"domain": "retail", "task_id": "7", "instruction": "You are ...", "actions": [...],
                     "outputs": [...]}}
 
-A row with an instruction and actions defines a new task. A row without them names a task of the domain.
+A row with an instruction and actions defines a new task. Any other row names a task of the domain.
 `prompt` is ignored: the agent reads the domain's policy and the messages of the user simulator.
 """
 
@@ -28,14 +28,14 @@ class TaskDefinition:
     """A task that a row defines."""
 
     instruction: str  # for the user simulator
-    actions: Sequence[Mapping[str, Any]]  # the gold actions: name and arguments
+    actions: Sequence[Mapping[str, Any]]  # the gold actions (the calls of a solution): name and arguments
     facts: Sequence[str]  # the agent has to communicate each of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     domain: str
-    task: str  # the id within the domain
+    task: str  # the id of the task within the domain
     definition: TaskDefinition | None  # None: the row names a task of the domain
 
 
@@ -60,7 +60,7 @@ class TaskProvider(Protocol):
 def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path: Path) -> list[Task]:
     """Return the task of each row, in order. `providers` maps domains to providers.
 
-    Raises ConfigError for a task that its domain does not have.
+    Raises ConfigError for a row that names a task which its domain does not have.
     """
     tasks: dict[tuple[str, str], Task] = {}
     for domain in sorted({row.domain for row in rows}):
@@ -141,8 +141,8 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return `value` if it is a list, or the list that it contains as JSON text, which is usual in parquet
-    tables. None: `value` is neither."""
+    """Return `value` if it is a list. If `value` is a list as JSON text, which is usual in parquet tables,
+    return the parsed list. Return None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

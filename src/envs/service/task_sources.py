@@ -1,4 +1,4 @@
-"""The task sources that `train_data` and `test_data` name: files, and splits of domains such as
+"""The tasks that `train_data` and `test_data` name: rows of files, and splits of domains such as
 `retail:test`.
 """
 
@@ -48,10 +48,10 @@ class SplitSource:
 def read_source(
     text: str, domains: Collection[str], *, may_be_named: bool = False
 ) -> RowSource | SplitSource:
-    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT`, where DOMAIN is one of `domains`. Only with
-    `may_be_named` may the text have `NAME=`.
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT`, where DOMAIN is one of `domains`. `NAME=` is allowed only
+    with `may_be_named`.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises ConfigError for a file that cannot be read or that has an invalid row.
 
     >>> read_source("shop=retail:test", ["retail"], may_be_named=True)
     SplitSource(domain='retail', split='test', name='shop')

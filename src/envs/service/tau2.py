@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_MEMORY_MB = 4096
 LISTING_TIMEOUT_S = 300.0
-NUM_CONSENTS = 6  # messages in which a scripted user agrees before it ends the conversation
+NUM_CONSENTS = 6  # the number of times a scripted user agrees before it ends the conversation
 # Termination reason of tau2 -> stop reason. For other termination reasons, the stop reason is that of the
 # last answer.
 STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}
@@ -72,19 +72,19 @@ UserSimulatorFactory = Callable[[str, Tools, int], UserSimulator]
 class Tau2Context:
     """The resources and settings that all episodes share.
 
-    `grading` is tau2's term: `all` is the full reward, `env` its end-state part.
+    `grading` is a term of tau2: `all` is the full reward, and `env` is the part that checks the end state.
     """
 
     pool: WorkerPool
     make_user: UserSimulatorFactory
     grading: Grading
     judge: AssertionJudge | None = None  # None: tasks that need a judge cannot be graded
-    max_steps: int = 200  # of tau2's orchestrator, in one episode
-    max_errors: int = 10  # tool errors that end an episode
+    max_steps: int = 200  # the maximum number of steps of tau2's orchestrator in one episode
+    max_errors: int = 10  # the number of tool errors that ends an episode
 
 
 class Tau2Episode:
-    """One attempt at one task of the benchmark. Implements `ServiceEpisode`."""
+    """One trial of one task of the benchmark. Implements `ServiceEpisode`."""
 
     def __init__(self, task: Task, seed: int, context: Tau2Context) -> None:
         self._task = task
@@ -180,7 +180,7 @@ class Tau2Episode:
         return state
 
     async def _until_agent(self, state: WorkerReply) -> WorkerReply:
-        """Send messages of the user simulator until it is the agent's turn or the conversation is over.
+        """Send messages of the user simulator until the agent speaks next or the conversation is over.
 
         Return the last state.
         """
@@ -210,9 +210,9 @@ class Tau2Episode:
 
 
 def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
-    """Return a user that states its scenario and then agrees to everything.
+    """Return a user simulator that states its scenario and then agrees to everything.
 
-    The user depends neither on the tools nor on the seed.
+    The user simulator depends neither on the tools nor on the seed.
     """
     scenario = instructions.rpartition("<scenario>")[2].partition("</scenario>")[0]
     return ScriptedUserSimulator([scenario.strip(), *["Yes, please go ahead."] * NUM_CONSENTS])
@@ -240,7 +240,7 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
 def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> list[Task]:
     """Return the tasks of an official split, or of all splits if `split` is None.
 
-    Blocks. Raises ConfigError with the benchmark's message.
+    This call blocks. Raises ConfigError with the benchmark's message if the tasks cannot be listed.
     """
     return _tasks(settings, domain, description=f"the {split or 'official'} tasks", split=split)
 
@@ -250,7 +250,7 @@ def defined_tasks(
 ) -> list[Task]:
     """Return a task of the domain for each definition.
 
-    Blocks. Raises ConfigError for gold actions that no tool of the domain accepts.
+    This call blocks. Raises ConfigError for gold actions that no tool of the domain accepts.
     """
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
     tasks = _tasks(
@@ -289,7 +289,7 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
 
 
 def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
-    """Mark tasks with a partial grading, which becomes part of metric names and needs no judge."""
+    """Set `Task.grading` for a partial grading. Such a grading is part of metric names and needs no judge."""
     return (
         list(tasks)
         if grading == "all"
@@ -298,7 +298,7 @@ def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
 
 
 def gradable_tasks(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
-    """Return the tasks that can be graded, and log the number of tasks that need a missing judge."""
+    """Return the tasks that can be graded. If there are others, which need a judge, log their number."""
     kept = [task for task in tasks if has_judge or not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
         logger.warning(

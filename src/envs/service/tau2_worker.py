@@ -2,9 +2,9 @@
 
 It reads one JSON request per line from stdin (<-) and writes one reply per line to stdout (->).
 
-It runs in the Python environment of tau2 and imports only the standard library and tau2. It steps tau2's
-orchestrator. The messages of the agent and of the user come from the trainer; the tools, the rules and the
-grading run here.
+It runs in the Python environment of tau2 and imports no module of this repository. It steps tau2's
+orchestrator. The messages of the agent and of the user come from the trainer. The tools, the rules of the
+conversation and the grading run in this process.
 
     -> {"id": 0}                     the worker is ready
     <- {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}
@@ -54,8 +54,9 @@ class JudgeError(Exception):
 class ScriptedParticipant:
     """An agent or a user for the orchestrator. `Episode.say` sets its next message.
 
-    A message without tool calls that contains `stop_token` ends the conversation. If `stop_token` is None, no
-    message of this participant ends it.
+    `is_stop` is true for a message without tool calls that contains `stop_token`. If `stop_token` is None,
+    `is_stop` is always false. The orchestrator calls `is_stop` of the agent only. It checks the messages of
+    the user with tau2's UserSimulator.
     """
 
     def __init__(self, stop_token: str | None) -> None:
@@ -80,7 +81,7 @@ class ScriptedParticipant:
 
 
 class Episode:
-    """One attempt at one task."""
+    """One trial of one task."""
 
     def __init__(self, domain: str, task: Any, *, max_steps: int, max_errors: int) -> None:
         from tau2.orchestrator.orchestrator import Orchestrator
@@ -114,7 +115,7 @@ class Episode:
         return AGENT if self.orchestrator.to_role.value == "agent" else USER
 
     def say(self, content: str | None, tool_calls: list[dict[str, Any]]) -> None:
-        """Add a message of the current speaker. Raises ValueError if it is empty."""
+        """Add a message of the current speaker. Raises ValueError if the message is empty."""
         from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
         from tau2.utils.utils import get_now
 
@@ -282,7 +283,7 @@ class EpisodeServer:
 def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | None) -> Any:
     """Evaluate with tau2.
 
-    `grading` is tau2's term: `all` for the full reward basis of the task, `env` for the end state only.
+    `grading` is a term of tau2: `all` is the full reward, and `env` is the part that checks the end state.
     """
     from tau2.data_model.message import AssistantMessage
     from tau2.evaluator import evaluator_nl_assertions
@@ -362,7 +363,7 @@ def task_of(domain: str, task_id: str) -> Any:
 def task_from(definition: dict[str, Any]) -> Any:
     """Return the task that a definition describes.
 
-    As in tau-bench, it is graded by the end state and the communicated facts.
+    As in tau-bench, the task is graded by the end state and the communicated facts.
     """
     from tau2.data_model.tasks import Task
 
@@ -420,7 +421,7 @@ def prepare() -> None:
         package = "tau2 of sierra-research/tau2-bench (PyPI's tau2 is an unrelated package)"
         raise ImportError(f"{sys.executable} has no {package}: {error}; run scripts/setup_tau.sh") from error
     assert registry.get_domains()
-    # Pydantic creates new records from the parsed text, so each episode has its own copy. This is faster than
+    # Pydantic creates new records from the parsed file, so each episode has its own copy. This is faster than
     # a deep copy.
     tau2.environment.db.load_file = functools.cache(tau2.environment.db.load_file)
 

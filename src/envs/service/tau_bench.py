@@ -1,4 +1,4 @@
-"""env=tau_bench: service domains that are graded as tau2-bench grades them.
+"""env=tau_bench: the domain toy_retail, the domains of tau2-bench, and service domains of your own.
 
 environment_kwargs=domain=toy_retail             the built-in domain, which needs no download
 environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://h:8000/v1
@@ -54,7 +54,7 @@ NUM_WORKERS = 4
 STEP_TIMEOUT_S = 60.0
 # Domain -> the split to train on and the split to hold out.
 SPLITS: dict[str, tuple[str, str | None]] = {toy_retail.NAME: ("train", "test"), **tau2.SPLITS}
-# Former names of options, accepted for one release.
+# Deprecated name of an option -> its current name. Deprecated names are accepted for one release.
 RENAMED_OPTIONS = {
     "customer": "user_simulator",
     "customer_model": "user_model",
@@ -257,7 +257,10 @@ def open_tau2(
 
 
 def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
-    """Return the function that makes the user simulators of tau2. Without `model`, they follow a script."""
+    """Return the function that makes the user simulators of tau2.
+
+    If `model` is None, the user simulators follow a script.
+    """
     if model is None:
         return tau2.scripted_user
 
@@ -290,7 +293,10 @@ def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel |
 
 
 def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]) -> Choice:
-    """Remove and return an option, by default the first choice. Raises ConfigError for an invalid value."""
+    """Remove an option and return its value. The default is the first choice.
+
+    Raises ConfigError if the value is not one of `choices`.
+    """
     text = options.pop(name, choices[0])
     choice = next((choice for choice in choices if choice == text), None)
     if choice is None:
@@ -299,9 +305,9 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
 
 
 def number[Number: (int, float)](options: Options, name: str, default: Number) -> Number:
-    """Remove and return an option that must be above 0, or at least 0 if the default is 0.
+    """Remove an option and return its value, which has the type of the default.
 
-    The value has the type of the default. Raises ConfigError for any other value.
+    The value must be above 0, or at least 0 if the default is 0. Raises ConfigError for any other value.
     """
     text, number_type = options.pop(name, str(default)), type(default)
     try:

@@ -14,9 +14,9 @@ and a simulated user, as in env=tau_bench). It tries these strategies in order:
     code       f(id="#1") on a line of its own, for a known tool
     bare_name  the name of a known tool and nothing else
 
-Any other answer is a message to the user. If the closing brackets of a JSON object are missing, the parser
-adds them and counts the repair. JSON that ends inside a string or number is a parse failure, and no tool is
-called. DEBUG_PARSER=1 logs every parse.
+Any other answer is a message to the user or, in env=fleet, the final answer. If up to three closing brackets
+of JSON are missing, the parser adds them and counts the repair. JSON that ends inside a string or number is a
+parse failure, and no tool is called. DEBUG_PARSER=1 logs every parse.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedAnswer:
-    """A parsed answer."""
+    """The text and the tool calls of an answer."""
 
-    content: str = ""  # the message to the user
+    content: str = ""  # the text around the calls; without calls, the message to the user
     calls: Sequence[ToolCall] = ()
     strategy: Strategy | None = None  # None: the answer contains no attempted call
     problem: str = ""  # why a call or its arguments could not be parsed; "" if there was no problem
@@ -80,8 +80,8 @@ class ParsedAnswer:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Counts to be summed over an episode: `parse_failures / parse_attempts` is the parse failure
-        rate.
+        """The counts of this answer, which `ServiceEnv` adds up over an episode. The parse failure rate is
+        `parse_failures / parse_attempts`.
         """
         return {
             "parse_attempts": float(self.strategy is not None),
@@ -100,10 +100,11 @@ def parse(
     """Parse an answer with the first strategy that finds an attempted call.
 
     `tools` are the names of the known tools. The strategies `code` and `bare_name` find only calls of these
-    tools. So do `whole`, `fenced` and `embedded` if the JSON has a name and no arguments. In all other
-    cases, a call of an unknown tool is returned too: the environment reports the error.
+    tools. The strategies `whole`, `fenced` and `embedded` also require a known tool if the JSON has a name
+    and no arguments. In all other cases, a call of an unknown tool is returned too, and the environment
+    reports the error.
 
-    `text_parameters` has, for each tool, the parameters whose values are text, so that
+    `text_parameters` maps each tool to the parameters whose values are text, so that
     `<parameter=id>123</parameter>` is not read as a number.
 
     >>> parse('One moment.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', {"f"}).calls
@@ -283,8 +284,8 @@ def _parsed(
 
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
-    """Return whether the text is a call or a broken call. A JSON object with a name alone is no call, unless
-    the name is that of a tool.
+    """Return whether the text is a call or a broken call. A JSON object with a name and no arguments is a
+    call only if the name is that of a known tool.
     """
     try:
         value = json.loads(text)
@@ -301,7 +302,10 @@ def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
 
 
 def _json(text: str) -> tuple[object, int]:
-    """Return the value, and 1 if closing brackets were added, else 0. Raises ParseError."""
+    """Parse JSON. Return the value, and 1 if closing brackets were added, else 0.
+
+    Raises ParseError if the text is not JSON and cannot be repaired.
+    """
     try:
         return json.loads(text), 0
     except (ValueError, RecursionError) as error:
@@ -313,7 +317,7 @@ def _json(text: str) -> tuple[object, int]:
 
 
 def _missing_brackets(text: str) -> str:
-    """Return the brackets that close the text, "" if none is open.
+    """Return the brackets that close the text, or "" if no bracket is open.
 
     Raises ParseError if the text ends inside a string, if it ends with a digit while brackets are open,
     because the number may be incomplete, or if more than MAX_ADDED_BRACKETS brackets are open.

@@ -116,7 +116,7 @@ def _changed(entry: dict[str, Any], **values: object) -> Mapping[str, object]:
     return values
 
 
-# One entry takes one or two lines; the formatter would take six.
+# The formatter would write each entry in six lines.
 # fmt: off
 TOOLS = {tool.name: tool for tool in (
     Tool(name="get_order", description="Status, product and address of an order.",

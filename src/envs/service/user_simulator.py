@@ -1,9 +1,9 @@
 """User simulators, with which service agents talk.
 
 A user simulator follows a script or uses a language model behind an OpenAI-compatible or a Tinker endpoint.
-The model is not trained. Its seeds depend only on the seed of the run, the task, the group member and the
-length of the conversation, so that a simulator behaves the same throughout a run. The messages of a simulator
-are observations of the agent and contribute no training tokens.
+The model is not trained. Its seeds depend only on the seed of the run, the task, the index of the trial in
+its group and the length of the conversation. A user simulator therefore behaves in the same way throughout a
+run. The messages of a user simulator are observations of the agent and contribute no training tokens.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class UserSimulator(Protocol):
     async def reply(self, conversation: Sequence[Message]) -> str:
         """Return the user's next message.
 
-        `conversation` holds the agent's messages as `assistant` and the user's as `user`, without the agent's
-        tool calls and their results. It is empty if the user speaks first. A user with tools of its own
-        writes its calls into the message, as an agent does; `conversation` contains these calls and their
-        results.
+        `conversation` has the agent's messages with the role `assistant` and the user's messages with the
+        role `user`, without the agent's tool calls and their results. `conversation` is empty if the user
+        speaks first. A user with tools writes its calls into the message, as an agent does. `conversation`
+        contains the user's calls and their results.
         """
         ...
 
@@ -128,8 +128,8 @@ class EndpointUserModel:
 class TinkerUserModel:
     """A base model or a checkpoint behind a Tinker endpoint.
 
-    It connects at the first request, and at the next request after a failed request. `sampler_path` is the
-    path of the checkpoint; None: the base model.
+    It connects at the first request. After a failed request, it connects again at the next request.
+    `sampler_path` is the path of the checkpoint; None: the base model.
     """
 
     def __init__(

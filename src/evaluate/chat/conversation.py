@@ -13,7 +13,7 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy, SampleRequest
 from src.policy.tool_messages import Message
 
-COMMANDS = {"/reset": "forgets the conversation", "/exit": "ends the chat, as Ctrl-D does"}
+COMMANDS = {"/reset": "starts a new conversation", "/exit": "ends the chat, as Ctrl-D does"}
 MAX_SEED = 2**31
 
 
@@ -96,7 +96,7 @@ def talk(
             return
         if line == "/reset":
             reset()
-            write("the conversation is forgotten")
+            write("a new conversation starts")
         elif re.fullmatch(r"/\w*", line.partition(" ")[0]):
             write(f"error: unknown command {line.partition(' ')[0]}; commands are {' and '.join(COMMANDS)}")
         elif line:

@@ -43,7 +43,7 @@ from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
-TOLERANCE = 0.02  # the default of the option `tolerance`; bfloat16 needs this much
+TOLERANCE = 0.02  # the default of the option `tolerance`; a model in bfloat16 needs this tolerance
 ANSWER_TIMEOUT_S = 600.0
 
 
@@ -125,7 +125,7 @@ async def _probe(
 async def probe(
     url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None
 ) -> Capabilities:
-    """Run all checks, or those in `only`.
+    """Run all checks, or the checks in the option `only`, and return their results.
 
     Raises ConfigError if the endpoint does not serve the model, and BackendError if listing the models, a
     check or closing the session takes longer than `request_timeout_s`.

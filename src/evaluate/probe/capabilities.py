@@ -90,7 +90,7 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
 
 
 def _tempered(config: TrainerConfig) -> str | None:
-    """Return the option that samples at another temperature than 1, or None if there is none."""
+    """Return the option that sets a temperature other than 1; None if no option does."""
     if config.temperature != 1:
         return f"temperature={config.temperature}"
     if config.eval_temperature in (None, 1):

@@ -48,7 +48,7 @@ def check_loss(name: str) -> Callable[[Probe], str]:
         reported, expected = loss_of(probe, name, None)
         expect(
             near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-            f"loss:sum is {reported:.5g}, its formula gives {expected:.5g}",
+            f"loss:sum is {reported:.5g}, but the formula of the loss gives {expected:.5g}",
         )
         return f"loss:sum {reported:.5g}"
 
@@ -73,7 +73,8 @@ def check_loss_settings(probe: Probe) -> str:
         reported, expected = loss_of(probe, name, config)
         expect(
             near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-            f"{name} with {config}: loss:sum is {reported:.5g}, its formula gives {expected:.5g}",
+            f"{name} with {config}: loss:sum is {reported:.5g}, but the formula of the loss gives "
+            f"{expected:.5g}",
         )
     return "ppo and cispo apply the clip thresholds"
 

@@ -39,7 +39,9 @@ def check_agreement(probe: Probe) -> str:
 
 
 def check_freshness(probe: Probe) -> str:
-    """Check that a sampler created after a step has the new weights, and that an older one is unchanged."""
+    """Check that a sampler created after a step has the new weights, and that an older sampler does not
+    change.
+    """
     client = probe.client()
     before = client.save_weights_and_get_sampling_client().result()
     old = scored(before)
