@@ -53,8 +53,8 @@ class AdapterOptions:
     )
     base_model_name: str | None = chz.field(
         default=None,
-        doc="Hugging Face name or path of the base model for adapter_config.json; default: the server's "
-        "model_alias (if it is not set: the hub id, or local/NAME for a directory or file)",
+        doc="Hugging Face name or path of the base model, for adapter_config.json; default: the name of the "
+        "model on the server that saved the checkpoint",
     )
 
 
@@ -85,7 +85,9 @@ class ImportOptions:
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     model_alias: str | None = chz.field(
-        default=None, doc="The server's model_alias; default: the same as the server's default"
+        default=None,
+        doc="The server's model_alias; default: local/<name of base_model, without .gguf>. If the server was "
+        "started with a hub id, pass this id",
     )
 
 
@@ -189,7 +191,7 @@ def _read(
 @contextmanager
 def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     """Yield a temporary directory and rename it to `output` at the end, so that `output` is complete or
-    absent. Raise ServerError if a file cannot be written, and OSError for an error that names its file."""
+    absent. If a file cannot be written, raise the OSError if it has a file name, otherwise ServerError."""
     target = Path(output).expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"output={output}: exists and is not an empty directory; choose another")

@@ -17,11 +17,12 @@ The program `agent-trainer` is in `.venv/bin`.
 <!-- requires: run -->
 ```bash
 .venv/bin/agent-trainer doctor RUN
-.venv/bin/agent-trainer show RUN      # the steps of the run; show RUN STEP and show RUN TRIAL show its trials
+.venv/bin/agent-trainer show RUN      # the steps of the run; `show RUN STEP` lists the trials of a step
 ```
 
-Without RUN the command checks the machine: Python, the devices of JAX, the sandbox and Docker, free disk
-space, which keys are set and, with `skyrl_tx_url=` or `SKYRL_TX_URL`, the server:
+Without RUN, `doctor` checks the machine: Python, the devices of JAX, the sandbox and Docker, and the free
+disk space. It prints which keys are set. If `skyrl_tx_url=` or `SKYRL_TX_URL` is set, it also checks this
+server:
 
 <!-- requires: server, sandbox -->
 ```bash

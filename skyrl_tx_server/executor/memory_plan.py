@@ -1,8 +1,8 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
 The training programs are compiled, and XLA reports their memory for the model family, mesh and remat policy
-of the server. The server later reads the programs from the persistent compilation cache, and divides the
-memory with the same function (`memory_division`).
+of the server. When the server starts later, it reads the programs from the persistent compilation cache. The
+plan and the server both divide the memory with `memory_division.divide_memory`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
     available = device_memory.free_bytes(settings)
     model = fitting_model(settings, available)
     division, longest = divide_memory(model, available), model.train_shapes.shapes[-1]
-    # Without a GPU, the plan shows the requested cache even if it does not fit; a server reduces its slots.
+    # Without a GPU, the plan shows the requested cache even if the cache does not fit into memory. A server
+    # that starts on this machine has fewer slots in this case.
     cache = fitting_cache(model, division.cache_bytes) if on_gpu() else requested_cache(model)
     training_bytes = division.training_bytes or temporary_bytes(
         model, longest, division.remat(longest.length)
@@ -77,7 +78,8 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
             option="train_tokens_per_batch" if longest == model.train_shapes.budget else "max_context_length",
         ),
         MemoryItem(
-            name=f"copies of a decode dispatch, {cache.slots} sequences of {model.max_context_length} tokens",
+            name=f"KV pages and layers that a decode dispatch copies, {cache.slots} sequences of "
+            f"{model.max_context_length} tokens",
             num_bytes=cache.copy_bytes + device_memory.copied_layers_bytes(model),
             option="max_num_seqs or max_context_length" if cache.copy_bytes else "",
         ),
@@ -97,7 +99,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
                 option="cache_tokens",
             ),
             MemoryItem(
-                name=f"{model.max_models} training models (rank {settings.max_lora_rank}), an Adam step",
+                name=f"{model.max_models} training models (rank {settings.max_lora_rank}) and one Adam step",
                 num_bytes=device_memory.training_models_bytes(model),
                 option="max_models or max_lora_rank",
             ),

@@ -20,8 +20,8 @@ def is_gguf(base_model: str) -> bool:
 
 
 def converted_directory(base_model: str) -> Path:
-    """Return the Hugging Face directory of the GGUF file that `base_model` names. If the cache does not
-    contain this directory, the file is converted.
+    """Return a model directory in Hugging Face format, converted from the GGUF file that `base_model` names.
+    The file is converted if the directory is not in the cache of converted files (`gguf_model.CACHE`).
 
     Raises ConfigError if the file does not exist or cannot be converted, or if the package of a packaged
     model is not installed.

@@ -33,7 +33,9 @@ from src.envs.harbor.grading_method import write_records
 @chz.chz
 class ValidateConfig:
     tasks_dir: str = chz.field(doc="Folder of Harbor task folders")
-    environment_type: str = chz.field(default="auto", doc="auto, docker, sandbox or another type of Harbor")
+    environment_type: str = chz.field(
+        default="auto", doc="auto, docker, sandbox, or another environment type of Harbor"
+    )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
     )

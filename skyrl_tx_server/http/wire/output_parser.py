@@ -42,8 +42,8 @@ class ToolCall:
     """A tool call. An unpaired surrogate in the model's JSON becomes a question mark."""
 
     name: str
-    # JSON text. If the model gave the arguments as a JSON string, this is the content of that string, which
-    # may not be valid JSON.
+    # The arguments, usually as JSON text. If the model wrote a string instead of an object, this is the
+    # content of the string, which may not be valid JSON.
     arguments: str
 
 

@@ -11,7 +11,8 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Maximum number of cells of a dense matrix, because a small sparse request must not allocate gigabytes."""
+"""Maximum number of cells of a sparse matrix that is converted to a dense array. Without this limit, a small
+request could allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
 _NUMBERS: frozenset[type] = frozenset((int, float, bool))
 

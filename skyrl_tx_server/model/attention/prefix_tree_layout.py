@@ -15,4 +15,5 @@ class TreeLayout:
     subtree_end: ArrayLike  # [R, T] int32, the index after the subtree of each token
     key_blocks: ArrayLike  # [R, N, N] int32, the key blocks for each query block, visible blocks first
     num_key_blocks: ArrayLike  # [R, N] int32, the number of visible key blocks
-    positions: ArrayLike | None = None  # [R, T] int32, positions in the sequences; None: no sliding window
+    # [R, T] int32, the position of each token in its sequence; only sliding windows need positions
+    positions: ArrayLike | None = None

@@ -52,9 +52,9 @@ PLACEHOLDERS = {
 
 PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.REWARD_FLAT: Problem(
-        sign=f"`env/all/reward/total` of the last third of at least {MIN_STEPS} steps exceeds that of the "
-        f"first third by less than {NOISE_ERRORS:g} standard errors and is below {SATURATED:.0%} of the "
-        "largest reward",
+        sign=f"the run has at least {MIN_STEPS} steps, and the mean of `env/all/reward/total` in the last "
+        f"third of the steps is at most {NOISE_ERRORS:g} standard errors above the mean in the first third; "
+        f"the mean in the last third is also below {SATURATED:.0%} of the largest reward",
         meaning="The policy does not improve. Read some trials; if they are sound, the learning rate is too "
         "low.",
         command="agent-trainer resume {run} learning_rate={higher_rate}",
@@ -75,9 +75,10 @@ PROBLEMS: dict[ProblemName, Problem] = {
         command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.KL_RISING: Problem(
-        sign=f"in the last third of at least {MIN_STEPS} steps, `optim/kl_sample_train_v2` is above "
-        f"{MAX_SAMPLER_KL:g} or `optim/kl_policy_base` is above {MAX_BASE_KL:g} nats per token, and this "
-        f"metric is at least {KL_GROWTH:g} times its value in the first third",
+        sign=f"`optim/kl_sample_train_v2` or `optim/kl_policy_base` has values for at least {MIN_STEPS} "
+        "steps, and its mean in the last third of these steps is above its limit and at least "
+        f"{KL_GROWTH:g} times its mean in the first third; the limits are {MAX_SAMPLER_KL:g} and "
+        f"{MAX_BASE_KL:g} nats per token",
         meaning="The updates are too large: the trained policy moves away from the policy that samples, or "
         "from the base model.",
         command="agent-trainer resume {run} learning_rate={lower_rate}",

@@ -1,8 +1,8 @@
 """Copy files between the host and the environment of a trial. Files that an agent made are limited in size
 and never trusted.
 
-Operations whose time grows with the agent's files run in a thread. The limits hold for all downloads from one
-environment of a trial. Files beyond the limits are omitted. An omission is logged and noted in the trial's
+Operations whose time grows with the agent's files run in a thread. All downloads from one environment of a
+trial share the limits. Files beyond the limits are omitted. An omission is logged and noted in the trial's
 folder, and the metric `files_left_out` counts the trial. The trial does not fail.
 """
 
@@ -43,7 +43,8 @@ HOST_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
-"""Errors of this host when a file is created. The archive can cause all other errors."""
+"""Errors of this host when a file or directory is created. They are raised. The archive can cause any other
+error, for example by a name that is too long. The file of such an error is skipped."""
 LARGE_OUTPUT = 2**20  # bytes
 
 
@@ -77,8 +78,8 @@ class TrialDownloads:
         self.downloaded: set[Path] = set()  # host paths; uploads omit them, because the environment has them
 
     def budget_for(self, source: str) -> DownloadBudget:
-        """Return the budget of a download: a share of the limits for a directory of logs, else the remaining
-        limits.
+        """Return the budget of a download: the remaining limits. A directory of logs gets at most one
+        LOG_SHAREth of the limits of the environment, unless it contains the artifacts.
         """
         share = (
             LOG_SHARE
