@@ -196,7 +196,7 @@ class RankZero:
         for rank, replies in self._replies.items():
             reply = replies.get()
             if reply != summary:
-                results = f"{reply or 'a result'}, process 0 with {summary or 'a result'}"
+                results = f"{reply or 'a result'}, but process 0 with {summary or 'a result'}"
                 self._report_loss(f"process {rank} answered {call.method} with {results}: {RESTART_HINT}")
         if self._lost.done():
             raise RankLostError(self._lost.result()) from outcome.error

@@ -66,8 +66,8 @@ class LossSpec:
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
     # None, except for a loss that has one probability ratio per sequence (gspo). The arguments are a datum
-    # and the model's logprobs [N], which an extra forward pass computes before the forward-backward pass. The
-    # result is a copy of the datum whose `logprobs` are the sequence term in place of the sampler's logprobs.
+    # and the model's logprobs [N], which an extra forward pass computes before the forward-backward pass. In
+    # the result, a copy of the datum, the sequence term replaces the sampler's logprobs.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 
@@ -87,9 +87,12 @@ def _everywhere(datum: TrainDatum) -> np.ndarray:
 
 
 def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
-    """Return a copy of the datum in which each value of `logprobs` is gspo's sequence term. The term is the
-    mean of (`logprobs` - `datum.logprobs`) over the tokens whose `sequence_ratio_mask` is not 0. If there are
-    no such tokens, the term is 0. The argument `logprobs` [N] float32 contains the model's logprobs."""
+    """Return a copy of the datum in which each value of the field `logprobs` is gspo's sequence term.
+
+    The argument `logprobs` [N] float32 contains the model's logprobs. The term is the mean of (the argument
+    `logprobs` - `datum.logprobs`) over the tokens whose `sequence_ratio_mask` is not 0. If there are no such
+    tokens, the term is 0.
+    """
     assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
         "the request parser requires both"
     )

@@ -10,7 +10,7 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""The number of units in the account of a tenant for each of its sequences that has a slot (see `scheduler`).
+"""Each sequence that has a slot adds this number of units to the account of its tenant (see `scheduler`).
 A sequence is paused and its slot goes to another tenant if the account of the other tenant is smaller by at
 least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512

@@ -324,7 +324,7 @@ class DeviceExecutor:
         # The seeds may differ, because SDKs up to 0.36 create the model without the seed.
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             differences = ", ".join(
-                f"{field.name} {getattr(info.lora, field.name)} and {getattr(model.lora, field.name)}"
+                f"{field.name} is {getattr(info.lora, field.name)} and {getattr(model.lora, field.name)}"
                 for field in fields(LoraSpec)
                 if field.name != "seed" and getattr(info.lora, field.name) != getattr(model.lora, field.name)
             )

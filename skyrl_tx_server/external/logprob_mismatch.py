@@ -79,7 +79,7 @@ class LogprobMismatch:
             logger.warning(
                 "the external sampler's log-probabilities differ from this server's by %.3f nats per token "
                 "over the last %d compared samples (limit %g): the sampler may run another base model or "
-                "revision, use another dtype or quantised weights, not apply an adapter, or return "
+                "revision, use another dtype or quantised weights, ignore the adapter, or return "
                 "log-probabilities after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "needs SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,

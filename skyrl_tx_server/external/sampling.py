@@ -68,10 +68,10 @@ class ExternalSampling:
         is shorter than the engine's."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
-                f"sampler_url={server.url}: the sampler's context is {server.max_model_len} tokens, this "
-                f"server's {engine.info.max_context_length}; start the sampler with --max-model-len (SGLang: "
-                f"--context-length) {engine.info.max_context_length}, or this server with "
-                f"max_context_length={server.max_model_len}"
+                f"sampler_url={server.url}: the context of the sampler has {server.max_model_len} tokens, "
+                f"but that of this server has {engine.info.max_context_length}; start the sampler with "
+                f"--max-model-len (SGLang: --context-length) {engine.info.max_context_length}, or this "
+                f"server with max_context_length={server.max_model_len}"
             )
         self._engine = engine
         self._server = server

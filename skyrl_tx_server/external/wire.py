@@ -189,7 +189,7 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
     try:
         reply = dialect.read(json.loads(content), request)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
             f"invalid reply of the external sampler: {reason}; a reply must contain token ids and their "
             f"log-probabilities"
@@ -247,7 +247,7 @@ def _returned_sample(token_ids: Sequence[int], logprobs: Sequence[float], finish
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
         raise ValueError("the token ids are not a non-empty list of integers")
     if values.shape != tokens.shape:
-        raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
+        raise ValueError(f"it has {len(tokens)} token ids, but {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
         raise ValueError("a log-probability is not a finite number")
     return ReturnedSample(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)

@@ -106,8 +106,8 @@ def read_record(path: str, record_file: Path) -> dict[str, object]:
         raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
     if record.get("version") != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path} has format version {str(record.get('version'))[:20]}, this server reads "
-            f"version {FORMAT_VERSION}"
+            f"checkpoint {path} has format version {str(record.get('version'))[:20]}, but this server reads "
+            f"version {FORMAT_VERSION}; use the version of the server that wrote it"
         )
     return record
 
@@ -140,7 +140,8 @@ def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"checkpoint {path} is damaged: {RECORD_NAME} has no valid {str(error)[:200]}"
+            f"checkpoint {path} is damaged: a field of {RECORD_NAME} is missing or invalid: "
+            f"{str(error)[:200]}"
         ) from None
 
 

@@ -166,8 +166,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
     kept, padding = np.split(array, [rank_per_expert], axis=rank_axis)
     if np.any(padding):
         raise UserError(
-            f"{directory}: {name} has rank {rank}, experts of this server have rank {rank_per_expert} (rank "
-            "// num_experts_per_tok); merge the adapter with peft instead"
+            f"{directory}: {name} has rank {rank}, but experts of this server have rank {rank_per_expert} "
+            "(rank // num_experts_per_tok); merge the adapter with peft instead"
         )
     return kept if rank_axis == 0 else kept / np.float32(rank / rank_per_expert)
 

@@ -76,7 +76,10 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
         where = (
             "; this machine has" if len(devices) == 1 else f", {per_process} per process; the processes have"
         )
-        raise ConfigError(f"{shape} needs {shape.devices} devices{where} {counts} ({devices[0][0].platform})")
+        raise ConfigError(
+            f"{shape} needs {shape.devices} devices{where} {counts} ({devices[0][0].platform}); use "
+            "a smaller mesh"
+        )
     sizes = asdict(shape)
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 

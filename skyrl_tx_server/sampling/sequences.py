@@ -125,7 +125,10 @@ def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int
     strings."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
-        raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
+        raise UserError(
+            f"the request has {len(tokens)} stop tokens, including the end tokens of the model; at most "
+            f"{MAX_STOP_TOKENS} are supported"
+        )
     if len(settings.stop_strings) > MAX_STOP_STRINGS or any(
         len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings
     ):

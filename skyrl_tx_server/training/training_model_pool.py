@@ -84,8 +84,9 @@ class TrainingModelPool:
             model_id, model = next(iter(self._device.items()))
             if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
-                    f"{self._limit} models are on the device (max_models), and host memory has {free >> 20} "
-                    f"MiB free, but moving a model there takes {model.num_bytes >> 20} MiB; unload a model"
+                    f"the device holds {self._limit} models (max_models), and one of them needs "
+                    f"{model.num_bytes >> 20} MiB of host memory, but only {free >> 20} MiB are free; unload "
+                    "a model"
                 )
             self._in_host_memory[model_id] = to_host(model), _shardings(model)
             del self._device[model_id]

@@ -112,7 +112,7 @@ class LengthOptions(ContextOptions):
         require(
             limits.max_sequence_length <= self.context_limit,
             f"max_sequence_length={limits.max_sequence_length} is above context_limit={self.context_limit}; "
-            "lower it",
+            "lower max_sequence_length",
         )
         longest = limits.max_input_length + limits.max_generate_length
         require(

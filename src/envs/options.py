@@ -224,7 +224,10 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
             self.require_env("harbor", name)
         if self.env != "harbor":
             return
-        require(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
+        require(
+            self.tasks_dir is not None,
+            "missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks (--help lists the options)",
+        )
         require(
             not self.use_native_tool_calling,
             "use_native_tool_calling: Terminus-2 does not call tools; remove use_native_tool_calling",
@@ -269,7 +272,8 @@ class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, T
 def environment_options(options: TaskOptions, *, url: str | None) -> EnvironmentOptions:
     """Return the options of the environment for a program that does not split the tasks.
 
-    `url` is the address of an endpoint that is not a Tinker endpoint; None: `options` name the endpoint.
+    `url` is the address of an endpoint that is not a Tinker endpoint; None: the backend and the address
+    in `options` are used.
     """
     # In an evaluation, train_data has another meaning: it names tasks that must not be evaluated.
     names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}

@@ -80,8 +80,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         )
         require(
             self.compare_with is None or Path(self.compare_with).expanduser().exists(),
-            f"compare_with={self.compare_with} is not a finished evaluation, and base_url has one policy "
-            "only; give the folder of an evaluation",
+            f"compare_with={self.compare_with} is not the folder of a finished evaluation; with base_url, "
+            "only finished evaluations can be compared; give such a folder",
         )
         require(
             self.base_url.startswith(("http://", "https://")),

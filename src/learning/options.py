@@ -123,8 +123,9 @@ class FilterOptions(Options):
     )
     apply_overlong_filtering: Literal["off", "stop_reason", "eos"] = chz.field(
         default="off",
-        doc="Trajectories that keep their reward in the group but train no token (DAPO): "
-        "stop_reason: those ended by a limit; eos: those whose last answer was cut",
+        doc="Which trajectories train no token, but keep their reward in the group (DAPO). stop_reason: "
+        "those that a limit ended (tokens, context, turns or time) or that failed. eos: those whose last "
+        "answer does not end with an end token",
     )
     zero_reward_on_non_stop: bool = chz.field(
         default=False, doc="Give trajectories that a limit ended the reward 0 before advantages are computed"
@@ -159,7 +160,8 @@ class AdvantageOptions(StepWiseOptions, LengthOptions):
     )
     singleton_advantage: Literal["zero", "raw"] = chz.field(
         default="zero",
-        doc="Advantage of a group's only graded trial: 0, or its reward with grpo and dr_grpo (as in SkyRL)",
+        doc="Advantage of a group's only graded trial. zero: 0. raw: its reward, as in SkyRL (only with grpo "
+        "and dr_grpo)",
     )
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = (
         chz.field(

@@ -178,7 +178,9 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
         ):
             reply = await (client.get(url) if body is None else client.post(url, json=body))
     except (httpx.HTTPError, TimeoutError) as error:
-        raise BackendError(f"{url} did not answer ({type(error).__name__})") from error
+        raise BackendError(
+            f"{url} did not answer ({type(error).__name__}); check the server and its address"
+        ) from error
     if reply.status_code >= 500:
         raise BackendError(f"{url} answered {reply.status_code}")
     return reply

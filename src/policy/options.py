@@ -130,9 +130,9 @@ class JudgeEndpointOptions(Options):
     def _both_or_none(self) -> None:
         require(
             self.judge_model is None or self.judge_base_url is not None,
-            "judge_model needs judge_base_url as well",
+            "judge_model needs judge_base_url=http://host:port/v1; add it, or remove judge_model",
         )
         require(
             self.judge_base_url is None or self.judge_model is not None,
-            "judge_base_url needs judge_model as well",
+            "judge_base_url needs judge_model; add it, or remove judge_base_url",
         )

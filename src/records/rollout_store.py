@@ -2,7 +2,8 @@
 
 A prompt that continues an earlier turn is stored as the tokens that follow that turn, so each token of a
 chain is stored once. A prompt with a rewritten history is stored as the tokens after the prefix that it
-shares with the previous prompt. Lists of numbers are packed:
+shares with the previous prompt. The first three lines below show which tokens are stored. In the file, each
+list of numbers is packed, as in the last line:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
     next prompt [1, 2, 3, 4]           ->  {"after": 0, "prompt_ids": [4]}

@@ -192,8 +192,8 @@ class BatchCollector:
         tasks = {task.id: task for task in self._source.train}
         if missing := [task for _, task in groups if task not in tasks]:
             raise ConfigError(
-                f"this run has trained on {', '.join(missing)}, which the environment lacks; "
-                "restore these tasks, or give another log_path"
+                f"the journal of this run has the tasks {', '.join(missing)}, which the environment does "
+                "not have; restore these tasks, or give another log_path"
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
 

@@ -98,8 +98,8 @@ def require_shares(domains: Mapping[str, Sequence[Task]], options: ScheduleOptio
     """Raise ConfigError unless each domain has a share, and enough tasks for its share of a batch."""
     if domains.keys() != options.domain_shares.keys():
         raise ConfigError(
-            f"domain_mixture has shares of {', '.join(sorted(options.domain_shares))}; the training tasks "
-            f"are of {', '.join(domains)}; give a share to each of these domains"
+            f"domain_mixture names the domains {', '.join(sorted(options.domain_shares))}, but the training "
+            f"tasks have the domains {', '.join(domains)}; give a share to each of the latter"
         )
     for domain, members in domains.items():
         num_needed = options.domain_shares[domain] * options.batch_size

@@ -108,5 +108,6 @@ def _require_held_out(dataset: Dataset) -> None:
     for example in dataset.held_out:
         if where := trained.get(example.task):
             raise ConfigError(
-                f"{example.where}: the held-out chat or task is also trained ({where}); remove one"
+                f"{example.where}: the held-out chat or task is also trained ({where}); remove it from one "
+                "of the two"
             )

@@ -189,7 +189,10 @@ def test_a_write_killed_before_its_rename_makes_no_checkpoint(store: CheckpointS
             "not written by this server",
         ),
         (lambda directory: change_record(directory, version=9), "format version 9"),
-        (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "has no valid"),
+        (
+            lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}),
+            "is missing or invalid",
+        ),
     ],
 )
 def test_incomplete_and_foreign_checkpoints_are_refused(store: CheckpointStore, damage, message: str):

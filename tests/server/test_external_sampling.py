@@ -306,7 +306,7 @@ def remove(key: str) -> Callable[[dict], object]:
     [
         (remove("token_ids"), "no 'token_ids'"),
         (remove("logprobs"), "no 'logprobs'"),
-        (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids and 20 log-probabilities"),
+        (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids, but 20 log-probabilities"),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),
             "not a finite number",
@@ -464,7 +464,7 @@ async def test_a_persistent_logprob_mismatch_is_logged_and_counted(
     [
         ({"name": "local/other"}, "serves local/other; start it with --served-model-name local/tiny"),
         ({"kind": "llama.cpp"}, "owned_by=llama.cpp"),
-        ({"max_model_len": 300}, "context is 300 tokens, this server's 600"),
+        ({"max_model_len": 300}, "context of the sampler has 300 tokens, but that of this server has 600"),
         ({"loads_adapters": False}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
     ],
 )

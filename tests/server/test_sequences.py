@@ -84,7 +84,10 @@ def test_too_many_stop_tokens_or_strings_are_refused() -> None:
         replace(at_limits, stop_token_ids=tuple(range(16)), stop_at_eos=False), CONFIG
     ) == tuple(range(16))
     for changes, message in (
-        ({"stop_token_ids": tuple(range(15))}, "17 stop tokens; at most 16"),
+        (
+            {"stop_token_ids": tuple(range(15))},
+            "17 stop tokens, including the end tokens of the model; at most 16",
+        ),
         ({"stop_strings": (*texts, "a")}, "at most 64 stop strings"),
         ({"stop_strings": ("a" * (MAX_STOP_LENGTH + 1),)}, "at most 1024 characters"),
     ):

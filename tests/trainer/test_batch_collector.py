@@ -223,7 +223,9 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         second = await again.collect(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.reported)
     again.source.train = again.source.train[2:]
-    with pytest.raises(ConfigError, match="this run has trained on b, which the environment lacks"):
+    with pytest.raises(
+        ConfigError, match="the journal of this run has the tasks b, which the environment does not have"
+    ):
         await again.collect(1, "ab")
 
 

@@ -40,8 +40,8 @@ THINKING = (
     "them"
 )
 ONE_POLICY = (
-    "error: compare_with=base is not a finished evaluation, and base_url has one policy only; give the "
-    "folder of an evaluation"
+    "error: compare_with=base is not the folder of a finished evaluation; with base_url, only finished "
+    "evaluations can be compared; give such a folder"
 )
 EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url"
 
@@ -318,7 +318,11 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
     ("argv", "line"),
     [
         (["modle_name=x"], "error: unknown option 'modle_name'; did you mean model_name?"),
-        (["model_name=m"], "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
+        (
+            ["model_name=m"],
+            "error: missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks "
+            "(--help lists the options)",
+        ),
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
         (["model_name=m", "tasks_dir=t", "top_p=0"], "error: top_p must be above 0 and at most 1, not 0.0"),
         ([*SERVER, "base_url=http://h/v1", "enable_thinking=true"], THINKING),

@@ -115,7 +115,7 @@ async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
         (call("hang"), "Error: the call did not finish within 3 s"),
         (call("crash"), "Error: HTTP status 500"),
         (call("flood"), f"Error: the result is larger than {mcp_session.MAX_RESPONSE_BYTES} bytes"),
-        (call("garbage"), "Error: the server sent no JSON"),
+        (call("garbage"), "Error: the server's answer is not JSON"),
         (call("long"), "x" * 16_000 + "\n[34000 more characters are not shown]"),
         (call("surrogate"), "?"),
         ('{"name": "get_stock", "arguments": {"item": NaN}}', "Error: the arguments are not valid JSON"),
@@ -289,7 +289,8 @@ def test_shared_state_is_a_warning(
 ):
     opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{server}/stateless/mcp gives sessions no id, so trials may share the server's state; set reset_tool"
+        f"{server}/stateless/mcp gives its sessions no ids, so trials may share the state of the server; "
+        "set reset_tool"
     ] * num_warnings
 
 

@@ -96,7 +96,7 @@ def test_a_registered_domain_is_known_by_its_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("domain", "message"),
     [
-        ("clinic", "environment_kwargs domain=clinic is not one of toy_retail, retail"),
+        ("clinic", "environment_kwargs: domain=clinic is not one of toy_retail, retail"),
         ("no_module:f", "environment_kwargs domain=no_module:f: cannot import no_module"),
         ("json:loads", "domain=json:loads: TypeError: "),
         ("pathlib:Path", "domain=pathlib:Path: TypeError: "),

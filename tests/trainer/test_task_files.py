@@ -317,7 +317,11 @@ def test_fractional_shares_are_exact_over_the_run():
 @pytest.mark.parametrize(
     ("num_tasks", "message"),
     [
-        ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
+        (
+            {"retail": 4},
+            "domain_mixture names the domains airline, retail, but the training tasks have the domains "
+            "retail",
+        ),
         ({"retail": 4, "airline": 1}, "airline has 1 tasks, fewer than its share of a batch, 2"),
     ],
 )

@@ -233,7 +233,7 @@ async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):
     ("options", "kwargs", "message"),
     [
         ([], "domain=retial", "domain=retial is not one of toy_retail, retail, airline, telecom, mock"),
-        ([], "domain=retail+shoes", "environment_kwargs domain=shoes is not one of toy_retail"),
+        ([], "domain=retail+shoes", "environment_kwargs: domain=shoes is not one of toy_retail"),
         ([], "domain=retail,grading=half", "grading=half is not one of all, env"),
         ([], "domain=retail,speed=3", "domain=retail has no option speed"),
         ([], "domain=retail,step_timeout_s=soon", "step_timeout_s must be a number above 0, not 'soon'"),

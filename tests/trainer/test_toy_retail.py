@@ -354,7 +354,7 @@ async def test_an_episode_that_a_limit_ends_has_reward_0(chat):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("environment_kwargs=domain=shoes", "environment_kwargs domain=shoes is not one of toy_retail"),
+        ("environment_kwargs=domain=shoes", "environment_kwargs: domain=shoes is not one of toy_retail"),
         ("environment_kwargs=domain=toy_retail,speed=3", "domain=toy_retail has no option speed; remove it"),
         (
             "environment_kwargs=user_simulator=angry",

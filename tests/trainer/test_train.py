@@ -50,7 +50,12 @@ def clean_environment(monkeypatch, tmp_path):
         (["modle_name=x"], 2, "error: unknown option 'modle_name'; did you mean model_name?"),
         ([*VALID, "bach_size=3"], 2, "error: unknown option 'bach_size'; did you mean batch_size?"),
         (["model_name"], 2, "error: 'model_name' is not key=value; write model_name=VALUE, or --help"),
-        (["model_name=m"], 2, "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
+        (
+            ["model_name=m"],
+            2,
+            "error: missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks "
+            "(--help lists the options)",
+        ),
         (VALID[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
         (
             VALID[:2],

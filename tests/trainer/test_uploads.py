@@ -40,7 +40,9 @@ def test_a_failed_upload_is_a_warning(tmp_path, caplog):
 
 def test_storage_that_cannot_be_reached_is_refused_at_the_start(monkeypatch):
     check_upload_url("memory://evals")
-    with pytest.raises(ConfigError, match="upload_url=nowhere://x: fsspec has no protocol nowhere"):
+    with pytest.raises(
+        ConfigError, match="upload_url=nowhere://x: fsspec does not know the protocol nowhere"
+    ):
         check_upload_url("nowhere://x")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"upload_url=s3://b: .*s3fs for s3://"):

@@ -269,8 +269,9 @@ def _read_experts(raw: Mapping[str, Any], config: ModelConfig) -> Experts:
     ):
         raise ConfigError(
             f"n_routed_experts={experts.count}, n_group={groups.count}, topk_group={groups.per_token}, "
-            f"num_experts_per_tok={experts.per_token}: all groups must have the same size, at least 2 "
-            "experts, and topk_group groups together must have at least num_experts_per_tok experts"
+            f"num_experts_per_tok={experts.per_token}: n_group must divide n_routed_experts, each "
+            "group must have at least 2 experts, topk_group must be from 1 to n_group, and topk_group groups "
+            "together must have at least num_experts_per_tok experts"
         )
     if not 0 <= experts.dense_layers < config.num_layers:
         raise ConfigError(

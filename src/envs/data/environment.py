@@ -133,7 +133,9 @@ def read_system(path: str | None) -> str:
 def attempts(options: dict[str, str]) -> int:
     text = options.get("attempts", "1")
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"environment_kwargs attempts={text} is not a positive number of attempts")
+        raise ConfigError(
+            f"environment_kwargs attempts={text} is not a positive number; write attempts=NUMBER"
+        )
     return int(text)
 
 

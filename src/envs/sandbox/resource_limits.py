@@ -1,9 +1,9 @@
 """The resource limits of a sandbox and the control groups that enforce them.
 
 A control group (cgroup) limits the number of processes of a sandbox and their total memory, which includes
-the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and, with
-cgroup v2, also below a cgroup that systemd delegated. If it cannot, only limits per process and per user
-apply. `limits_enforced_by` reports which limits apply.
+the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root. With
+cgroup v2, a trainer that is not root can create them below a cgroup that systemd delegated to its user.
+Otherwise, only limits per process and per user apply. `limits_enforced_by` reports which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
 the trainer was killed.
@@ -47,7 +47,8 @@ class SandboxLimits:
     @property
     def tmpfs_sizes_mb(self) -> dict[str, int]:
         """The size of each tmpfs in MiB. Together they use at most three quarters of the memory limit, so
-        files alone cannot reach that limit. A full file system is an error for the writing process only.
+        files alone cannot reach that limit. If a file system is full, only the process that writes to it gets
+        an error.
         """
         total = (
             self.storage_mb
@@ -137,7 +138,7 @@ def cgroup_parents() -> CgroupParents | None:
 
 
 def join_prefix(groups: Sequence[Path]) -> list[str]:
-    """Return a command line that runs the command after it in these cgroups."""
+    """Return the arguments that must precede a command, so that it runs in these cgroups."""
     if not groups:
         return []
     return ["/bin/sh", "-c", JOIN, "sh", *(str(group / "cgroup.procs") for group in groups), "--"]

@@ -202,15 +202,16 @@ class WorkerSession:
                 self._num_replay_losses += 1
                 if self._num_replay_losses > MAX_LOSSES:
                     raise SandboxError(
-                        f"an episode cannot continue on another worker: {request.get('op')}: {error}"
+                        "an episode cannot continue on another worker: the replay of "
+                        f"{request.get('op')} failed: {error}"
                     ) from error
                 return None
             if replayed is None:
                 return None
             if {**replayed, "id": 0} != {**reply, "id": 0}:
                 raise SandboxError(
-                    f"an episode cannot continue on another worker: the reply to {request.get('op')} "
-                    "differs there"
+                    f"an episode cannot continue on another worker: that worker gives another reply "
+                    f"to {request.get('op')}"
                 )
         return worker
 
@@ -285,7 +286,9 @@ async def start_worker(settings: WorkerSettings) -> Worker:
         )
     except OSError as error:
         stderr.close()
-        raise ConfigError(f"{settings.command[0]} cannot be run ({error.strerror})") from error
+        raise ConfigError(
+            f"{settings.command[0]} cannot be run ({error.strerror}); check the command"
+        ) from error
     worker = Worker(process, stderr)
     try:
         await worker.wait_until_ready()

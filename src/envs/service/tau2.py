@@ -279,7 +279,10 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
         [] if len(replies) == 2 else [listing.stderr[-300:]]
     )
     if problems:
-        raise ConfigError(f"tau2 cannot list {description} of {domain}: {problems[0]}")
+        raise ConfigError(
+            f"tau2 cannot list {description} of {domain}: {problems[0]}; check tau2_home, or run "
+            "scripts/setup_tau.sh again"
+        )
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows: list[dict[str, Any]] = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
     return [

@@ -91,7 +91,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     held_out = [read_source(text, known_domains, may_be_named=True) for text in config.test_data or ()]
     domains = {*names, *(domain for source in (*training_sources, *held_out) for domain in source.domains)}
     if unknown := sorted(domains - set(known_domains)):
-        where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
+        where = "environment_kwargs:" if unknown[0] in names else "train_data or test_data:"
         raise ConfigError(
             f"{where} domain={unknown[0]} is not one of {', '.join(known_domains)}; choose one, or give "
             "your own as environment_kwargs=domain=module:function"
@@ -300,7 +300,7 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
     text = options.pop(name, choices[0])
     choice = next((choice for choice in choices if choice == text), None)
     if choice is None:
-        raise ConfigError(f"environment_kwargs {name}={text} is not one of {', '.join(choices)}")
+        raise ConfigError(f"environment_kwargs: {name}={text} is not one of {', '.join(choices)}; choose one")
     return choice
 
 
