@@ -11,8 +11,9 @@ result. Only rank 0 reads and writes checkpoints.
     ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
                                 <-- no error ------
 
-A ServerError other than SequencesLostError occurs on every rank alike and fails one operation. Any other
-error, or a lost process, stops the server, because device states may have diverged. Rank 0 reads plain text
+If every rank raises a ServerError of the same type, only the current operation fails. The server stops if the
+ranks do not have the same result, if a process is lost, or after a SequencesLostError or an error that is not
+a ServerError, because device states may have diverged. Rank 0 reads plain text
 from the other ranks, never a pickle. The other ranks authenticate each message of rank 0 (see `channel`)
 before they unpickle it. Messages to the user call a rank "process", as the option `process_id`
 does.
@@ -63,7 +64,7 @@ class RankLostError(ServerError):
 
 
 class RankGroup(Protocol):
-    """The communication between the ranks of one server that code on every rank uses."""
+    """The interface by which code that runs on every rank gets the same values as rank 0."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
         """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank must call
@@ -97,8 +98,8 @@ class _Outcome:
 
     @classmethod
     def without_device(cls, function: Callable[[], object]) -> _Outcome:
-        """Return the same as `capture` for a function that uses no device. Unexpected errors, for example of
-        the disk, become ServerErrors, because every rank can raise a ServerError and continue."""
+        """A variant of `capture` for a function that uses no device. An error that is not a ServerError, for
+        example of the disk, becomes a ServerError, because every rank can raise a ServerError and continue."""
         outcome = cls.capture(function)
         if outcome.error is None or isinstance(outcome.error, ServerError):
             return outcome

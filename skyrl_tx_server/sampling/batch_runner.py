@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 GPU_PREFILLS_PER_STEP = 0.46
 """The estimated time of a decode step, divided by that of a prefill batch. On an H200 with Qwen3-4B, a decode
-step of 64 sequences takes 10.2 ms, and a prefill batch of 1,024 tokens takes 22.3 ms (docs/devices.md)."""
+step of 64 sequences of 2,048 tokens takes 9.7 ms, and a prefill batch of 1,024 tokens takes 23.2 ms, which is
+a quotient of 0.42 (docs/devices.md). With longer contexts, the quotient is larger."""
 CPU_DECODE_COST = 1.5
 """The estimated time per token of a decode step, divided by that of a prefill batch."""
 
