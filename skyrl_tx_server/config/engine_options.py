@@ -93,8 +93,9 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=positive(1_000_000),
         doc="Slots of the decode batch: the number of sequences that are decoded together; default: 32 on a "
-        "CPU and for models whose KV pages no GPU kernel reads in place; otherwise 256 if cache_tokens is "
-        "set, and 32 to 256 if not, about one for each 2,048 tokens of the KV cache",
+        "CPU, and on a GPU if no kernel can read the KV pages of the model in place. For other models on a "
+        "GPU: 256 if cache_tokens is set; if it is not set, about one for each 2,048 tokens of the KV cache, "
+        "from 32 to 256",
     )
     cache_tokens: int | None = chz.field(
         default=None,

@@ -27,9 +27,9 @@ class HttpOptions(TenantOptions):
     api_key: str | None = chz.field(
         default=None,
         repr=False,
-        doc="Key, beginning with tml-, that a request must have unless it has a tenant's key; default: if "
-        "api_keys_file is not set either, every client that reaches the port is accepted. Pass it as "
-        "SKYRL_TX_API_KEY in the environment, or by api_key_file",
+        doc="Key, beginning with tml-, that every request must have, except requests with the key of a "
+        "tenant. If neither api_key nor api_keys_file is set, every client that reaches the port is accepted. "
+        "Pass the key as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,

@@ -99,7 +99,8 @@ class _Outcome:
     @classmethod
     def without_device(cls, function: Callable[[], object]) -> _Outcome:
         """A variant of `capture` for a function that uses no device. An error that is not a ServerError, for
-        example of the disk, becomes a ServerError, because every rank can raise a ServerError and continue."""
+        example of the disk, becomes a ServerError, because every rank can raise a ServerError and
+        continue."""
         outcome = cls.capture(function)
         if outcome.error is None or isinstance(outcome.error, ServerError):
             return outcome

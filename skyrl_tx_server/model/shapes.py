@@ -86,9 +86,9 @@ class BucketShapes:
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
     """Return shapes with one stream per data-parallel rank. The budget of a stream is `tokens_per_batch` /
-    `dp_ranks`. One length is the budget. The lengths below it are a quarter and a sixteenth of the budget, but
-    at least one tile. The lengths above it are obtained by repeated doubling, and the last one is the maximum
-    context. All lengths are rounded up to whole tiles.
+    `dp_ranks`. One length is the budget. The lengths below it are a quarter and a sixteenth of the budget,
+    but at least one tile. The lengths above it are obtained by repeated doubling, and the last one is the
+    maximum context. All lengths are rounded up to whole tiles.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
     [512, 2048, 8192, 16384, 20096]

@@ -11,7 +11,7 @@ import numpy as np
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.model.shapes import BucketShape, BucketShapes, common_length
 
-MIN_FILL = 0.75  # minimum fraction of a stream that tokens fill, except in the smallest possible shape
+MIN_FILL = 0.75  # minimum filled fraction of a batch and of each stream, if a shape allows it
 MIN_SHARED = 16  # minimum number of tokens of a shared prefix
 
 
@@ -146,9 +146,10 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
 def _fill_streams(
     trees: Sequence[PrefixTree], shapes: Sequence[BucketShape], limit: BucketShape
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
-    """Distribute trees over streams of the longest shape for which there are enough tokens to fill a batch to
-    MIN_FILL, or else of the smallest fitting shape. Then distribute the trees of streams that are not filled
-    to MIN_FILL again, in the same way."""
+    """Distribute trees over streams of one shape: the longest shape, up to `limit`, of which the tokens fill
+    at least MIN_FILL of a batch. If there is no such shape, use the smallest shape that every tree fits, and
+    keep all streams. Otherwise keep the streams that are filled to MIN_FILL, and repeat this with the trees of
+    the other streams. If no stream is filled to MIN_FILL, keep all streams."""
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]

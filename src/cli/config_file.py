@@ -3,7 +3,7 @@
 model_name: Qwen/Qwen3-4B
 learning_rate: 2.0e-4
 eval_tasks: [a, b]
-environment_kwargs: {domain: retail, user_model: m}    # also loss_fn_config and similar options
+environment_kwargs: {domain: retail, user_model: m}    # or a text: domain=retail,user_model=m
 trainer: {policy: {optimizer_config: {lr: 2.0e-4}}}    # names of SkyRL
 """
 

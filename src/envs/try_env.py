@@ -78,7 +78,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Source of answers; auto: model with model_name, scripted with answers, typed at a terminal",
+        doc="Source of answers; auto: `model` if model_name is set, `scripted` if answers is set, otherwise "
+        "`typed` at a terminal",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"

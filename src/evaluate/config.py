@@ -22,8 +22,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     train_data: str | None = chz.field(
         default=None,
-        doc="Training tasks, which must not be evaluated: a run folder or a folder of tasks; None: the run "
-        "folder in checkpoint",
+        doc="Training tasks, which must not be evaluated: a run folder or a folder of tasks; None: the "
+        "value of the option checkpoint, if it is a run folder",
     )
     checkpoint: str | None = chz.field(
         default=None,

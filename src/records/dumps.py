@@ -9,8 +9,9 @@
 The fields have the names and contents of SkyRL's dumps:
 
     input_prompt          the first prompt
-    output_response       the text after the first prompt. Dumps of evaluations contain its special tokens,
-                          because programs that read these dumps count them; training examples do not
+    output_response       the text after the first prompt. In dumps of evaluations, this text includes the
+                          special tokens, because programs that read these dumps count them. In training
+                          examples, the special tokens are left out
     score                 the rewards of the turns; the trial is passed if their sum is above 0
     reward                the sum of the rewards
     env_class             the environment (`env=`)

@@ -31,8 +31,8 @@ def normalize_and_rotate(
 
     `widths` is (H, K). `norms` are the weights [hd] of the norms of queries and keys; None: queries and keys
     are not normalized. `cos` and `sin` [B, hd / 2] are results of `rope_tables`. hd is a power of two.
-    Intermediate results are rounded to the dtype of `fused` after the same operations as in `rms_norm` and
-    `rotate`.
+    Where `rms_norm` and `rotate` round an intermediate result to the dtype of `fused`, the kernel rounds it
+    too.
     """
     (batch, num_heads, head_dim), (num_queries, num_keys) = fused.shape, widths
     whole, per_program = pl.BlockSpec(), heads_per_program(num_queries, num_keys)

@@ -50,7 +50,8 @@ class TimedPolicy(PolicyWrapper):
     async def responds(self) -> bool:
         """Return whether the server samples one token within `PROBE_TIMEOUT_S`.
 
-        If so, the server works, and the cancelled call was sampling a long answer.
+        This method is called if the agent reached its time limit during a sampling call. If the server
+        responds, it works, and the call was sampling a long answer.
         """
         request = SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
         try:
