@@ -28,8 +28,8 @@ class HttpOptions(TenantOptions):
         default=None,
         repr=False,
         doc="Key, beginning with tml-, that every request must have, except requests with the key of a "
-        "tenant. If neither api_key nor api_keys_file is set, every client that reaches the port is accepted. "
-        "Pass the key as SKYRL_TX_API_KEY in the environment, or by api_key_file",
+        "tenant. If neither api_key nor api_keys_file is set, every client that reaches the port is "
+        "accepted. Pass the key as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,

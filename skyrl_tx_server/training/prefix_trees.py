@@ -148,8 +148,8 @@ def _fill_streams(
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
     """Distribute trees over streams of one shape: the longest shape, up to `limit`, of which the tokens fill
     at least MIN_FILL of a batch. If there is no such shape, use the smallest shape that every tree fits, and
-    keep all streams. Otherwise keep the streams that are filled to MIN_FILL, and repeat this with the trees of
-    the other streams. If no stream is filled to MIN_FILL, keep all streams."""
+    keep all streams. Otherwise keep the streams that are filled to MIN_FILL, and repeat this with the trees
+    of the other streams. If no stream is filled to MIN_FILL, keep all streams."""
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]

@@ -66,8 +66,8 @@ class TaskOptions(SeedOptions):
     test_data: list[str] | None = chz.field(
         default=None,
         doc="Held-out tasks, which replace those of the environment and of eval_split: .jsonl or .parquet "
-        "files of rows. env=fleet reads only .jsonl. env=tau_bench also reads DOMAIN:SPLIT. With env=tau_bench "
-        "and env=data, NAME=FILE gives the tasks of the file the name NAME in metrics",
+        "files of rows. env=fleet reads only .jsonl. env=tau_bench also reads DOMAIN:SPLIT. With "
+        "env=tau_bench and env=data, NAME=FILE gives the tasks of the file the name NAME in metrics",
     )
 
     @property
@@ -120,8 +120,8 @@ class SplitOptions(TaskOptions):
     train_data: list[str] | None = chz.field(
         default=None,
         doc="Training tasks of env=tau_bench, env=fleet or your own environment: .jsonl or .parquet files of "
-        "rows. env=fleet reads only .jsonl. env=tau_bench also reads DOMAIN:SPLIT, and adds the tasks to those "
-        "of environment_kwargs=domain=...",
+        "rows. env=fleet reads only .jsonl. env=tau_bench also reads DOMAIN:SPLIT, and adds the tasks to "
+        "those of environment_kwargs=domain=...",
     )
     eval_split: float = chz.field(
         default=0.2,

@@ -211,8 +211,8 @@ class ImportanceOptions(Options):
     )
     tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
         default="off",
-        doc="Train no token of a trajectory whose ratios are out of bounds. geometric: if their geometric mean "
-        "is out of bounds; product: if their product is; outlier: if at least one of them is",
+        doc="Train no token of a trajectory whose ratios are out of bounds. geometric: if their geometric "
+        "mean is out of bounds; product: if their product is; outlier: if at least one of them is",
     )
     tis_sequence_mask_low: float | None = chz.field(
         default=None, doc="Lower bound of tis_sequence_mask; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
