@@ -85,7 +85,7 @@ class ExternalAdapters:
             if not is_on_disk(weights):
                 raise NotFoundError(
                     f"no sampler snapshot {weights}: it was never saved, or was freed with its session; "
-                    "save them again"
+                    "save the weights again"
                 )
             adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
         self._adapters[weights] = adapter

@@ -4,9 +4,8 @@ each expert processes its tokens in matrix products.
 An assignment is a pair of a token and one of its experts. Assignments are sorted into tiles of one expert
 each. A loop (on a GPU, a kernel) multiplies each tile that has assignments by the weight of its expert. The
 size of the program does not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot`
-computes the same result, but on a CPU XLA then multiplies every token by every expert. This takes 17 times as
-long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 assignments, the experts a, b and c, and
-`.` for padding:
+computes the same result, but on a CPU XLA then multiplies every token by every expert, which takes 17 times
+as long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 assignments, and `.` for padding:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -133,8 +132,7 @@ def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, ja
 
 
 def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
-    """Return `scores` [N, count] with minus infinity for the experts outside the best groups of each
-    token."""
+    """Return `scores` [N, count] with minus infinity outside the best groups of each token."""
     grouped = scores.reshape(len(scores), groups.count, -1)
     best_two, _ = jax.lax.top_k(grouped, 2)
     _, chosen = jax.lax.top_k(best_two.sum(axis=-1), groups.per_token)
@@ -160,9 +158,8 @@ def mix_experts(
     `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. If
     `layer` is given, both weights are stacked over layers, and `layer` is the index of the layer. If `fsdp`
     is a mesh axis, it divides the outputs of both weights: the outputs of `gate_up` are gathered, the outputs
-    of `down` stay divided. `modules` are the LoRA weights of `gate_up` and `down`: one adapter
-    (A [E, in, ...]), or all LoRA slots and the slot of each sequence (A [slots, layers, E, ...]). None: no
-    adapter.
+    of `down` stay divided. `modules` are the LoRA weights of both: one adapter (A [E, in, ...]), or all LoRA
+    slots and the slot of each sequence (A [slots, layers, E, ...]). None: no adapter.
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -175,9 +172,7 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:
-        # Every tile has one LoRA slot. On a CPU, tiles of one assignment avoid padding. On a GPU, padding
-        # costs no time.
+    else:  # Each tile has one slot. On a CPU, tiles of one assignment avoid padding, which costs time there.
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
@@ -252,9 +247,8 @@ def _module_specs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The places of R assignments in N tiles. All assignments of a tile have the same group. Here, a group is
-    an expert, or a pair of an expert and a LoRA slot. Assignments to experts of other devices are in no
-    tile."""
+    """The places of R assignments in N tiles. All assignments of a tile have the same group: an expert, or a
+    pair of an expert and a LoRA slot. Assignments to experts of other devices are in no tile."""
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile

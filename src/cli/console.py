@@ -32,7 +32,7 @@ SHOWN = (
     ("reward", "env/all/reward/total", shown_reward),
     ("solved", "env/all/success", "{:.0%}".format),
     ("mixed", "env/all/by_group/frac_mixed", "{:.0%}".format),  # groups with differing rewards
-    ("ungraded", "trials/ungraded", "{:.0f}".format),
+    ("failed", "trials/ungraded", "{:.0f}".format),
     ("turns", "env/all/turns", "{:.1f}".format),
     ("tokens", "tokens/sampled", "{:.0f}".format),
     ("nll", "sft/nll", "{:.4f}".format),
@@ -40,8 +40,8 @@ SHOWN = (
     ("trained tokens", "sft/trained_tokens", "{:.0f}".format),
     ("grad", "optim/grad_norm", "{:.2g}".format),
     ("KL", "optim/kl_sample_train_v2", "{:.1e}".format),  # between sampler and trainer
-    ("rollouts s", "time/rollouts", "{:.1f}".format),
-    ("update s", "time/update", "{:.1f}".format),
+    ("rollouts", "time/rollouts", "{:.1f}s".format),
+    ("update", "time/update", "{:.1f}s".format),
 )
 
 

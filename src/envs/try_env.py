@@ -78,8 +78,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Source of answers; auto: `model` if model_name is set, `scripted` if answers is set, otherwise "
-        "`typed` at a terminal",
+        doc="Source of answers; auto: model if model_name is set, scripted if answers is set, or typed",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
@@ -179,11 +178,8 @@ def typed(console: Console) -> Policy:
 
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return a function that returns the scripted policy of a task.
-
-    Raises ConfigError if the file `answers` cannot be read or is empty. Without `answers`, the returned
-    function raises ConfigError for a task without a reference answer.
-    """
+    """Return a function from a task to its scripted policy. Raises ConfigError if the file `answers` is empty
+    or unreadable. Without `answers`, it raises ConfigError for a task without a reference answer."""
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()

@@ -128,7 +128,7 @@ def test_external_rollouts_have_the_weights_of_their_step(
     sampler.adapters.clear()  # simulates a restart of the sampler
     assert max_logprob_difference(training, sample_sequences(second)[0]) < 1e-4
     sampler.change_reply = lambda answer: answer["choices"][0].pop("token_ids")
-    with pytest.raises(tinker.RequestFailedError, match="no 'token_ids'") as failed:
+    with pytest.raises(tinker.RequestFailedError, match="the field 'token_ids' is missing") as failed:
         sample_sequences(second)
     assert failed.value.category is types.RequestErrorCategory.Server
     sampler.change_reply = lambda answer: None

@@ -117,7 +117,7 @@ TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tenso
             ["base_model=x", *TWO_PROCESSES, "cluster_key_file=/dev/null"],
             "has 0 characters; at least 32 random characters are needed",
         ),
-        (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
+        (["base_model=x", "ssl_certfile=cert.pem"], "set both for https"),
         (
             ["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"],
             "ssl_certfile=no-such.pem: no such file",
@@ -347,7 +347,7 @@ def test_the_value_of_a_flag_may_contain_an_equals_sign() -> None:
 @pytest.mark.parametrize("name", ["base_model", "checkpoints_dir", "host"])
 @pytest.mark.parametrize("value", ["", "none", "null"])
 def test_options_without_the_value_none_refuse_it(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}: expected str"):
+    with pytest.raises(ConfigError, match=f"{name}={value}: expected text"):
         parse(["base_model=x", f"{name}={value}"])
 
 

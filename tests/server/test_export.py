@@ -147,7 +147,8 @@ def test_experts_are_unchanged_after_export_and_import(tmp_path: Path) -> None:
     written[f"{expert}.lora_A.weight"] = np.ones_like(exported_a)
     save_file(written, tmp_path / "peft" / "adapter_model.safetensors")
     with pytest.raises(
-        UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, experts of this server have rank 2"
+        UserError,
+        match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, but experts of this server have rank 2",
     ):
         read_adapter(tmp_path / "peft", open_base_model(base))
 

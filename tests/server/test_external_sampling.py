@@ -191,7 +191,7 @@ async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
     )
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
     assert sampler.received[0]["adapter"].startswith("skyrl-")
-    with pytest.raises(NotFoundError, match="freed with their session"):
+    with pytest.raises(NotFoundError, match="freed with its session"):
         external.submit(sample("short"))
 
 
@@ -304,8 +304,8 @@ def remove(key: str) -> Callable[[dict], object]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (remove("token_ids"), "no 'token_ids'"),
-        (remove("logprobs"), "no 'logprobs'"),
+        (remove("token_ids"), "the field 'token_ids' is missing"),
+        (remove("logprobs"), "the field 'logprobs' is missing"),
         (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids, but 20 log-probabilities"),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),

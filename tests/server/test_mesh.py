@@ -95,7 +95,7 @@ def test_the_decode_kernel_on_several_devices_equals_one(report: dict) -> None:
         (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of an MLP"),
         (DENSE, MeshShape(fsdp=5), "32 hidden dimensions cannot be divided equally over 5 devices"),
         (DENSE, MeshShape(data=4, fsdp=2), "12 max_num_seqs cannot be divided equally over 8 devices"),
-        (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
+        (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts cannot be divided"),
         (SPARSE, MeshShape(expert=8), "4 experts cannot be divided equally over 8 devices"),
         (
             LATENT,

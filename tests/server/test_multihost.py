@@ -184,12 +184,12 @@ def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> No
         (
             None,
             UserError("no"),
-            f"process 1 answered run with UserError, process 0 with a result: {RESTART_HINT}",
+            f"process 1 answered run with UserError, but process 0 with a result: {RESTART_HINT}",
         ),
         (
             UserError("no"),
             None,
-            f"process 1 answered run with a result, process 0 with UserError: {RESTART_HINT}",
+            f"process 1 answered run with a result, but process 0 with UserError: {RESTART_HINT}",
         ),
         (
             SequencesLostError("gone"),

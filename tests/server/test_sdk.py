@@ -561,7 +561,7 @@ REFUSALS = {
     ),
     "not finite": (
         lambda t, s, r: t.forward_backward([datum([1, 2], [1.0, float("nan")])], "cross_entropy"),
-        "not finite",
+        "NaN or infinity",
     ),
     "vocabulary": (
         lambda t, s, r: t.forward_backward([datum([1, 64])], "cross_entropy"),

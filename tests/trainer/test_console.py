@@ -122,15 +122,13 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
         "reward",
         "solved",
         "mixed",
-        "lost",
+        "failed",
         "turns",
         "tokens",
         "grad",
         "KL",
-        "play",
-        "s",
-        "learn",
-        "s",
+        "rollouts",
+        "update",
     ]
     assert row.split() == [
         "0.25",
@@ -141,8 +139,8 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
         "123456",
         "0.012",
         "1.5e-07",
-        "1234.5",
-        "123.4",
+        "1234.5s",
+        "123.4s",
     ]
 
 

@@ -158,7 +158,7 @@ def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(
         ("nowhere", "environment_type=nowhere is none of"),
         ("daytona", "environment_type=daytona: "),
         ("docker", f"environment_type=docker: {NO_ENGINE}; start Docker, or use environment_type=sandbox"),
-        ("auto", f"environment_type=sandbox: {NO_SANDBOX}; fix that, or use environment_type=docker"),
+        ("auto", f"environment_type=sandbox: {NO_SANDBOX}; fix the cause, or use environment_type=docker"),
     ],
 )
 def test_an_environment_type_that_this_machine_lacks_is_refused(
