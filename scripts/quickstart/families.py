@@ -1,5 +1,8 @@
 """The families of quick-start tasks. An instance of a family has an instruction, input files, one correct
-command, and checks of the result."""
+command, and checks of the result.
+
+This file is long because it has one function for each family.
+"""
 
 from __future__ import annotations
 

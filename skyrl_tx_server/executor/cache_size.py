@@ -78,7 +78,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
             f"cache_tokens={settings.cache_tokens} is too small for one {max_length}-token sequence and one "
             f"spare page for each of {slots} slots on each device: set "
             f"cache_tokens={(context_pages + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller "
-            "max_context_length"
+            "max_context_length or max_num_seqs"
         )
     if slots < requested.slots:
         logger.warning(

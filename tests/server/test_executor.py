@@ -705,7 +705,8 @@ def test_the_number_of_slots_is_reduced_to_the_free_memory(
 def test_a_kv_cache_below_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
     with pytest.raises(
         ConfigError,
-        match=r"cache_tokens=640 is too small for one 600-token sequence .* set cache_tokens=1024 or more",
+        match=r"cache_tokens=640 is too small for one 600-token sequence .* set cache_tokens=1024 or more, "
+        "or a smaller max_context_length or max_num_seqs",
     ):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, cache_tokens=640))
 

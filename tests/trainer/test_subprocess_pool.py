@@ -171,6 +171,24 @@ async def test_a_different_reply_in_a_replay_is_a_failure():
             await counter.add(1)
 
 
+async def test_a_closed_pool_starts_no_worker():
+    async with pool_of() as pool:
+        counter = Counter(pool, "one")
+        await counter.add(1)
+    with pytest.raises(SandboxError, match="the workers of this environment have ended"):
+        await counter.add(1)
+    assert not pool.pids
+
+
+async def test_a_worker_that_starts_while_its_pool_closes_ends():
+    async with pool_of() as pool:
+        asking = asyncio.create_task(Counter(pool, "one").add(1))
+        await asyncio.sleep(0)
+    with pytest.raises(SandboxError, match="the workers of this environment have ended"):
+        await asking
+    assert not pool.pids
+
+
 async def test_a_start_error_of_a_worker_is_reported():
     async with pool_of(arguments=("refuse",)) as pool:
         with pytest.raises(ConfigError, match="wrong tau2"):

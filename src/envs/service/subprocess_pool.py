@@ -227,6 +227,7 @@ class WorkerPool:
         self._workers: list[Worker | None] = [None] * settings.num_workers
         self._starting = [asyncio.Lock() for _ in self._workers]
         self._waiting = [0] * settings.num_workers
+        self._is_closed = False
 
     @property
     def pids(self) -> list[int]:
@@ -237,22 +238,33 @@ class WorkerPool:
         return WorkerSession(self, close_request)
 
     async def worker(self) -> Worker:
-        """Return the worker with the fewest sessions, after starting it if it is not running."""
+        """Return the worker with the fewest sessions, after starting it if it is not running. Raises
+        SandboxError if the pool is closed."""
         number = min(range(len(self._workers)), key=self._load)
         self._waiting[number] += 1
         try:
             async with self._starting[number]:
                 worker = self._workers[number]
                 if worker is None or worker.is_lost:
+                    self._require_open()
                     worker = self._workers[number] = await start_worker(self.settings)
+                    if self._is_closed:  # `close` did not see the new worker
+                        await worker.kill()
+                self._require_open()
                 return worker
         finally:
             self._waiting[number] -= 1
 
     async def close(self) -> None:
+        """End all workers. No worker is started afterwards."""
+        self._is_closed = True
         for worker in self._workers:
             if worker is not None and not worker.is_lost:
                 await worker.kill()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError("the workers of this environment have ended")
 
     def _load(self, number: int) -> int:
         worker = self._workers[number]
