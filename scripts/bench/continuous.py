@@ -35,9 +35,7 @@ REQUESTS, SLOTS, STEPS_PER_DISPATCH = 64, 16, 16
 
 def main(config: ComparisonOptions) -> None:
     if config.hf is not None:
-        sys.exit(
-            "continuous: hf= is not supported; remove it"
-        )
+        sys.exit("continuous: hf= is not supported; remove it")
     random = np.random.default_rng(5)
     prompt_lengths = random.integers(48, 257, REQUESTS).tolist()
     limits = np.clip(random.lognormal(3.9, 0.8, REQUESTS).astype(int), 8, 256).tolist()

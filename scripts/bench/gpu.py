@@ -61,7 +61,7 @@ from skyrl_tx_server.executor import device_memory, executor, memory_division
 from skyrl_tx_server.executor.memory_plan import plan_memory
 from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.shapes import PREFILL_TILE
+from skyrl_tx_server.model.shapes import GPU_PREFILL, PREFILL_TILE
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.sampling import model_runner
 
@@ -148,7 +148,9 @@ def sampling(rows: Rows, model_dir: Path, dtype: str) -> None:
             rows.time(
                 f"prefill of one prompt of {length} tokens",
                 lambda length=length: rows.median_s(lambda: admit_and_release(driver, length)),
-                lambda device, tiles=tiles, length=length: device.prefill_s(tiles, context=length / 2),
+                lambda device, tiles=tiles, length=length: sum(
+                    device.prefill_s(size, context=length / 2) for size in GPU_PREFILL.batch_sizes(tiles)
+                ),
             )
         rows.time(
             "hand-over of weights (save_weights_for_sampler)",

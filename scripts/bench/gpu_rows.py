@@ -60,7 +60,9 @@ class Rows:
             layers=model.num_layers,
         )
         self.predicted = replace(rates, model=size)
-        self.limit = replace(self.predicted, bytes_per_s=4.3e12, flops_per_s=790e12, launch_s=0.0)
+        self.limit = replace(
+            self.predicted, bytes_per_s=4.3e12, flops_per_s=790e12, training_flops_per_s=790e12, launch_s=0.0
+        )
 
     def time(
         self,

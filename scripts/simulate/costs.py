@@ -71,7 +71,8 @@ class Roofline:
 
     model: ModelSize
     bytes_per_s: float
-    flops_per_s: float
+    flops_per_s: float  # in prefill batches and decode steps
+    training_flops_per_s: float
     launch_s: float
     decode_launches: int  # launches per layer in a decode step; scripts/check_gpu.py prints this number
     prefill_launches: int  # launches per layer in a prefill batch
@@ -81,21 +82,23 @@ class Roofline:
     def prefill_s(self, tiles: int, *, context: float) -> float:
         tokens = tiles * PREFILL_TILE
         flops = tokens * (self.model.token_flops + 4 * self.model.attention * context)
-        return self._time_s(self.model.weights * self.model.itemsize, flops, self.prefill_launches)
+        num_bytes = self.model.weights * self.model.itemsize
+        return self._time_s(num_bytes, flops / self.flops_per_s, self.prefill_launches)
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
         cached = sum(positions) + len(positions) * steps / 2
         num_bytes = self.model.weights * self.model.itemsize + cached * self.model.kv_bytes
         flops = step_flops(self.model, cached=cached, slots=slots)
-        return steps * self._time_s(num_bytes, flops, self.decode_launches)
+        return steps * self._time_s(num_bytes, flops / self.flops_per_s, self.decode_launches)
 
     def training_s(self, tokens: int) -> float:
         flops = tokens * (2 * self.model.token_flops + 6 * self.model.attention * tokens)
-        return self._time_s(3 * self.model.weights * self.model.itemsize, flops, self.training_launches)
+        num_bytes = 3 * self.model.weights * self.model.itemsize
+        return self._time_s(num_bytes, flops / self.training_flops_per_s, self.training_launches)
 
-    def _time_s(self, num_bytes: float, flops: float, launches: int) -> float:
+    def _time_s(self, num_bytes: float, flops_s: float, launches: int) -> float:
         launches_s = self.model.layers * launches * self.launch_s
-        return launches_s + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+        return launches_s + max(num_bytes / self.bytes_per_s, flops_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,8 @@ DEVICES: dict[str, Costs] = {
     "h200": Roofline(
         model=QWEN3_4B,
         bytes_per_s=3.55e12,
-        flops_per_s=406e12,
+        flops_per_s=470e12,
+        training_flops_per_s=406e12,
         launch_s=2.75e-6,
         decode_launches=20,
         prefill_launches=45,
@@ -158,7 +162,8 @@ DEVICES: dict[str, Costs] = {
 """Descriptions of one H200 that runs Qwen3-4B.
 
 The times that `h200` calculates differ from the measured times (docs/devices.md, "Measurements on a GPU") by
-at most 2 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training on 4,096 tokens. For
-prefill of 1,024 to 32,768 tokens, they differ by at most 17 %. On another H200, a bandwidth of 4.3 TB/s and a
-computing rate of 790 TFLOP/s were measured. The rates of `h200` are 80 % of this bandwidth and 51 % of this
-computing rate. The times of `h200-fixed` were calculated, not measured, and do not depend on the context."""
+at most 1 % for decode steps of 64 and 256 sequences of 2,048 tokens and for training on 4,096 tokens. For
+prefill of 1,024 to 32,768 tokens, they differ by at most 6 %. On another H200, a bandwidth of 4.3 TB/s and a
+computing rate of 790 TFLOP/s were measured. The rates of `h200` are 83 % of this bandwidth, and 59 %
+(prefill) and 51 % (training) of this computing rate. The times of `h200-fixed` were calculated, not measured,
+and do not depend on the context."""
