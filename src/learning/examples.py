@@ -84,7 +84,8 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages of the examples by whitened advantages. The examples are not normalised yet."""
+    """Replace the advantages of the examples by whitened advantages. Call this function before
+    `apply_loss_reduction`, because it replaces the advantage of every sampled token."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     whitened = iter(

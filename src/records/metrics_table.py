@@ -23,7 +23,7 @@ from src.learning.metrics import (
     TRIAL_METRICS,
 )
 
-ALL_TASKS = "all tasks"  # the key of the values of all domains together; the other keys are domains
+ALL_TASKS = "all tasks"  # in results by domain or environment: the name of the results of all tasks
 COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
 MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -91,7 +91,7 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
     Metric("tis/mean_factor", Unit.RATIO, MEAN, "Factor of a token's advantage (`tis`)."),
     Metric("tis/capped_fraction", SHARE, MEAN,
         "Tokens, or sequences for `tis=sequence`, with a capped ratio."),
-    Metric("tis/masked_sequences", COUNT, SUM, "Trajectories masked as a whole by their ratios."),
+    Metric("tis/masked_sequences", COUNT, SUM, "Examples masked as a whole by their ratios."),
     Metric("tis/masked_tokens", COUNT, SUM, "Tokens masked by their own ratio."),
     Metric("staleness/mean", Unit.UPDATES, MEAN,
         "Staleness of a sampled token when it is trained (`max_staleness` or `stream_groups`)."),
@@ -113,9 +113,9 @@ SUPERVISED_METRICS: tuple[Metric[Any], ...] = (
 EVALUATION_METRICS: tuple[Metric[Any], ...] = (
     *(metric for prefix, scope in (("test", ""), ("test/env/<domain>", ", of one domain")) for metric in (
         Metric(f"{prefix}/<rate>_at_<k>", SHARE, MEAN,
-            f"pass@k: one of k trials solves the task, over tasks{scope}."),
+            f"pass@k: probability that one or more of k trials solve the task, mean over tasks{scope}."),
         Metric(f"{prefix}/<rate>_hat_<k>", SHARE, MEAN,
-            f"pass^k: all k trials solve the task, over tasks{scope}."),
+            f"pass^k: probability that all k trials solve the task, mean over tasks{scope}."),
         Metric(f"{prefix}/<rate>_low", SHARE, MEAN,
             f"Lower end of the 95 % interval of a rate{scope}."),
         Metric(f"{prefix}/<rate>_high", SHARE, MEAN,
@@ -273,7 +273,7 @@ def metric_of(name: str) -> Metric[Any] | None:
     entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
     entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
     matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
-    if matches:  # prefer an exact name to a pattern, and any other pattern to one with `<name>`
+    if matches:  # the fewest placeholders win; a pattern with `<name>` is the last choice
         return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]
     for alias in ALIASES:
         if match := _pattern(alias.name).fullmatch(name):

@@ -134,7 +134,7 @@ class HarborTrial:
                     )
                     self._running = running
                     try:
-                        # No deadline, because the caller of `run` cancels `run` at the trial's deadline.
+                        # No deadline, because the caller of `HarborTrial.run` cancels it at the deadline.
                         result = await run_with_deadline(trial.run(), None)
                     except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
