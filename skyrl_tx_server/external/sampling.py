@@ -1,7 +1,7 @@
 """Sampling by an external vLLM or SGLang server, the external sampler. The routes use `ExternalSampling` in
 place of the engine.
 
-The engine still runs all operations except `Sample`, and the `Sample` operations that the external sampler
+The engine still runs all other operations. It also runs the `Sample` operations that the external sampler
 cannot serve exactly (see `_can_serve`). All methods run on the event loop.
 """
 
@@ -45,8 +45,8 @@ from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_s
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 MIN_AGREED_TOKENS = 16
-"""The number of tokens of a snapshot, or of the base model, that must agree before samples are returned
-without a comparison."""
+"""After the logprobs of this number of tokens of a snapshot, or of the base model, have been compared and
+accepted, samples are returned without a prior comparison."""
 
 
 class ExternalSampling:

@@ -179,7 +179,8 @@ def _check_same_run(path: Path, config: RunFolderOptions) -> None:
                 f"the run in {path} has {name}={saved[name]}, not {present[name]}; resume it with that "
                 "value, or give another log_path"
             )
-    if _uses_pipeline(saved) and not _uses_pipeline(present):  # a step may have used groups of later steps
+    # A step of the saved run may have used groups whose tasks belong to later steps without a pipeline.
+    if _uses_pipeline(saved) and not _uses_pipeline(present):
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
             "or stream_groups=true, or give another log_path"

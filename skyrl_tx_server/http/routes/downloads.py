@@ -6,9 +6,9 @@ configuration file and a weights file. SDKs up to 0.35 request both files in one
 A URL contains its expiry time, the generation of the checkpoint and a signature. Every save of a checkpoint
 creates a new generation, which identifies the saved arrays. The signature is made with a secret of this
 process. A download therefore needs no API key. After a restart of the server the client must request new
-URLs. The URLs of a checkpoint reply 404 after the checkpoint is saved again or deleted. Files that are
-downloaded one after the other therefore always belong to the same generation. A download that has started
-completes, because the reply keeps the file open.
+URLs. The URLs of a checkpoint reply 404 after the checkpoint is saved again or deleted. All files that
+a client downloads with the URLs of one reply therefore belong to the same generation. A download that has
+started completes, because the reply keeps the file open.
 """
 
 from __future__ import annotations

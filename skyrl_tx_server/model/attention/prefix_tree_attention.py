@@ -165,8 +165,9 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # [N, K, G, n], the sum over the keys of softmax weight * gradient of this weight. The gradient of a score
-    # is softmax weight * (gradient of this weight - this sum).
+    # [N, K, G, n]: for each query, the sum over the keys of (softmax weight * gradient of this weight), which
+    # equals (output * gradient of the output). The gradient of a score is softmax weight * (gradient of this
+    # weight - this sum).
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def add_query_block(i: jax.Array, grads: _Heads) -> _Heads:

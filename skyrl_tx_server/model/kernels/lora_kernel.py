@@ -1,9 +1,9 @@
 """Two Pallas kernels for GPUs, compiled by Triton, that compute the deltas of LoRA slots in a decode step.
 
-In a decode step, the products with the factors A and B read little memory. If one program multiplied all
-inputs by A, its latency would determine the time. The first kernel therefore divides the inputs into splits,
-and different programs multiply them by A in parallel. The second kernel adds the results of the splits and
-multiplies the sum by B.
+In a decode step, the products with the factors A and B read little memory. If one program multiplied over the
+whole input dimension, its latency would determine the time. The first kernel therefore divides the input
+dimension into splits, and different programs compute the products of different splits in parallel. The second
+kernel adds the results of the splits and multiplies the sum by B.
 
 A program computes ROWS sequences. It reads the factors of the slots of these sequences in place, one slot
 after the other, and keeps for each sequence the result of its slot. If the sequences are ordered by slot, a
@@ -27,15 +27,15 @@ from jax.experimental.pallas import triton
 from skyrl_tx_server.model.kernels.products import product
 
 ROWS, RANKS, INPUTS = 16, 32, 128
-"""The sizes of the blocks that a program multiplies: the number of sequences, of columns of A and of rows of
-A."""
+"""The sizes of the blocks that a program multiplies: ROWS sequences, RANKS columns of A, and INPUTS elements
+of the input dimension, which are rows of A."""
 BLOCKS_PER_SPLIT = 5
 """The maximum number of blocks of INPUTS inputs in a split. One program of the first kernel multiplies one
 split."""
 MANY_OUTPUTS = 4096
-"""A projection with at most this number of outputs has NARROW outputs per program of the second kernel,
-because there would be too few programs for all multiprocessors. Other projections have WIDE outputs per
-program."""
+"""A projection with at most this number of outputs has NARROW outputs per program of the second kernel. With
+WIDE outputs per program, it would have too few programs for all multiprocessors. Other projections have WIDE
+outputs per program."""
 NARROW, WIDE = 64, 128
 NO_SLOT = 2**31 - 1
 
@@ -54,9 +54,9 @@ def lora_delta(
 ) -> jax.Array:
     """Return the delta [B, sum(out_part)] of a fused projection with P parts, for x [B, in].
 
-    The factors are a [S, L, in, P * rank], one matrix [S, L, rank, out_part] in `b` for each part, and the
-    float32 `scale` [S, L], for S LoRA slots and L layers. Sequence i uses slot `slots[i]` of layer `layer`.
-    `order` [B] is a permutation of the sequences in which those of a slot are adjacent. None: the sequences
+    For S LoRA slots and L layers, the factors are `a` [S, L, in, P * rank], `b` with one matrix
+    [S, L, rank, out_part] for each part, and the float32 `scale` [S, L]. Sequence i uses slot `slots[i]`
+    of layer `layer`. `order` [B] is a permutation of the sequences in which those of a slot are adjacent. None: the sequences
     are processed in their own order. With `one_slot`, all elements of `slots` are equal. Products are summed
     in float32. x @ a and the scaled B are rounded to the dtype of B.
     """
@@ -141,7 +141,7 @@ def _delta_kernel(layer: Any, slots: Any, *refs: Any, num_parts: int, width: int
     rank, widths, layer_index = b[0].shape[2], [part.shape[3] for part in b], layer[0]
     blocks = [pl.cdiv(outputs, width) for outputs in widths]
     starts, column_block = [0, *accumulate(blocks[:-1])], pl.program_id(0)
-    # 1 for each part after the first that begins at `column_block` or before it, otherwise 0
+    # for each part except the first: 1 if it begins at or before `column_block`, otherwise 0
     begun = [jnp.minimum(jax.lax.div(column_block, start), 1) for start in starts[1:]]
     part, column_index = sum(begun), jnp.arange(width)[None]
     columns = [(column_block - start) * width + column_index for start in starts]
@@ -178,22 +178,23 @@ def _delta_kernel(layer: Any, slots: Any, *refs: Any, num_parts: int, width: int
     delta = multiply(first_b)
     if slot_of_row is not None:
         delta = _with_other_slots(slot_of_row, slot, delta, lambda slot: multiply(load_b(slot)))
-    # the difference between the column of `out` and the column of the blocks
+    # for each part: the number to add to `column_block * width` to get the first column of `out`
     offsets = [sum(widths[:index]) - start * width for index, start in enumerate(starts)]
     offset = sum(
         flag * (after - before) for flag, (before, after) in zip(begun, pairwise(offsets), strict=True)
     )
     column = offset + column_block * width + column_index
     is_row = pl.program_id(1) * ROWS + jnp.arange(ROWS) < out.shape[0]
-    # Rows after the end of the batch have an index after the end, so that the interpreter drops them too.
+    # The mask excludes rows after the end of the batch. The interpreter needs an index after the end of `out`
+    # for these rows, because it writes the old value to the index of an excluded element.
     target = out.at[jnp.where(is_row, rows, out.shape[0])[:, None], column]
     mask = jnp.broadcast_to(is_row[:, None], delta.shape) & reduce(or_, is_column)
     triton.store(target, delta.astype(out.dtype), mask=mask)
 
 
 def _rows(slots: Any, order: Sequence[Any], block: jax.Array) -> jax.Array:
-    """Return the indices [ROWS] of the sequences of a block. A block after the end of the batch repeats the
-    last sequence."""
+    """Return the indices [ROWS] of the sequences of a block. Positions after the end of the batch
+    repeat the last sequence."""
     position = jnp.minimum(block * ROWS + jnp.arange(ROWS), slots.shape[0] - 1)
     return order[0][position] if order else position
 
@@ -204,8 +205,7 @@ def _with_other_slots(
     result: jax.Array,
     compute: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Replace the rows of `result` with a slot greater than `slot`. The new rows are those of
-    `compute(slot of the row)`."""
+    """Replace each row of `result` whose slot is greater than `slot` by this row of `compute(its slot)`."""
 
     def after(slot: jax.Array) -> jax.Array:
         return jnp.where(slot_of_row > slot, slot_of_row, NO_SLOT).min()

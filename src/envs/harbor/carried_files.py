@@ -1,9 +1,10 @@
 """Select the files of an agent that are carried over to the fresh environment in which the verifier runs.
 
 This module runs on the host. It reads a listing and an archive from the agent's environment, in which the
-agent may have replaced every program. Both are therefore untrusted data: even a forged archive adds only
-files that the agent could have created in its environment. The paths in `SEARCHED` and `STARTUP` are not
-carried over, because the programs of a verifier load code from them.
+agent may have replaced every program. Both are therefore treated as untrusted data. Each member of the
+archive is checked, so even a forged archive adds only files that the agent could have created in its
+environment. The paths in `SEARCHED` and `STARTUP` are not carried over, because the programs of a verifier
+load code from them.
 """
 
 from __future__ import annotations
