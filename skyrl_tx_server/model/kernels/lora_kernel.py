@@ -56,9 +56,9 @@ def lora_delta(
 
     For S LoRA slots and L layers, the factors are `a` [S, L, in, P * rank], `b` with one matrix
     [S, L, rank, out_part] for each part, and the float32 `scale` [S, L]. Sequence i uses slot `slots[i]`
-    of layer `layer`. `order` [B] is a permutation of the sequences in which those of a slot are adjacent. None: the sequences
-    are processed in their own order. With `one_slot`, all elements of `slots` are equal. Products are summed
-    in float32. x @ a and the scaled B are rounded to the dtype of B.
+    of layer `layer`. `order` [B] is a permutation of the sequences in which those of a slot are adjacent.
+    None: the sequences are processed in their own order. With `one_slot`, all elements of `slots` are equal.
+    Products are summed in float32. x @ a and the scaled B are rounded to the dtype of B.
     """
     (batch, inputs), rank, widths = x.shape, b[0].shape[-2], [part.shape[-1] for part in b]
     row_blocks, num_blocks, rank_blocks = pl.cdiv(batch, ROWS), pl.cdiv(inputs, INPUTS), pl.cdiv(rank, RANKS)
