@@ -8,7 +8,7 @@ the distributions of the sampling and the training programs.
 The model is a random Qwen3 with a trained adapter. The final norm is scaled so that the entropy of the
 predictions is similar to that of a trained model. The engine samples single completions, groups and second
 turns, and `forward` scores them. The KL divergence is estimated by the mean of exp(d) - 1 - d over sampled
-tokens, where d is the trainer's log-probability minus the sampler's (k3 in Schulman, "Approximating KL
+tokens, where d is the trainer's logprob minus the sampler's (k3 in Schulman, "Approximating KL
 Divergence"). The exit status is 1 if an estimate is above 1e-4.
 """
 
@@ -109,7 +109,7 @@ def train(ours: Ours) -> None:
 
 
 type Scored = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""A prompt, its completion, and the log-probabilities of the completion from the sampler."""
+"""A prompt, its completion, and the logprobs of the completion from the sampler."""
 
 
 def sample_cases(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
@@ -141,7 +141,7 @@ def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int)
 def logprob_differences(
     ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray
 ) -> np.ndarray:
-    """Return the trainer's log-probabilities of a completion minus the sampler's."""
+    """Return the trainer's logprobs of a completion minus the sampler's."""
     tokens = np.concatenate([prompt, completion])
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     result = ours.engine.submit(

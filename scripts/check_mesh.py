@@ -1,5 +1,5 @@
 """Compare servers on 2 and 8 virtual CPU devices with a server on one device: losses, gradient norms, sampled
-tokens, and the log-probabilities of trained and sampled tokens.
+tokens, and the logprobs of trained and sampled tokens.
 
     .venv/bin/python -m scripts.check_mesh [FAMILY ...]
 

@@ -135,7 +135,7 @@ def datum(length: int = 6) -> types.Datum:
 
 
 def rl_datum(**more_inputs: np.ndarray) -> types.Datum:
-    """Return a datum for the losses that need the sampler's log-probabilities and advantages."""
+    """Return a datum for the losses that need the sampler's logprobs and advantages."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
         [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])],

@@ -121,7 +121,7 @@ class EngineOptions(TenantOptions):
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",
-        doc="Log-probabilities of sampled tokens; raw: those of the model's distribution (temperature 1); "
+        doc="Logprobs of sampled tokens; raw: those of the model's distribution (temperature 1); "
         "processed: those of the distribution after temperature",
     )
     train_tokens_per_batch: int = chz.field(

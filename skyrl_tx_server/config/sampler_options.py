@@ -36,13 +36,13 @@ class SamplerOptions(BoundedOptions):
     sampler_check: float = chz.field(
         default=0.02,
         metadata=between(0, 1),
-        doc="Share of the external sampler's samples whose log-probabilities this server computes again and "
+        doc="Share of the external sampler's samples whose logprobs this server computes again and "
         "compares; the first samples of each snapshot are always compared",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
-        doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; "
+        doc="Mean difference of logprobs per token, in nats, above which the server logs a warning; "
         "the first samples of a snapshot are rejected if they differ by more than ten times this limit",
     )
 

@@ -42,7 +42,7 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
             )
         if self.sampler_url is not None and self.logprobs_mode != "raw":
             raise ConfigError(
-                f"logprobs_mode={self.logprobs_mode}: an external sampler's log-probabilities are raw; "
+                f"logprobs_mode={self.logprobs_mode}: an external sampler's logprobs are raw; "
                 "remove logprobs_mode or sampler_url"
             )
         if self.num_processes > 1:

@@ -3,7 +3,7 @@
 The HTTP side parses a body into an operation and submits the operation. The engine returns the result. The
 request parsers (`http/wire`) check everything that depends only on the request and the sizes of the model.
 The engine checks which models and checkpoints exist and whether the operation fits into memory. Token ids are
-int32. Log-probabilities, advantages and loss weights are float32. All arrays are little-endian.
+int32. Logprobs, advantages and loss weights are float32. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LORA_ALPHA = 32.0
 Without Regret")."""
 
 NO_LOGPROB = -99999.0
-"""The log-probability of the placeholder, token id 0, at a position that has no top-k tokens."""
+"""The logprob of the placeholder, token id 0, at a position that has no top-k tokens."""
 
 
 class StopReason(StrEnum):

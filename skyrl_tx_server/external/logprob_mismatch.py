@@ -37,7 +37,7 @@ class LogprobDiff:
 
 
 def logprob_diff(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
-    """Compare two [n] arrays of log-probabilities, n >= 1.
+    """Compare two [n] arrays of logprobs, n >= 1.
 
     >>> logprob_diff(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
     0.25
@@ -77,10 +77,10 @@ class LogprobMismatch:
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from this server's by %.3f nats per token "
+                "the external sampler's logprobs differ from this server's by %.3f nats per token "
                 "over the last %d compared samples (limit %g): the sampler may run another base model or "
                 "revision, use another dtype or quantised weights, ignore the adapter, or return "
-                "log-probabilities after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "logprobs after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "needs SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),

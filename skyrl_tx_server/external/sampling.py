@@ -244,9 +244,9 @@ class ExternalSampling:
             return 0
         if self._mismatch.is_other_model(diff):
             raise SamplerError(
-                f"the sampler at {self._server.url} is not used: its log-probabilities of "
+                f"the sampler at {self._server.url} is not used: its logprobs of "
                 f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per "
-                "token. It runs another base model, does not apply the adapter, or returns log-probabilities "
+                "token. It runs another base model, does not apply the adapter, or returns logprobs "
                 "after temperature; start it as in docs/external-sampler.md"
             )
         return diff.num_tokens

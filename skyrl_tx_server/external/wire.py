@@ -1,7 +1,7 @@
 """The requests to vLLM and SGLang and their replies, in the formats of vLLM 0.33 and SGLang 0.5.23.
 
 A request contains every setting that affects a sample, so that a generation_config.json of the external
-sampler has no effect. A reply without a token id or log-probability is an error.
+sampler has no effect. A reply without a token id or logprob is an error.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
         reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
             f"invalid reply of the external sampler: {reason}; a reply must contain token ids and their "
-            f"log-probabilities"
+            f"logprobs"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(
@@ -247,9 +247,9 @@ def _returned_sample(token_ids: Sequence[int], logprobs: Sequence[float], finish
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
         raise ValueError("the token ids are not a non-empty list of integers")
     if values.shape != tokens.shape:
-        raise ValueError(f"it has {len(tokens)} token ids, but {values.size} log-probabilities")
+        raise ValueError(f"it has {len(tokens)} token ids, but {values.size} logprobs")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
-        raise ValueError("a log-probability is not a finite number")
+        raise ValueError("a logprob is not a finite number")
     return ReturnedSample(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
 
 

@@ -306,7 +306,7 @@ def remove(key: str) -> Callable[[dict], object]:
     [
         (remove("token_ids"), "the field 'token_ids' is missing"),
         (remove("logprobs"), "the field 'logprobs' is missing"),
-        (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids, but 20 log-probabilities"),
+        (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids, but 20 logprobs"),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),
             "not a finite number",

@@ -109,7 +109,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _gauge(
         "sampler_difference_nats",
-        "Difference between the external sampler's log-probabilities and the engine's, per token over "
+        "Difference between the external sampler's logprobs and the engine's, per token over "
         "the last compared samples",
         {"mean": "sampler_difference_mean", "kl": "sampler_difference_kl", "max": "sampler_difference_max"},
         label="kind",

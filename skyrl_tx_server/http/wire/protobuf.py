@@ -1,6 +1,6 @@
 """Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
-SDK 0.25 and later use JSON for all other bodies. Arrays are little-endian bytes. An undefined log-probability
+SDK 0.25 and later use JSON for all other bodies. Arrays are little-endian bytes. An undefined logprob
 of a prompt token is NaN; a position without top-k tokens has `NO_LOGPROB`.
 """
 

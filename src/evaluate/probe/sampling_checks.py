@@ -1,4 +1,4 @@
-"""Checks of sampling: log-probabilities, fresh weights, seeds, temperature, stop tokens, top_k and the
+"""Checks of sampling: logprobs, fresh weights, seeds, temperature, stop tokens, top_k and the
 context limit.
 """
 
