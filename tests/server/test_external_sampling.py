@@ -293,7 +293,7 @@ async def test_an_ignored_adapter_is_detected(
     sampler.leaves_adapters_out = True
     await run_op(external, SaveSampler(model_id="m", weights="ignored"))
     await run_op(external, sample())
-    with pytest.raises(SamplerError, match=r"probabilities of ignored differ .* does not apply the adapter"):
+    with pytest.raises(SamplerError, match=r"logprobs of ignored differ .* does not apply the adapter"):
         await run_op(external, sample("ignored"))
 
 
