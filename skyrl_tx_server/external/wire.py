@@ -192,7 +192,7 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
         reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
             f"invalid reply of the external sampler: {reason}; a reply must contain token ids and their "
-            f"logprobs"
+            "logprobs"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(

@@ -112,7 +112,7 @@ class ModelRunner:
             # data-parallel ranks, all pages of the block table of a chunk may be copied to each rank.
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
-            adapter_counts=adapter_counts(adapters.num_slots, in_place=False) if on_gpu() else None,
+            adapter_counts=adapter_counts(config, adapters.num_slots, decodes=False),
         )
         self.decode_layout = DecodeLayout(
             null_pages=[rank * size.pages for rank in range(dp_ranks)],
@@ -127,9 +127,7 @@ class ModelRunner:
             segment_ends=None if decodes_in_place(config) else ends,
             queries_per_kv_head=config.num_heads // config.num_kv_heads,
             vocab_size=config.vocab_size,
-            adapter_counts=(
-                adapter_counts(adapters.num_slots, in_place=config.mesh is None) if on_gpu() else None
-            ),
+            adapter_counts=adapter_counts(config, adapters.num_slots, decodes=True),
             host_selects_filters=on_gpu(),
         )
         self._uses_rolled_programs = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS

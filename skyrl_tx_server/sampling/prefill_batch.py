@@ -10,7 +10,7 @@ import numpy as np
 
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.lora.lora_math import lora_indices
-from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes, bucket
+from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes
 from skyrl_tx_server.sampling.block_tables import PageCopy
 from skyrl_tx_server.sampling.prefill_step import PrefillBatch, PrefillOutputs
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
@@ -120,9 +120,10 @@ class PrefillLayout:
         batches = []
         for size in (self.shapes.short, self.shapes.long):
             batch, settings = self._batch([(chunk, 0, 1)], size)
-            counts = self.adapter_counts
-            used = range(1, 1 + (1 if counts is None else min(size, counts[-1])))
-            for max_loras in {None if counts is None else bucket(count, counts) for count in used}:
+            counts = self.adapter_counts or (None,)
+            for smaller, max_loras in zip((0, *counts), counts, strict=False):
+                if (smaller or 0) >= size:  # a batch of this size uses at most `smaller` LoRA slots
+                    continue
                 adapters = replace(batch.adapters, max_loras=max_loras)
                 sequence_adapters = replace(batch.sequence_adapters, max_loras=max_loras)
                 batches.append(

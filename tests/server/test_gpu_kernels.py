@@ -53,6 +53,7 @@ from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import (
     ArrayLike,
     LoraWeights,
+    adapter_counts,
     lora_indices,
     project,
 )
@@ -398,6 +399,16 @@ def test_decode_steps_on_a_gpu_read_factors_in_place(
     for actual, desired in zip(project(config, x, weight, widths, module), expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=2e-5 * float(jnp.abs(desired).max()))
     delta.assert_called_once()
+
+
+def test_a_gpu_has_a_decode_program_for_one_slot_and_one_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = replace(tiny_qwen3.CONFIG, latent=mock.sentinel.latent)
+    assert adapter_counts(tiny_qwen3.CONFIG, 9, decodes=True) is None, "this test runs on a CPU"
+    monkeypatch.setattr(lora_math, "on_gpu", lambda: True)
+    assert adapter_counts(tiny_qwen3.CONFIG, 9, decodes=True) == (1, 9)
+    assert adapter_counts(tiny_qwen3.CONFIG, 9, decodes=False) == (1, 4, 9)
+    assert adapter_counts(tiny_qwen3.CONFIG, 3, decodes=False) == (1, 3)
+    assert adapter_counts(latent, 9, decodes=True) == (1, 4, 9)
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

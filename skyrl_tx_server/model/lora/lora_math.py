@@ -25,6 +25,7 @@ from jax.scipy.linalg import block_diag
 from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import bucket
 
 type ArrayLike = jax.Array | np.ndarray
 """An array on the device or in host memory."""
@@ -76,22 +77,24 @@ def lora_indices(slots_B: np.ndarray, *, counts: Sequence[int] | None = None) ->
         slots=slots_B.astype(np.int32),
         distinct=np.pad(distinct, (0, len(slots_B) - len(distinct)), mode="edge"),
         count=np.array(len(distinct), np.int32),
-        max_loras=None if counts is None else next(count for count in counts if count >= len(distinct)),
+        max_loras=None if counts is None else bucket(len(distinct), counts),
         order=None if counts is None else np.argsort(slots_B, kind="stable").astype(np.int32),
     )
 
 
-def adapter_counts(num_lora_slots: int, *, in_place: bool) -> tuple[int, ...]:
-    """Return the values of `LoraIndices.max_loras` for which a program is compiled on a GPU: 1, SEVERAL and
-    `num_lora_slots`. If the program reads the factors `in_place`, SEVERAL is left out, because the time of
-    this program depends only on the slots in use.
+def adapter_counts(config: ModelConfig, num_lora_slots: int, *, decodes: bool) -> tuple[int, ...] | None:
+    """Return the values of `LoraIndices.max_loras` for which a prefill program or, with `decodes`, a decode
+    program is compiled on a GPU: 1, SEVERAL and `num_lora_slots`. None: on other devices, programs do not
+    depend on the number of slots in use.
 
-    >>> [adapter_counts(slots, in_place=False) for slots in (9, 3, 1)]
-    [(1, 4, 9), (1, 3), (1,)]
-    >>> adapter_counts(9, in_place=True)
-    (1, 9)
+    SEVERAL is left out if the kernel reads the factors of all projections in place, because the time of such
+    a program depends only on the slots in use. With latent attention, `apply_lora` computes a part of the
+    deltas.
     """
-    counts = (1, num_lora_slots) if in_place else (1, SEVERAL, num_lora_slots)
+    if not on_gpu():
+        return None
+    reads_in_place = decodes and config.mesh is None and config.latent is None
+    counts = (1, num_lora_slots) if reads_in_place else (1, SEVERAL, num_lora_slots)
     return tuple(sorted({min(count, num_lora_slots) for count in counts}))
 
 

@@ -210,7 +210,7 @@ class WorkerSession:
                 return None
             if {**replayed, "id": 0} != {**reply, "id": 0}:
                 raise SandboxError(
-                    f"an episode cannot continue on another worker: that worker gives another reply "
+                    "an episode cannot continue on another worker: that worker gives another reply "
                     f"to {request.get('op')}"
                 )
         return worker
