@@ -64,7 +64,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def add(file: Path, name: str) -> str:
     """Create a key of tenant `name`, add its SHA-256 to the file, and return the key. The file is created if
     necessary. Raise ConfigError if the name or the file is invalid, or if the file belongs to another user or
-    group and this user may not create a file for that owner. Raise OSError if the file cannot be written."""
+    group and the caller may not create a file with this owner. Raise OSError if the file cannot be
+    written."""
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
     with _locked(file):
@@ -79,8 +80,8 @@ def add(file: Path, name: str) -> str:
 
 def remove(file: Path, name: str) -> None:
     """Remove all keys of tenant `name`. Raise ConfigError if the tenant has no key, if the file is invalid or
-    cannot be read, or if the file belongs to another user or group and this user may not create a file for
-    that owner. Raise OSError if the file cannot be written."""
+    cannot be read, or if the file belongs to another user or group and the caller may not create a file with
+    this owner. Raise OSError if the file cannot be written."""
     with _locked(file):
         if name not in read_keys(file).values():
             raise ConfigError(f"{file} has no key of tenant {name}; list file={file} prints the tenants")

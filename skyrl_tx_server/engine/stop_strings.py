@@ -1,4 +1,5 @@
-"""Finds the token that completes a stop string. Only tokens that can be part of the string are decoded."""
+"""Finds the token that completes a stop string. Only the tokens that can be part of the string, and the token
+before them, are decoded."""
 
 from __future__ import annotations
 

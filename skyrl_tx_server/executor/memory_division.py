@@ -131,8 +131,8 @@ def divide_memory(
 
 
 def fixed_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of weights and adapters. Training programs and the KV cache share the remaining
-    bytes."""
+    """Return the bytes of the weights, of the layers that a decode dispatch copies, and of the adapters.
+    Training programs and the KV cache share the remaining bytes."""
     return (
         weights_bytes(model)
         + copied_layers_bytes(model)
@@ -171,8 +171,9 @@ def minimum_training_bytes(model: ResolvedModel) -> float:
 
 
 def _bytes_with_activations(model: ResolvedModel, tokens: int) -> int:
-    """Estimate the bytes that training needs on one device for a stream of `tokens` tokens: the activations
-    that all layers keep (mostly results of matrix products) and the bytes of one recomputed layer.
+    """Estimate the bytes that training with Remat.ACTIVATIONS needs on one device for a stream of `tokens`
+    tokens: the activations that all layers keep (mostly results of matrix products), and the values that the
+    backward pass recomputes for one layer at a time.
 
     The estimate needs no compilation and is the same on every rank.
     """

@@ -48,7 +48,7 @@ class MemoryPlan:
         return self.total_bytes <= self.available_bytes
 
     def advice(self) -> str:
-        """Return the options that reduce the two largest items."""
+        """Return the options of the two largest items that an option can reduce."""
         items = sorted((item for item in self.items if item.option), key=lambda item: -item.num_bytes)
         return ", ".join(f"{item.option} ({_gib(item.num_bytes)} of {item.name})" for item in items[:2])
 

@@ -54,7 +54,8 @@ def known_environments() -> dict[str, str]:
 
 
 def check_environment(config: EnvironmentOptions) -> None:
-    """Raise ConfigError for an unknown environment and for task files that the environment cannot use.
+    """Raise ConfigError for an unknown environment and, if CHECKS has a check of this environment, for task
+    files that the environment cannot use.
 
     The check needs no server, so a run reports these errors before it connects to a server or starts one.
     """

@@ -3,8 +3,9 @@
     ratio = exp(clip(logp_old - logp_sampled, -20, 20)), capped
 
 logp_old is the trainer's logprob before the first optimizer step of the batch. The advantage is multiplied by
-the capped ratio. The ratio is positive, so it scales the clipped loss by the same factor. logp_old replaces
-the sampled logprob in the datum. The corrections and their default bounds are those of SkyRL.
+the capped ratio. The capped ratio is positive, so this multiplication also multiplies the clipped loss by the
+capped ratio. logp_old replaces the sampled logprob in the datum. The corrections and their default bounds are
+those of SkyRL.
 """
 
 from __future__ import annotations

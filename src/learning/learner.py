@@ -35,9 +35,10 @@ class TrainedTokens:
 class Learner:
     """Sends datums and optimizer steps to one training client.
 
-    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, this has
-    the same effect on `alpha / rank * B @ A` as multiplying alpha by `update_scale`, because Adam's step does
-    not depend on the size of the gradient. The decay per step does not change.
+    `update_scale` multiplies the learning rate and divides the weight decay. While B is small, the change of
+    A has little effect, and this has the same effect on `alpha / rank * B @ A` as multiplying alpha by
+    `update_scale`, because Adam's step does not depend on the size of the gradient. The decay per step does
+    not change.
     """
 
     def __init__(

@@ -119,8 +119,8 @@ class JudgeEndpointOptions(Options):
 
     judge_model: str | None = chz.field(
         default=None,
-        doc="Model at judge_base_url. It grades the natural-language assertions of tau2 tasks and the "
-        "conversations of taxonomy_feedback",
+        doc="Model at judge_base_url. It grades the natural-language assertions of tau2 tasks and, "
+        "with taxonomy_feedback, the conversations of the training trials",
     )
     judge_base_url: str | None = chz.field(
         default=None, doc="OpenAI-compatible endpoint of the judge; OPENAI_API_KEY is its key"

@@ -12,7 +12,8 @@ The fields have the names and contents of SkyRL's dumps:
     output_response       the text after the first prompt. In dumps of evaluations, this text includes the
                           special tokens, because programs that read these dumps count them. In training
                           examples, the special tokens are left out
-    score                 the rewards of the turns; the trial is passed if their sum is above 0
+    score                 a list: the rewards of the turns or, if the environment gives none, only the
+                          reward of the trial. The trial is passed if the sum is above 0
     reward                the sum of the rewards
     env_class             the environment (`env=`)
     data_source, domain   the domain, or the family of the task
@@ -177,7 +178,7 @@ def _has_role(message: object) -> bool:
 
 
 def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
-    """Remove special tokens that the model sampled as text."""
+    """Remove the text of special tokens from the content. A completion is decoded with this text."""
     content = message.get("content")
     return (
         {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)

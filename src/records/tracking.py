@@ -195,7 +195,8 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
     """Start a wandb run, or continue the wandb run of this folder."""
-    # wandb reads this variable when it is imported. The trainer itself prints the folder.
+    # wandb reads this variable when it is imported, and then prints nothing. The trainer prints the path of
+    # the run folder, which contains the files of wandb.
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb  # slow to import
 

@@ -577,7 +577,7 @@ REFUSALS = {
     ),
     "alternative tokens": (
         lambda t, s, r: s.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2),
-        "sample from each prefix instead",
+        "send one request for each prefix",
     ),
     "prompt too long": (
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),

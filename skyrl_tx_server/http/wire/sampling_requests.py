@@ -34,7 +34,10 @@ class SampleRequest:
 
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields = JsonReader(body, "asample")
-    fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
+    fields.refuse(
+        "prompt_alt_tokens_k",
+        "send one request for each prefix of the prompt, or draw the tokens from topk_prompt_logprobs",
+    )
     num_samples = fields.optional_integer("num_samples")
     targets = fields.value("target_prompt_logprobs")
     sampler_id, seq_id = fields.optional_text("sampling_session_id"), fields.optional_integer("seq_id")

@@ -29,8 +29,8 @@ from skyrl_tx_server.model.model_config import ModelConfig
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream in N blocks of n tokens, with K key-value heads of G queries each: queries [N, K, G, n, hd],
-    keys and values [N, K, n, hd]."""
+    """One stream in N blocks of n tokens. Each of the K key-value heads has G query heads. q is
+    [N, K, G, n, hd], and k and v are [N, K, n, hd]."""
 
     q: jax.Array
     k: jax.Array
@@ -165,9 +165,9 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # [N, K, G, n]: for each query, the sum over the keys of (softmax weight * gradient of this weight), which
-    # equals (output * gradient of the output). The gradient of a score is softmax weight * (gradient of this
-    # weight - this sum).
+    # [N, K, G, n]: for each query, the sum over the keys of softmax weight * gradient of this weight. It
+    # equals the dot product of the output and the gradient of the output over the head dimension. The
+    # gradient of a score is softmax weight * (gradient of this weight - this sum).
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def add_query_block(i: jax.Array, grads: _Heads) -> _Heads:

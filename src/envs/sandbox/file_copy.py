@@ -27,9 +27,9 @@ from src.core.errors import SandboxError
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 10_000  # files and directories of one trial
-MAX_BYTES = 64 * 2**20  # of all files of one trial
-LOG_SHARE = 4  # a directory of logs gets a quarter of the trial's limits, so that artifacts are not omitted
+MAX_FILES = 10_000  # files and directories that are downloaded from one environment of a trial
+MAX_BYTES = 64 * 2**20  # of all these files
+LOG_SHARE = 4  # a directory of logs gets a quarter of these limits, so that artifacts are not omitted
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024
 HEADER_BYTES = 2048  # per member of an archive, besides its contents
@@ -43,8 +43,9 @@ HOST_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
-"""Errors of this host when a file or directory is created. They are raised. The archive can cause any other
-error, for example by a name that is too long. The file of such an error is skipped."""
+"""Error numbers that this host causes when a file or directory is created. An OSError with one of these
+numbers is raised. An OSError with another number may be caused by the archive, for example by a name that is
+too long. The file is then skipped."""
 LARGE_OUTPUT = 2**20  # bytes
 
 
@@ -112,8 +113,8 @@ class TrialDownloads:
     def record(
         self, source: str, budget: DownloadBudget, remaining: DownloadBudget, *, is_whole: bool
     ) -> None:
-        """Subtract the used part of a download's budget from the limits of the trial. Note a download that is
-        not complete.
+        """Subtract the used part of a download's budget from the limits of the environment. Note a download
+        that is not complete.
         """
         self._remaining.files -= budget.files - remaining.files
         self._remaining.size -= budget.size - remaining.size
@@ -256,8 +257,8 @@ def unpack_file(archive: Readable, target: Path, budget: DownloadBudget) -> None
                 raise SandboxError(f"cannot download {target.name}: not a regular file")
             if not 0 <= member.size <= budget.size or budget.files <= 0:
                 raise SandboxError(
-                    f"cannot download {target.name} ({member.size} bytes): the trial's limit on the bytes or "
-                    "the number of downloaded files is exceeded"
+                    f"cannot download {target.name} ({member.size} bytes): the limit on the bytes or "
+                    "the number of files that are downloaded from an environment is exceeded"
                 )
             source = tar.extractfile(member)
             assert source is not None

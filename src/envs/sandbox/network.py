@@ -7,8 +7,11 @@ without its DNS alias, which would lead to a resolver on a loopback address. The
 name servers directly. Link-local addresses are unreachable, because clouds serve the credentials of a machine
 there.
 
-    trainer -> unshare (user and network namespace) -> waits -> bubblewrap   (one process)
-            -> slirp4netns, as the same unprivileged user   (ends when `exit_descriptor` is closed)
+The trainer starts two processes:
+
+- The first process executes three programs in turn: unshare creates the user and network namespaces, a shell
+  waits for a line that the trainer sends when slirp4netns is connected, and bubblewrap runs the sandbox.
+- slirp4netns runs as the user of the sandbox. It ends when `exit_descriptor` is closed.
 """
 
 from __future__ import annotations

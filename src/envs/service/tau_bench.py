@@ -188,7 +188,7 @@ def open_domains(
     model: UserModel | None,
     judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
-    """Return the provider of each built-in domain among `domains`."""
+    """Return the providers of toy_retail and of the tau2-bench domains that are in `domains`."""
     if config.tasks_dir is not None and toy_retail.NAME not in domains:
         names = "+".join(sorted(domains))
         raise ConfigError(
