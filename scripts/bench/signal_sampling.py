@@ -54,7 +54,7 @@ def simulated(
     for step in range(1, num_steps + 1):
         chosen = uniform[step - 1].tasks
         if task_sampling == "thompson":
-            chosen = state.choose(tasks, batch_size, settings, step=step, attempt=0)
+            chosen = state.choose(tasks, batch_size, settings, step=step, refill_index=0)
         groups = [group_of(task, rates[tasks.index(task)], group_size, rng) for task in chosen]
         state = state.after(groups)
         informative += sum(map(is_good, groups))

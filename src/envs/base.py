@@ -21,7 +21,7 @@ DEFAULT_DEADLINE_S = 7200.0
 
 
 class Trial(Protocol):
-    """One attempt at one task. A trial is run once."""
+    """One attempt of a trial. `run` is called once."""
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         """Play the task with `policy` and grade the result.

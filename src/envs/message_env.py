@@ -76,7 +76,7 @@ class MessageEnv(Protocol):
         """Return the first messages.
 
         An EnvServerError becomes a `TrialFailure` of kind `env_server`, and a BackendError becomes a
-        `TrialFailure` of kind `backend`. In both cases, the trial is repeated, up to `trial_attempts`
+        `TrialFailure` of kind `backend`. In both cases, the attempt is repeated, up to `trial_attempts`
         attempts. An AgentFault gives the trial the reward 0 with the reason of the AgentFault. Any other
         exception becomes a `TrialFailure` of kind `env_init_failed`.
         """

@@ -166,7 +166,9 @@ class TrialOptions(Options):
 
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once", validator=at_least(1))
     trial_timeout_s: float | None = chz.field(
-        default=None, doc="Deadline of one whole trial in seconds; None: two hours", validator=above(0)
+        default=None,
+        doc="Time limit of each attempt of a trial, in seconds; None: two hours",
+        validator=above(0),
     )
 
 

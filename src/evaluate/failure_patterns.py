@@ -8,8 +8,8 @@ that has the form of a program's error message. The tool results are
     other agents      messages of role `user` or `tool` after the first message, which are the output of a
                       terminal or of an environment
 
-A service trial is recognized by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial can
-have a user simulator.
+A service trial is recognized by the metric `parse_attempts`, the number of answers with a tool call. Only
+such a trial can have a user simulator.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class Curriculum:
         return replace(self, evidence=evidence, num_groups=count)
 
     def choose(
-        self, tasks: Sequence[Task], count: int, options: CurriculumOptions, *, step: int, attempt: int
+        self, tasks: Sequence[Task], count: int, options: CurriculumOptions, *, step: int, refill_index: int
     ) -> list[Task]:
-        """Return at most `count` different tasks. State, seed, step and attempt determine the choice.
+        """Return at most `count` different tasks. State, seed, step and `refill_index` determine the choice.
 
-        `attempt` is the index of the batch within the step: 0, or more with dynamic sampling.
+        `refill_index` is 0 for the first tasks of a step, and 1 or more for a refill of dynamic sampling.
         """
-        rng = random.Random(f"{options.seed}/curriculum/{step}/{attempt}")
+        rng = random.Random(f"{options.seed}/curriculum/{step}/{refill_index}")
         order = sorted(tasks, key=lambda task: task.id)
         rng.shuffle(order)  # so that ties are broken at random
         share = options.exploration_floor * min(count, len(order))

@@ -17,7 +17,7 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import apply_reward_rules, is_constant
 from src.learning.options import DynamicSamplingOptions, FilterOptions
 
-# Plays tasks. The number is the index of the batch within the step; batch 0 has the step's own tasks.
+# Plays tasks. The number is 0 for the step's own tasks, and 1 or more for a refill.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
 
 
@@ -57,9 +57,9 @@ async def sample_groups(
     """Play `tasks`, and batches of `refills` if needed, until the step has its groups."""
     state = EMPTY
     while not state.is_complete:
-        attempt = state.num_batches
-        batch = refills(state, len(tasks)) if attempt else tasks
-        groups = await play(batch, attempt)
+        refill_index = state.num_batches
+        batch = refills(state, len(tasks)) if refill_index else tasks
+        groups = await play(batch, refill_index)
         state = add_batch(
             state, apply_reward_rules(groups, filters), options, step=step, num_groups=len(tasks)
         )
@@ -127,9 +127,9 @@ def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> d
     }
 
 
-def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: int) -> list[T]:
+def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, refill_index: int) -> list[T]:
     """Return `count` shuffled tasks for a further batch. The shuffle does not affect the tasks of later
     steps."""
     order = list(tasks)
-    random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
+    random.Random(f"{seed}/refill/{step}/{refill_index}").shuffle(order)
     return order[:count]

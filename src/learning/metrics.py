@@ -259,7 +259,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
         lambda played: _judge_sum(played, "judge_errors")),
     Metric("judge/cost_usd", Unit.USD, SUM, "Price of the judge's tokens.",
         lambda played: _judge_sum(played, "judge_cost_usd")),
-    Metric("reward/parse_failure_rate", SHARE, MEAN, "Attempted tool calls that could not be parsed.",
+    Metric("reward/parse_failure_rate", SHARE, MEAN, "Answers with a tool call that could not be parsed.",
         lambda played: parse_metrics(played.trajectories).get("reward/parse_failure_rate")),
     Metric("parse/recovered", COUNT, SUM, "Tool calls whose missing closing brackets were added.",
         lambda played: parse_metrics(played.trajectories).get("parse/recovered")),

@@ -84,17 +84,19 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
 
 
 def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the share of attempted tool calls that could not be parsed, and how many were repaired.
+    """Return the share of answers with a tool call that could not be parsed, and the number of repairs.
 
-    Every turn counts as one attempt in environments that do not count attempts.
+    In an environment that does not count the answers with a tool call, every turn counts as one.
     """
     counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
     if not counted:
         return {}
     failures = sum(trajectory.metrics["parse_failures"] for trajectory in counted)
-    attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
+    num_answers = sum(
+        trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted
+    )
     recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
-    return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
+    return {"reward/parse_failure_rate": failures / max(1, num_answers), "parse/recovered": float(recovered)}
 
 
 def trajectory_metrics(played: PlayedGroups) -> dict[str, list[float]]:

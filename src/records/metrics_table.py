@@ -44,7 +44,7 @@ PROGRESS_METRICS: tuple[Metric[Any], ...] = (
 )
 
 SAMPLING_METRICS: tuple[Metric[Any], ...] = (
-    Metric("trials/retries", COUNT, SUM, "Repeated attempts after an infrastructure failure."),
+    Metric("trials/retries", COUNT, SUM, "Attempts that repeat an attempt with an infrastructure failure."),
     Metric("groups/quarantined", COUNT, SUM,
         "Groups of the step that were skipped because their task is quarantined."),
     Metric("tasks/quarantined", COUNT, LAST, "Tasks in quarantine."),

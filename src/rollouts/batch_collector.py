@@ -132,8 +132,8 @@ class BatchCollector:
         self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
         rolled_out: list[TimedGroup] = []
 
-        async def roll_out(tasks: Sequence[Task], attempt: int) -> list[TrajectoryGroup]:
-            timed_groups = await self._roll_out(batch, tasks, attempt)
+        async def roll_out(tasks: Sequence[Task], refill_index: int) -> list[TrajectoryGroup]:
+            timed_groups = await self._roll_out(batch, tasks, refill_index)
             rolled_out.extend(timed_groups)
             return [timed.group for timed in timed_groups]
 
@@ -227,7 +227,7 @@ class BatchCollector:
         if self._options.task_sampling == "uniform":
             return batch.tasks
         return self._curriculum.choose(
-            self._available_tasks(), len(batch.tasks), self._options, step=batch.step, attempt=0
+            self._available_tasks(), len(batch.tasks), self._options, step=batch.step, refill_index=0
         )
 
     def _refills(self, batch: Batch, state: SamplingState, num_needed: int) -> Sequence[Task]:
@@ -238,13 +238,13 @@ class BatchCollector:
         has not rolled out.
         """
         options, tasks = self._options, self._available_tasks()
-        step_and_attempt = {"step": batch.step, "attempt": state.num_batches}
+        position = {"step": batch.step, "refill_index": state.num_batches}
         if options.task_sampling == "uniform":
-            return refill(tasks, num_needed, seed=options.seed, **step_and_attempt)
+            return refill(tasks, num_needed, seed=options.seed, **position)
         rolled_out, num_missing = {group.task.id for group in state.played}, num_needed - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
-        return self._curriculum.choose(candidates, num_missing, options, **step_and_attempt)
+        return self._curriculum.choose(candidates, num_missing, options, **position)
 
     def _available_tasks(self) -> list[Task]:
         return [task for task in self._source.train if not self._is_quarantined(task)]
@@ -252,10 +252,10 @@ class BatchCollector:
     def _is_quarantined(self, task: Task) -> bool:
         return task.id in self._faults.quarantined
 
-    async def _roll_out(self, batch: Batch, tasks: Sequence[Task], attempt: int) -> list[TimedGroup]:
-        """Roll out the step's tasks (attempt 0) or the refill `attempt`, and count the failures."""
-        plan = self._plan(f"refill-{attempt}" if attempt else "step", batch.step)
-        title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
+    async def _roll_out(self, batch: Batch, tasks: Sequence[Task], refill_index: int) -> list[TimedGroup]:
+        """Roll out the step's own tasks (`refill_index` 0) or a refill, and count the failures."""
+        plan = self._plan(f"refill-{refill_index}" if refill_index else "step", batch.step)
+        title = f"step {batch.step}" + (f", refill {refill_index}" if refill_index else "")
         self._events.batch_started(title, num_groups=len(tasks), group_size=plan.group_size)
         playing = self._rollouts.groups(
             tasks,

@@ -96,7 +96,7 @@ class RolloutOptions(TrialOptions, SeedOptions):
 
     trial_attempts: int = chz.field(
         default=3,
-        doc="Maximum number of attempts at a trial that ends with a failure of the kind sandbox, backend, "
+        doc="Maximum number of attempts of a trial that ends with a failure of the kind sandbox, backend, "
         "verifier or env_server",
         validator=at_least(1),
     )

@@ -45,7 +45,7 @@ def test_choice_prefers_rates_near_one_half_and_explores():
             [group(name, *([0] * 8)) for name in "abcde"]
             + [group(name, *([1] * 4 + [0] * 4)) for name in "fgh"]
         )
-    chosen = [task.id for task in state.choose(TASKS, 4, SIGNAL, step=1, attempt=0)]
+    chosen = [task.id for task in state.choose(TASKS, 4, SIGNAL, step=1, refill_index=0)]
     assert chosen[0] == "a" and set(chosen[1:]) == {"f", "g", "h"}
 
 
@@ -53,12 +53,14 @@ def test_choice_depends_on_state_seed_and_step_only():
     state = Curriculum().after([group("a", 1, 0), group("b", 0, 0)])
 
     def chosen(state=state, tasks=TASKS, **changes):
-        return [task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "attempt": 0} | changes))]
+        return [
+            task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "refill_index": 0} | changes))
+        ]
 
     assert chosen() == chosen(from_records([to_record(state, since=0)])) == chosen(tasks=TASKS[::-1])
     assert len({tuple(chosen(step=step)) for step in range(10)}) > 1
-    assert chosen() != chosen(attempt=1)
-    assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
+    assert chosen() != chosen(refill_index=1)
+    assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, refill_index=0)) == 8
 
 
 def test_a_floor_below_one_task_explores_at_random():
@@ -69,11 +71,11 @@ def test_a_floor_below_one_task_explores_at_random():
     for name in "bcdefgh" * 20:
         state = state.after([group(name, 1, 0)])
     explored = sum(
-        state.choose(TASKS, 4, half_task, step=step, attempt=0)[0].id == "a" for step in range(200)
+        state.choose(TASKS, 4, half_task, step=step, refill_index=0)[0].id == "a" for step in range(200)
     )
     assert 70 < explored < 130
     assert len(
-        {Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}
+        {Curriculum().choose(TASKS, 4, SIGNAL, step=step, refill_index=0)[0].id for step in range(40)}
     ) == len(TASKS)
 
 

@@ -126,9 +126,10 @@ async def test_later_user_messages_are_sent_one_by_one(tmp_path: Path):
     assert (await play(source, "3", "3", "2")).reward == 0.0  # the last answer is graded
 
 
-async def test_attempts_let_the_agent_try_again(tmp_path: Path):
+@pytest.mark.parametrize("option", ["max_answers", "attempts"])  # the second is the former name
+async def test_max_answers_lets_the_agent_try_again(tmp_path: Path, option: str):
     path = written(tmp_path / "a.jsonl", GSM8K[1])
-    source = opened(f"data={path}", "reward=number", "environment_kwargs=attempts=2", "eval_split=0")
+    source = opened(f"data={path}", "reward=number", f"environment_kwargs={option}=2", "eval_split=0")
     results = [await play(source, *answers) for answers in (["7"], ["6", "7"], ["6", "5"])]
     assert [(len(result.turns), result.reward) for result in results] == [(1, 1.0), (2, 1.0), (2, 0.0)]
 
@@ -286,7 +287,11 @@ NO_QUESTION = (
             "FILE:1: the answer '(' is not a regular expression",
         ),
         ("\n", [], "FILE has no rows; give a file with at least one row"),
-        ("", ["environment_kwargs=attempts=0"], "environment_kwargs attempts=0 is not a positive number"),
+        (
+            "",
+            ["environment_kwargs=max_answers=0"],
+            "environment_kwargs max_answers=0 is not a positive number",
+        ),
         (
             "",
             ["environment_kwargs=tries=2"],

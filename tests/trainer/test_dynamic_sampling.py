@@ -107,18 +107,22 @@ def test_dynamic_sampling_off_keeps_all_groups():
     assert add_batch(EMPTY, groups, settings("off"), step=1, num_groups=2).kept == groups
 
 
-def test_a_refill_depends_only_on_seed_step_and_attempt():
+def test_a_refill_depends_only_on_seed_step_and_index():
     tasks = list(range(20))
-    assert refill(tasks, 4, seed=0, step=1, attempt=1) == refill(tasks, 4, seed=0, step=1, attempt=1)
-    assert refill(tasks, 4, seed=0, step=1, attempt=1) != refill(tasks, 4, seed=0, step=1, attempt=2)
+    assert refill(tasks, 4, seed=0, step=1, refill_index=1) == refill(
+        tasks, 4, seed=0, step=1, refill_index=1
+    )
+    assert refill(tasks, 4, seed=0, step=1, refill_index=1) != refill(
+        tasks, 4, seed=0, step=1, refill_index=2
+    )
 
 
 async def test_refills_receive_the_state_after_each_batch():
     played = {0: [*good("a"), *bad("b")], 1: bad("c"), 2: good("d")}
     requests = []
 
-    async def play(tasks, attempt):
-        return played[attempt]
+    async def play(tasks, index):
+        return played[index]
 
     def refills(state, num_groups):
         requests.append((state.num_batches, num_groups - len(state.kept), names(state.played)))
@@ -138,7 +142,7 @@ async def test_refills_receive_the_state_after_each_batch():
 async def test_reward_rules_are_applied_before_dynamic_sampling():
     played = [group("a", 1), replace(group("b", 0), failures=[failure()])]
 
-    async def play(tasks, attempt):
+    async def play(tasks, index):
         return played
 
     filters = FilterOptions(

@@ -86,7 +86,7 @@ def test_a_bare_name_is_a_call_without_arguments():
     ],
 )
 @pytest.mark.seed_behaviour(12)
-def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
+def test_the_first_strategy_that_finds_a_call_decides(answer, strategy):
     parsed = parse(answer, TOOLS)
     assert parsed.strategy == strategy
     assert [call.name for call in parsed.calls] == ([] if strategy == Strategy.REACT else ["cancel"])
@@ -310,7 +310,7 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
 
 
 @pytest.mark.seed_behaviour(46)
-def test_the_failure_rate_is_a_share_of_attempted_calls():
+def test_the_failure_rate_is_a_share_of_answers_with_calls():
     def played(attempts: float, failures: float) -> Trajectory:
         metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}
         return replace(trajectory(turns=[turn([1], [2])] * 5), metrics=metrics)

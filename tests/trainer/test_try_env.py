@@ -75,7 +75,7 @@ async def test_reference_answers_have_the_full_reward(data: str):
 async def test_scripted_answers_come_from_a_file(data: str, tmp_path: Path):
     (tmp_path / "answers.txt").write_text("wrong\n2\n")
     options = (f"answers={tmp_path / 'answers.txt'}", "tasks=sums-00002,sums-00003")
-    text, _ = await run_try_env(data, "reward=number", "environment_kwargs=attempts=2", *options)
+    text, _ = await run_try_env(data, "reward=number", "environment_kwargs=max_answers=2", *options)
     assert (
         "pass rate (scripted): 50.0% (1/2 trials)" in text and "user: That is not correct. Try again." in text
     )

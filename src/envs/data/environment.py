@@ -1,13 +1,14 @@
 """env=data: questions with reference answers from files. The user writes no environment class.
 
     data=train.jsonl test_data=test.parquet reward=number
-    data=tasks.jsonl reward=my_module:grade environment_kwargs=question=problem,answer=result,attempts=3
+    data=tasks.jsonl reward=my_module:grade environment_kwargs=question=problem,answer=result,max_answers=3
 
 `data=` selects this environment. docs/environments.md describes the columns and the reward functions.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,27 +24,28 @@ from src.envs.options import EnvironmentOptions
 from src.envs.service.tool_calls import without_thoughts
 from src.policy.chat import Chat, Message
 
+logger = logging.getLogger(__name__)
+
 RETRY_MESSAGE = "That is not correct. Try again."
-SOLVED = 1.0  # after an answer with at least this reward there is no further attempt
+SOLVED = 1.0  # after an answer with at least this reward there is no further answer
+FORMER_MAX_ANSWERS = "attempts"  # former name of the option max_answers; accepted for one release
 
 
 class DataEnv:
     """One trial of one question. Implements `MessageEnv`.
 
     The agent answers the opening messages and each follow-up message. Only the answer to the last of these
-    messages is graded. With `max_attempts` above 1, RETRY_MESSAGE is the reply to a graded answer with a
-    reward below 1, and only the reward of the last attempt counts. If the reward function returns a message,
+    messages is graded. With `max_answers` above 1, RETRY_MESSAGE is the reply to a graded answer with a
+    reward below 1, and only the reward of the last answer counts. If the reward function returns a message,
     the agent answers this message, and both rewards are added.
     """
 
-    def __init__(
-        self, question: Question, reward: Reward, *, system: str = "", max_attempts: int = 1
-    ) -> None:
+    def __init__(self, question: Question, reward: Reward, *, system: str = "", max_answers: int = 1) -> None:
         self._question = question
         self._reward = reward
         self._system = system
         self._follow_ups = list(question.follow_ups)
-        self._num_attempts_left = max_attempts
+        self._num_answers_left = max_answers
 
     async def start(self) -> ResetResult:
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
@@ -60,8 +62,8 @@ class DataEnv:
             return StepResult(
                 messages=[_user_message(graded.message)], reward=graded.reward, metrics=graded.metrics
             )
-        self._num_attempts_left -= 1
-        if graded.reward < SOLVED and self._num_attempts_left > 0:
+        self._num_answers_left -= 1
+        if graded.reward < SOLVED and self._num_answers_left > 0:
             return StepResult(messages=[_user_message(RETRY_MESSAGE)], metrics=graded.metrics)
         return StepResult(reward=graded.reward, is_done=True, metrics=graded.metrics)
 
@@ -74,12 +76,12 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     reward = open_reward(str(config.reward))
     tasks, held_out = read_tasks(config, reward)
     options = config.environment_options
-    system, max_attempts = read_system(options.get("system")), attempts(options)
+    system, max_answers = read_system(options.get("system")), read_max_answers(options)
 
     def make(task: Task, seed: int) -> MessageEnv:
         question = task.row["question"]
         assert isinstance(question, Question)
-        return DataEnv(question, reward, system=system, max_attempts=max_attempts)
+        return DataEnv(question, reward, system=system, max_answers=max_answers)
 
     return episodes(config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, close=reward.close))
 
@@ -87,13 +89,15 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 def check_data(config: EnvironmentOptions) -> None:
     """Raise ConfigError for files and options with which `open_data` would fail. Needs no server."""
     options = config.environment_options
-    if unknown := options.keys() - {"question", "answer", "system", "attempts"}:
+    if unknown := options.keys() - {"question", "answer", "system", "max_answers", FORMER_MAX_ANSWERS}:
         raise ConfigError(
             f"environment_kwargs: env=data has no option {min(unknown)}; its options are question, answer, "
-            "system and attempts"
+            "system and max_answers"
         )
+    if FORMER_MAX_ANSWERS in options:
+        logger.warning("environment_kwargs: %s is a former name; use max_answers", FORMER_MAX_ANSWERS)
     read_system(options.get("system"))
-    attempts(options)
+    read_max_answers(options)
     read_tasks(config, open_reward(str(config.reward)))
 
 
@@ -130,11 +134,11 @@ def read_system(path: str | None) -> str:
         ) from error
 
 
-def attempts(options: dict[str, str]) -> int:
-    text = options.get("attempts", "1")
+def read_max_answers(options: dict[str, str]) -> int:
+    text = options.get("max_answers", options.get(FORMER_MAX_ANSWERS, "1"))
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"environment_kwargs attempts={text} is not a positive number; write attempts=NUMBER"
+            f"environment_kwargs max_answers={text} is not a positive number; write max_answers=NUMBER"
         )
     return int(text)
 

@@ -32,7 +32,7 @@ NUMBER = re.compile(
 )
 NUM_WORKERS = 2
 GRADING_TIMEOUT_S = 10.0
-MAX_ATTEMPTS = 2  # for a comparison whose worker exits before the time limit
+MAX_TRIES = 2  # for a comparison whose worker exits before the time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,20 +157,20 @@ class WorkerReward:
         """Compare the answer with the reference in a worker.
 
         Raises AgentFault if the comparison exceeds the time limit, WorkerLost if its worker exits in each of
-        MAX_ATTEMPTS attempts, and SandboxError if no worker starts.
+        MAX_TRIES tries, and SandboxError if no worker starts.
         """
         reference = require_reference(question)
         if self._name == "math":
             reference = marked(reference)
         request = {"reference": reference, "answer": answer}
-        for attempt in range(MAX_ATTEMPTS):
+        for number in range(MAX_TRIES):
             try:
                 return Graded(reward=float(await self._is_equal(request)))
             except WorkerTimeout as error:
                 detail = f"reward={self._name}: no result within {GRADING_TIMEOUT_S:g} s for {answer[-60:]!r}"
                 raise AgentFault(ZeroReason.VERIFIER_TIMEOUT, detail) from error
             except WorkerLost:
-                if attempt + 1 == MAX_ATTEMPTS:
+                if number + 1 == MAX_TRIES:
                     raise
         raise AssertionError("unreachable")
 

@@ -51,7 +51,7 @@ class RunningTrial:
 
 
 class HarborTrial:
-    """One attempt at one Harbor task. Implements `Trial` and `DeadlineAware`."""
+    """One attempt of a trial of a Harbor task. Implements `Trial` and `DeadlineAware`."""
 
     def __init__(
         self,

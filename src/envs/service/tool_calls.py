@@ -74,14 +74,14 @@ class ParsedAnswer:
 
     content: str = ""  # the text around the calls; without calls, the message to the user
     calls: Sequence[ToolCall] = ()
-    strategy: Strategy | None = None  # None: the answer contains no attempted call
+    strategy: Strategy | None = None  # None: the answer contains no call, valid or not
     problem: str = ""  # why a call or its arguments could not be parsed; "" if there was no problem
     num_repaired: int = 0  # JSON texts to which closing brackets were added
 
     @property
     def counts(self) -> dict[str, float]:
         """The counts of this answer, which `ServiceEnv` adds up over an episode. The parse failure rate is
-        `parse_failures / parse_attempts`.
+        `parse_failures / parse_attempts`. `parse_attempts` counts the answers with a call, valid or not.
         """
         return {
             "parse_attempts": float(self.strategy is not None),
@@ -97,7 +97,7 @@ class ParseError(ValueError):
 def parse(
     answer: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]] | None = None
 ) -> ParsedAnswer:
-    """Parse an answer with the first strategy that finds an attempted call.
+    """Parse an answer with the first strategy that finds a call, valid or not.
 
     `tools` are the names of the known tools. The strategies `code` and `bare_name` find only calls of these
     tools. The strategies `whole`, `fenced` and `embedded` also require a known tool if the JSON has a name

@@ -92,8 +92,8 @@ class ModelUserSimulator:
             self._instructions,
             *(with_roles_swapped(message) for message in conversation or GREETING),
         ]
-        for attempt in range(MAX_TRIES):
-            seed = turn_seed(self._seed, len(messages) * MAX_TRIES + attempt)
+        for number in range(MAX_TRIES):
+            seed = turn_seed(self._seed, len(messages) * MAX_TRIES + number)
             text = await self._model.say(messages, tools=self._tools, seed=seed)
             if text.strip():
                 return text
