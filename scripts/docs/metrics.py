@@ -19,7 +19,7 @@ removes the lines of the steps that it repeats. wandb (`wandb_project=`) and tra
 receive each step once, with its evaluation. wandb ignores values for a step that it already has, so after a
 crash it keeps the first values of a repeated step.
 
-A name with a part in angle brackets stands for a family of metrics. The reduction says how the values of one
+A name with a part in angle brackets stands for several metrics. The reduction says how the values of one
 step (of its trials, turns, tokens or groups) become one number; `last` is a single value. The unit `varies`
 means that the unit depends on the metric, the environment or the server.
 """

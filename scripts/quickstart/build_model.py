@@ -3,7 +3,7 @@
     python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
 The script trains a small Qwen3 with random initial weights to imitate demonstrations. The demonstrations are
-generated during training, from the task families and the words that are reserved for training. The loss
+generated during training, from the task types and the words that are reserved for training. The loss
 counts only the tokens of answers. The result is deterministic. The script takes about 20 minutes on two
 cores.
 """
@@ -25,8 +25,8 @@ import optax
 from tokenizers import Tokenizer
 
 from scripts.quickstart.demonstrations import Message, demonstrate
-from scripts.quickstart.families import TRAINING, make_instance
 from scripts.quickstart.make_tasks import ROOT
+from scripts.quickstart.task_types import TRAINING, make_instance
 from scripts.quickstart.tokenizer import build_tokenizer, save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 from skyrl_tx_server.model.layers import within_segments
@@ -39,7 +39,7 @@ POOL = 24  # number of conversations from which `batches` chooses
 STEPS = 2000  # steps of all three phases of `curriculum`
 DRILL_STEPS, MIXTURE_STEPS = 150, 250  # steps of the first phase and of the last phase
 PEAK_LEARNING_RATE = 1.2e-3
-WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
+TASK_TYPE_WEIGHTS = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,12 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
 def demonstrations(
     tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0
 ) -> Iterator[Conversation]:
-    """Generate new demonstrations of the training families without end. A share `lessons` of them contains
-    only the task and the first answer of a careful demonstrator."""
-    families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
+    """Generate new demonstrations of the task types of training without end. A share `lessons` of them
+    contains only the task and the first answer of a careful demonstrator."""
+    task_types = [task_type for task_type in TRAINING for _ in range(TASK_TYPE_WEIGHTS.get(task_type, 1))]
     for number in itertools.count():
         instance = make_instance(
-            rng.choice(families), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
+            rng.choice(task_types), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
         )
         if rng.random() < lessons:
             yield encode(tokenizer, demonstrate(instance, rng, careful_share=1.0).messages[:2])

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from scripts.quickstart.families import TRAINING, Instance, make_instance
+from scripts.quickstart.task_types import TRAINING, Instance, make_instance
 from scripts.quickstart.terminal import NO_JSON, Screen, confirmation_message, first_message
 from scripts.quickstart.words import Pool
 
@@ -66,7 +66,7 @@ HASTY = Style(
     },
 )
 FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
-TWO_OPERATIONS = ("collect", "pair", "pipe")  # families whose command combines two operations
+TWO_OPERATIONS = ("collect", "pair", "pipe")  # task types whose command combines two operations
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
 REPAIR_RATE = 0.15  # if the command has not run: probability that it is run when confirmation is requested
@@ -141,11 +141,11 @@ def write_chats(path: Path, count: int) -> None:
     on `count` and on the installed version of Harbor.
     """
     rng = random.Random("demonstrations of the warm start")
-    single = [family for family in TRAINING if family not in TWO_OPERATIONS]
+    single = [task_type for task_type in TRAINING if task_type not in TWO_OPERATIONS]
     with path.open("w", encoding="utf-8") as chats:
         for number in range(count):
-            family = rng.choice(TWO_OPERATIONS if number % 2 else single)
-            instance = make_instance(family, seed=f"warm-start-{number}", pool=Pool.TRAIN)
+            task_type = rng.choice(TWO_OPERATIONS if number % 2 else single)
+            instance = make_instance(task_type, seed=f"warm-start-{number}", pool=Pool.TRAIN)
             screen, first = _opening(instance, rng)
             keys = instance.command + ("\n" if number % 8 < 2 else "")
             messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]

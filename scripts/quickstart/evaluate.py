@@ -1,4 +1,4 @@
-"""Measure how often a model solves each family of tasks.
+"""Measure how often a model solves each type of tasks.
 
     python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
 
@@ -85,12 +85,12 @@ async def evaluate(
 
 
 def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> None:
-    family = {
+    task_types = {
         task.id: tomllib.loads((task.path / "task.toml").read_text())["metadata"]["family"] for task in tasks
     }
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        rewards[family[trajectory.task_id]].append(trajectory.reward)
+        rewards[task_types[trajectory.task_id]].append(trajectory.reward)
     tokens = [len(t.turns[-1].prompt_ids) + len(t.turns[-1].completion_ids) for t in trajectories]
     turns = np.mean([len(trajectory.turns) for trajectory in trajectories])
     success = np.mean([trajectory.reward for trajectory in trajectories])

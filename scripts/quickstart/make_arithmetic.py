@@ -19,13 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "arithmetic"
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
 THINGS = ("apples", "books", "coins", "pens", "stones", "cards", "shells", "eggs", "stamps", "keys")
-TRAIN_PER_FAMILY, HELD_OUT_PER_FAMILY = 16, 8
+TRAIN_PER_TYPE, HELD_OUT_PER_TYPE = 16, 8
 MAX_OPERAND = 9
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class TaskType:
     """Problems with one story. They differ in their names, things and numbers."""
 
     name: str
@@ -34,47 +34,47 @@ class Family:
 
 
 TRAIN = (
-    Family(name="basket", sign="+", story="{name} has {a} {things} in a basket and puts {b} more into it."),
-    Family(name="gift", sign="+", story="{name} has {a} {things}. {other} gives {name} {b} {things}."),
-    Family(name="boxes", sign="+", story="One box holds {a} {things} and another box holds {b}."),
-    Family(name="days", sign="+", story="{name} finds {a} {things} on Monday and {b} on Tuesday."),
-    Family(name="friends", sign="+", story="{name} has {a} {things} and {other} has {b}."),
-    Family(name="lost", sign="-", story="{name} has {a} {things} and loses {b} of them."),
-    Family(name="sold", sign="-", story="A shop has {a} {things} and sells {b} of them."),
-    Family(name="younger", sign="-", story="{name} is {a} years old and {other} is {b} years younger."),
-    Family(name="given", sign="-", story="{name} has {a} {things} and gives {b} of them to {other}."),
-    Family(name="broken", sign="-", story="There are {a} {things} in a bag, and {b} of them break."),
+    TaskType(name="basket", sign="+", story="{name} has {a} {things} in a basket and puts {b} more into it."),
+    TaskType(name="gift", sign="+", story="{name} has {a} {things}. {other} gives {name} {b} {things}."),
+    TaskType(name="boxes", sign="+", story="One box holds {a} {things} and another box holds {b}."),
+    TaskType(name="days", sign="+", story="{name} finds {a} {things} on Monday and {b} on Tuesday."),
+    TaskType(name="friends", sign="+", story="{name} has {a} {things} and {other} has {b}."),
+    TaskType(name="lost", sign="-", story="{name} has {a} {things} and loses {b} of them."),
+    TaskType(name="sold", sign="-", story="A shop has {a} {things} and sells {b} of them."),
+    TaskType(name="younger", sign="-", story="{name} is {a} years old and {other} is {b} years younger."),
+    TaskType(name="given", sign="-", story="{name} has {a} {things} and gives {b} of them to {other}."),
+    TaskType(name="broken", sign="-", story="There are {a} {things} in a bag, and {b} of them break."),
 )
 HELD_OUT = (
-    Family(name="bus", sign="+", story="A bus carries {a} people, and {b} people get on."),
-    Family(name="trees", sign="+", story="{name} plants {a} trees in spring and {b} in autumn."),
-    Family(name="savings", sign="+", story="{name} saves {a} dollars this week and {b} the week before."),
-    Family(name="eaten", sign="-", story="There are {a} cakes on a table, and {name} eats {b} of them."),
-    Family(name="pages", sign="-", story="A book has {a} pages, and {name} has read {b} of them."),
-    Family(name="birds", sign="-", story="There are {a} birds on a roof, and {b} fly away."),
+    TaskType(name="bus", sign="+", story="A bus carries {a} people, and {b} people get on."),
+    TaskType(name="trees", sign="+", story="{name} plants {a} trees in spring and {b} in autumn."),
+    TaskType(name="savings", sign="+", story="{name} saves {a} dollars this week and {b} the week before."),
+    TaskType(name="eaten", sign="-", story="There are {a} cakes on a table, and {name} eats {b} of them."),
+    TaskType(name="pages", sign="-", story="A book has {a} pages, and {name} has read {b} of them."),
+    TaskType(name="birds", sign="-", story="There are {a} birds on a roof, and {b} fly away."),
 )
 
 
-def problem(family: Family, rng: random.Random) -> tuple[str, str]:
+def problem(task_type: TaskType, rng: random.Random) -> tuple[str, str]:
     """Return a question and its answer. The answer is at least 1."""
     a, b = rng.randint(1, MAX_OPERAND), rng.randint(1, MAX_OPERAND)
-    if family.sign == "-":
+    if task_type.sign == "-":
         a += b
     name, other = rng.sample(NAMES, 2)
-    story = family.story.format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
-    return f"{story} What is {a} {family.sign} {b}?", str(a + b if family.sign == "+" else a - b)
+    story = task_type.story.format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
+    return f"{story} What is {a} {task_type.sign} {b}?", str(a + b if task_type.sign == "+" else a - b)
 
 
-def problems(families: Sequence[Family], per_family: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return `per_family` different problems of each family."""
+def problems(task_types: Sequence[TaskType], per_type: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return `per_type` different problems of each task type."""
     rows = []
-    for family in families:
+    for task_type in task_types:
         answers: dict[str, str] = {}
-        while len(answers) < per_family:
-            question, answer = problem(family, rng)
+        while len(answers) < per_type:
+            question, answer = problem(task_type, rng)
             answers[question] = answer
         rows += [
-            {"id": f"{family.name}-{number:02d}", "question": question, "answer": answer}
+            {"id": f"{task_type.name}-{number:02d}", "question": question, "answer": answer}
             for number, (question, answer) in enumerate(answers.items(), 1)
         ]
     return rows
@@ -83,11 +83,11 @@ def problems(families: Sequence[Family], per_family: int, rng: random.Random) ->
 def main(folder: Path) -> None:
     rng = random.Random(SEED)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, families, per_family in (
-        ("train", TRAIN, TRAIN_PER_FAMILY),
-        ("heldout", HELD_OUT, HELD_OUT_PER_FAMILY),
+    for name, task_types, per_type in (
+        ("train", TRAIN, TRAIN_PER_TYPE),
+        ("heldout", HELD_OUT, HELD_OUT_PER_TYPE),
     ):
-        lines = [json.dumps(row) + "\n" for row in problems(families, per_family, rng)]
+        lines = [json.dumps(row) + "\n" for row in problems(task_types, per_type, rng)]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

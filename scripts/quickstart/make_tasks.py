@@ -3,7 +3,7 @@
     python -m scripts.quickstart.make_tasks [DIRECTORY]
 
 The Harbor task folders are the same in every run. Training tasks use the words of the demonstrations.
-Held-out tasks use words that occur nowhere else, and some held-out families have no training task.
+Held-out tasks use words that occur nowhere else, and some held-out task types have no training task.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import shutil
 import sys
 from pathlib import Path
 
-from scripts.quickstart.families import TRAINING, UNSEEN, Instance, make_instance
+from scripts.quickstart.task_types import TRAINING, UNSEEN, Instance, make_instance
 from scripts.quickstart.words import Pool
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "quickstart"
-TRAIN_COUNTS = {family: 2 for family in TRAINING} | {"collect": 4, "pipe": 6, "pair": 8}
+TRAIN_COUNTS = {task_type: 2 for task_type in TRAINING} | {"collect": 4, "pipe": 6, "pair": 8}
 HELD_OUT_COUNTS = {
-    family: 1 for family in ("write", "append", "copy", "move", "mode", "count", "search", "pipe", "pair")
+    task_type: 1
+    for task_type in ("write", "append", "copy", "move", "mode", "count", "search", "pipe", "pair")
 }
-HELD_OUT_COUNTS |= {family: 2 for family in UNSEEN} | {"count-matches": 3}
+HELD_OUT_COUNTS |= {task_type: 2 for task_type in UNSEEN} | {"count-matches": 3}
 
 TASK_TOML = """schema_version = "1.1"
 
@@ -29,7 +30,7 @@ name = "quickstart/{name}"
 description = "{instruction}"
 
 [metadata]
-family = "{family}"
+family = "{task_type}"
 split = "{split}"
 
 [agent]
@@ -55,13 +56,13 @@ fi
 
 
 def instances(split: Pool, *, scale: int = 1) -> dict[str, Instance]:
-    """Return the instances of one split by task name, with `scale` times the usual number per family."""
+    """Return the instances of one split by task name, with `scale` times the usual number per task type."""
     # Training tasks are numbered from 1 and held-out tasks from 51, because their names are task ids and
     # must be unique.
     counts, offset = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
     return {
-        f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
-        for family, count in counts.items()
+        f"{task_type}-{number:02d}": make_instance(task_type, seed=f"task-{number}", pool=split)
+        for task_type, count in counts.items()
         for number in range(offset + 1, offset + scale * count + 1)
     }
 
@@ -77,7 +78,7 @@ def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
     """Write one Harbor task folder."""
     text = {
         "task.toml": TASK_TOML.format(
-            name=directory.name, instruction=instance.instruction, family=instance.family, split=split
+            name=directory.name, instruction=instance.instruction, task_type=instance.task_type, split=split
         ),
         "instruction.md": instance.instruction + "\n",
         "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n"

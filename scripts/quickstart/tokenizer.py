@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from scripts.quickstart.demonstrations import demonstrate, spoken_words
-from scripts.quickstart.families import TRAINING, make_instance
+from scripts.quickstart.task_types import TRAINING, make_instance
 from scripts.quickstart.terminal import CONFIRMATION, NO_JSON, PROMPT, prompt_template
 from scripts.quickstart.words import INSTRUCTION_WORDS, SYLLABLES, Pool
 

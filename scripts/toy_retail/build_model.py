@@ -31,8 +31,8 @@ from scripts.quickstart.build_model import (
 )
 from scripts.quickstart.words import Pool
 from scripts.toy_retail.demonstrations import CAREFUL_SHARE, demonstrate
-from scripts.toy_retail.families import FAMILIES, make_instance
 from scripts.toy_retail.make_tasks import ROOT
+from scripts.toy_retail.task_types import TASK_TYPES, make_instance
 from scripts.toy_retail.tokenizer import save
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.model.weights import save_model
@@ -47,7 +47,7 @@ def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> I
     with asyncio.Runner() as runner:
         for number in itertools.count():
             instance = make_instance(
-                rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
+                rng.choice(TASK_TYPES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
             )
             demonstration = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
             yield demonstration.ids, demonstration.is_agent_token

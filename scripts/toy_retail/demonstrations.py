@@ -13,8 +13,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from scripts.toy_retail.families import Action, Instance, Request, database
 from scripts.toy_retail.make_tasks import POLICY, row
+from scripts.toy_retail.task_types import Action, Instance, Request, database
 from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import ToyRetailEpisode
 from src.envs.service.user_simulator import ScriptedUserSimulator

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from scripts.quickstart.words import Pool
-from scripts.toy_retail.families import FAMILIES, Instance, database, make_instance
+from scripts.toy_retail.task_types import TASK_TYPES, Instance, database, make_instance
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail"
-TRAIN_COUNTS = dict.fromkeys(FAMILIES, 3) | {"cancel": 4}
-TEST_COUNTS = dict.fromkeys(FAMILIES, 1) | {
+TRAIN_COUNTS = dict.fromkeys(TASK_TYPES, 3) | {"cancel": 4}
+TEST_COUNTS = dict.fromkeys(TASK_TYPES, 1) | {
     "cancel": 2,
     "return": 2,
     "readdress": 2,
@@ -40,8 +40,8 @@ def instances(split: str) -> dict[str, Instance]:
     """Return the instances of a split by task id."""
     counts, pool = (TRAIN_COUNTS, Pool.TRAIN) if split == "train" else (TEST_COUNTS, Pool.HELD_OUT)
     return {
-        f"{family}-{split}-{number}": make_instance(family, seed=f"task-{number}", pool=pool)
-        for family, count in counts.items()
+        f"{task_type}-{split}-{number}": make_instance(task_type, seed=f"task-{number}", pool=pool)
+        for task_type, count in counts.items()
         for number in range(1, count + 1)
     }
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from scripts.quickstart.tokenizer import PRETOKENS, is_name, save_tokenizer, tokenizer_of
 from scripts.quickstart.words import Pool
 from scripts.toy_retail.demonstrations import CAREFUL, HASTY, demonstrate
-from scripts.toy_retail.families import FAMILIES, make_instance
 from scripts.toy_retail.make_tasks import POLICY
+from scripts.toy_retail.task_types import TASK_TYPES, make_instance
 from src.envs.service.toy_retail import TOOLS
 from src.policy.chat import load_chat
 
@@ -78,7 +78,9 @@ def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
     """Return the frequent words of users and demonstrators, without names."""
     counts: Counter[str] = Counter()
     for number in range(samples):
-        instance = make_instance(FAMILIES[number % len(FAMILIES)], seed=f"words-{number}", pool=Pool.TRAIN)
+        instance = make_instance(
+            TASK_TYPES[number % len(TASK_TYPES)], seed=f"words-{number}", pool=Pool.TRAIN
+        )
         texts = [line for script in instance.scripts for line in script]
         texts += [
             text
@@ -108,8 +110,8 @@ def main() -> None:
     """Print demonstrations as tokens."""
     chat = load_chat("datasets/toy_retail/model")
     rng = random.Random(0)
-    for family in FAMILIES:
-        instance = make_instance(family, seed="shown", pool=Pool.TRAIN)
+    for task_type in TASK_TYPES:
+        instance = make_instance(task_type, seed="shown", pool=Pool.TRAIN)
         demonstration = asyncio.run(demonstrate(instance, rng, chat))
         print(
             len(demonstration.ids),

@@ -46,7 +46,7 @@ LINE: TypeAdapter[Any] = TypeAdapter(DumpLine)
 class DumpedTrial:
     """One trial of an evaluation."""
 
-    environment: str  # the data source of the task: its domain or family
+    environment: str  # the data source of the task: its domain or task type
     task: str
     num_turns: int
     num_tool_calls: float

@@ -35,10 +35,10 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric[Source]:
-    """One metric, or a family of metrics such as `trials/failed/<kind>`.
+    """One metric, or several metrics with names such as `trials/failed/<kind>`.
 
-    `compute` returns the value, or None if the step has no value. For a family it returns a mapping from full
-    names to values. `compute` is None if another module computes the metric.
+    `compute` returns the value, or None if the step has no value. For several metrics it returns a mapping
+    from full names to values. `compute` is None if another module computes the metric.
     """
 
     name: str

@@ -10,7 +10,7 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_at_k, pass_rates
 from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import held_out_metrics
-from src.learning.played_groups import SOLVED, by_domain_or_family
+from src.learning.played_groups import SOLVED, by_domain_or_task_type
 from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
 
@@ -44,7 +44,7 @@ class Evaluation:
     groups: list[TrajectoryGroup]
     metrics: dict[str, float]
     whole: EvalSection
-    domains: dict[str, EvalSection]  # by domain or family; empty if `by_domain_or_family` returns none
+    domains: dict[str, EvalSection]  # by domain or task type; empty if `by_domain_or_task_type` returns none
     noop_rewards: dict[str, float]  # by task: the reward of an agent that does nothing
 
     @property
@@ -80,11 +80,11 @@ async def evaluate(
     whole = section_of(groups, noop_rewards, group_size=plan.group_size)
     domains = {
         name: section_of(members, noop_rewards, group_size=plan.group_size)
-        for name, members in by_domain_or_family(groups).items()
+        for name, members in by_domain_or_task_type(groups).items()
     }
     metrics = held_out_metrics(groups, group_size=plan.group_size) | section_metrics("test", whole)
     metrics |= reward_pass_rates("test/reward/avg_pass_at_", groups, group_size=plan.group_size)
-    for name, members in by_domain_or_family(groups).items():
+    for name, members in by_domain_or_task_type(groups).items():
         metrics |= section_metrics(f"test/env/{name}", domains[name])
         prefix = f"test/env/{name}/reward/pass_at_"
         metrics |= reward_pass_rates(prefix, members, group_size=plan.group_size)

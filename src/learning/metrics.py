@@ -23,7 +23,7 @@ from src.learning.filters import DropReason
 from src.learning.played_groups import (
     PlayedGroups,
     aggregate,
-    by_domain_or_family,
+    by_domain_or_task_type,
     num_response_tokens,
     parse_metrics,
     signal_metrics,
@@ -104,9 +104,9 @@ def batch_metrics(
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return an evaluation's metrics: `test/` for all groups, `test/env/<domain>/` per domain or family."""
+    """Return an evaluation's metrics: `test/` for all groups, `test/env/<domain>/` by domain or task type."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    for domain, members in by_domain_or_family(groups).items():
+    for domain, members in by_domain_or_task_type(groups).items():
         values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))
         metrics |= {name.replace("<domain>", domain): value for name, value in values.items()}
     return metrics
@@ -126,10 +126,10 @@ def _signals(played: PlayedGroups) -> dict[str, float]:
     return signal_metrics(played.rewards_P_G, group_size=played.group_size)
 
 
-def _signals_by_domain_or_family(played: PlayedGroups) -> dict[str, float]:
+def _signals_by_domain_or_task_type(played: PlayedGroups) -> dict[str, float]:
     return {
         f"reward/{name}/{signal}": value
-        for name, groups in by_domain_or_family(played.groups).items()
+        for name, groups in by_domain_or_task_type(played.groups).items()
         for signal, value in _signals(PlayedGroups(groups, group_size=played.group_size)).items()
     }
 
@@ -241,8 +241,9 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
         lambda played: _signals(played)["mean_positive_reward"]),
     Metric("reward/<domain>/<signal>", VARIES, MEAN,
-        "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or family.",
-        _signals_by_domain_or_family),
+        "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or "
+        "task type.",
+        _signals_by_domain_or_task_type),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),
     Metric("env/all/by_group/frac_all_good", SHARE, MEAN, "Groups whose rewards are equal and at least 0.5.",

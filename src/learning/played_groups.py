@@ -37,28 +37,28 @@ class PlayedGroups:
         return [trajectory for trajectory in self.trajectories if "judge_bonus" in trajectory.metrics]
 
 
-def by_domain_or_family(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
-    """Return the graded groups by domain or family.
+def by_domain_or_task_type(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
+    """Return the graded groups by domain or task type.
 
-    The result is empty if no task names a domain and each family has one group.
+    The result is empty if no task names a domain and each task type has one group.
     """
     graded = [group for group in groups if group.trajectories]
     members: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in graded:
-        members[domain_or_family(group.task)].append(group)
+        members[domain_or_task_type(group.task)].append(group)
     is_split = len(members) < len(graded) or any(group.task.domain for group in graded)
     return dict(sorted(members.items())) if is_split else {}
 
 
-def domain_or_family(task: Task) -> str:
-    """Return the name of a task in metrics: its domain or else its family, with `_` in place of slashes."""
-    return (task.domain or family(task.id)).replace("/", "_") or "unknown"
+def domain_or_task_type(task: Task) -> str:
+    """Return the name of a task in metrics: its domain or task type, with `_` in place of slashes."""
+    return (task.domain or task_type(task.id)).replace("/", "_") or "unknown"
 
 
-def family(task_id: str) -> str:
-    """Return a task's id without its folder and number.
+def task_type(task_id: str) -> str:
+    """Return the task type: the id of a task without its folder and number.
 
-    >>> family("quickstart/count-lines-03")
+    >>> task_type("quickstart/count-lines-03")
     'count-lines'
     """
     return re.sub(r"[-_]?\d+$", "", task_id.rpartition("/")[2]) or task_id

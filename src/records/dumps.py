@@ -16,7 +16,7 @@ The fields have the names and contents of SkyRL's dumps:
                           reward of the trial. The trial is passed if the sum is above 0
     reward                the sum of the rewards
     env_class             the environment (`env=`)
-    data_source, domain   the domain, or the family of the task
+    data_source, domain   the domain, or the type of the task
     env_extras            task_key, data_source, trial (its name), member, seed, zero_reason if there is one,
                           and the metrics of the trial. Lines with the same task_key are trials of the same
                           task
@@ -38,7 +38,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
-from src.learning.played_groups import domain_or_family
+from src.learning.played_groups import domain_or_task_type
 from src.records.atomic_io import replace_text
 from src.records.metrics_table import with_aliases
 from src.records.tracking import finite
@@ -65,7 +65,7 @@ def dump_evaluation(
     *,
     env_class: str,
 ) -> None:
-    """Write one file per domain or family of tasks, and the metrics."""
+    """Write one file per domain or task type, and the metrics."""
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
         by_source: dict[str, list[str]] = {}
@@ -74,7 +74,7 @@ def dump_evaluation(
                 _line(eval_record(group.task, trajectory, decode, env_class=env_class))
                 for trajectory in group.trajectories
             ]
-            by_source.setdefault(domain_or_family(group.task), []).extend(lines)
+            by_source.setdefault(domain_or_task_type(group.task), []).extend(lines)
         for source, lines in by_source.items():
             name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
             replace_text(folder / name, "".join(lines), advice=ADVICE)
@@ -107,7 +107,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
     """Return the record of a trial of an evaluation."""
-    data_source, messages = domain_or_family(task), conversation(trajectory, decode)
+    data_source, messages = domain_or_task_type(task), conversation(trajectory, decode)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
         "output_response": decode(response_ids(trajectory), False),
@@ -145,7 +145,7 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
     """Return the metrics of a trial, its zero reason if it has one, and the fields that identify it."""
     identity = {
         "task_key": task.id,
-        "data_source": domain_or_family(task),
+        "data_source": domain_or_task_type(task),
         "trial": trajectory.trial_name,
         "member": trajectory.member,
         "seed": trajectory.seed,

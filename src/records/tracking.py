@@ -180,7 +180,7 @@ def recorded(path: Path, name: str) -> dict[int, float]:
 
 
 def recorded_variances(path: Path) -> dict[str, list[float]]:
-    """Return the `variance_per_prompt` of each training step, by domain or family.
+    """Return the `variance_per_prompt` of each training step, by domain or task type.
 
     The key ALL_TASKS has the values of all tasks together.
     """

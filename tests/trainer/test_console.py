@@ -251,7 +251,7 @@ def test_signal_has_a_line_per_domain_if_there_are_few():
         "training signal of all tasks",
         "training signal of retail",
     ]
-    for others in (["retail"], [f"family-{number}" for number in range(6)]):
+    for others in (["retail"], [f"task-type-{number}" for number in range(6)]):
         lines = training_signal_lines({"all tasks": [0.1], **{name: [0.1] for name in others}})
         assert [line.split(":")[0] for line in lines] == ["training signal of all tasks"]
 

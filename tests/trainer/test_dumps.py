@@ -26,7 +26,7 @@ def lines(path):
 
 
 @pytest.mark.seed_behaviour(29, 32, 60)
-def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
+def test_an_evaluation_dump_has_a_file_per_type(tmp_path):
     messages = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
     groups = [group("copy-01", messages=messages), group("move-01")]
     dump_evaluation(tmp_path, 20, groups, {"test/pass_at_1": 1.0}, decode, env_class="harbor")

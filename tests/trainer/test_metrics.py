@@ -7,7 +7,7 @@ from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroRe
 from src.learning.examples import Example
 from src.learning.filters import DropReason
 from src.learning.metrics import batch_metrics, group_metrics, held_out_metrics, token_metrics
-from src.learning.played_groups import family, num_response_tokens
+from src.learning.played_groups import num_response_tokens, task_type
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -45,7 +45,7 @@ def test_a_pass_is_a_positive_sum_of_rewards():
     assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
 
 
-def test_every_family_has_signal_metrics():
+def test_every_task_type_has_signal_metrics():
     metrics = group_metrics(
         [group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2
     )
@@ -186,7 +186,7 @@ def test_dropped_groups_are_counted_in_an_empty_batch():
     assert metrics["tokens/trained"] == 0
 
 
-def test_families_of_held_out_tasks_have_reward_metrics():
+def test_types_of_held_out_tasks_have_reward_metrics():
     metrics = held_out_metrics([group("copy-01", 1), group("copy-02", 0), group("move-01", 1)], group_size=1)
     assert metrics["test/env/all/reward/total"] == pytest.approx(2 / 3)
     assert (metrics["test/env/copy/reward/total"], metrics["test/env/move/reward/total"]) == (0.5, 1)
@@ -198,8 +198,8 @@ def test_families_of_held_out_tasks_have_reward_metrics():
     ("task_id", "name"),
     [("count-lines-03", "count-lines"), ("org/copy_7", "copy"), ("hello", "hello"), ("42", "42")],
 )
-def test_a_family_is_an_id_without_its_number(task_id, name):
-    assert family(task_id) == name
+def test_a_task_type_is_an_id_without_its_number(task_id, name):
+    assert task_type(task_id) == name
 
 
 def test_environment_metrics_are_reduced_by_their_names():

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart.demonstrations import demonstrate
-from scripts.quickstart.families import FAMILIES, TRAINING, UNSEEN, make_instance
 from scripts.quickstart.make_tasks import ROOT, instances, main
+from scripts.quickstart.task_types import TASK_TYPES, TRAINING, UNSEEN, make_instance
 from scripts.quickstart.terminal import HEIGHT, NO_JSON, PROMPT, Screen, confirmation_message, first_message
 from scripts.quickstart.tokenizer import build_tokenizer
 from scripts.quickstart.words import SYLLABLES, Pool, Words, pool_of
@@ -57,7 +57,7 @@ def test_the_generator_reproduces_the_committed_tasks(
         assert written == committed
 
 
-def families(split: str) -> set[str]:
+def task_types(split: str) -> set[str]:
     tasks = (ROOT / split).iterdir()
     return {tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] for task in tasks}
 
@@ -67,12 +67,12 @@ def test_about_a_quarter_of_the_tasks_is_held_out() -> None:
     assert len(TASKS) >= 48 and 0.2 <= num_held_out / len(TASKS) <= 0.35
 
 
-def test_training_has_its_families() -> None:
-    assert families("train") == set(TRAINING) and len(TRAINING) >= 10
+def test_training_has_its_task_types() -> None:
+    assert task_types("train") == set(TRAINING) and len(TRAINING) >= 10
 
 
-def test_whole_families_are_held_out() -> None:
-    assert families("heldout") - families("train") == set(UNSEEN) and len(UNSEEN) >= 2
+def test_whole_task_types_are_held_out() -> None:
+    assert task_types("heldout") - task_types("train") == set(UNSEEN) and len(UNSEEN) >= 2
 
 
 def test_datasets_contains_no_python_file() -> None:
@@ -112,7 +112,7 @@ def test_every_word_belongs_to_exactly_one_pool() -> None:
         assert all(pool_of(words.word()) is pool for _ in range(200))
 
 
-def test_demonstrations_lack_combinations_of_held_out_families() -> None:
+def test_demonstrations_lack_combinations_of_held_out_types() -> None:
     for number in range(2000):
         command = make_instance("pipe", seed=f"demonstration-{number}", pool=Pool.TRAIN).command
         assert not re.search(r"grep .*\| wc", command)
@@ -124,12 +124,12 @@ def test_demonstrations_lack_combinations_of_held_out_families() -> None:
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="needs bubblewrap")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_only_the_solution_of_a_task_scores_1(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task_type", sorted(TASK_TYPES))
+def test_only_the_solution_of_a_task_scores_1(task_type: str, tmp_path: Path) -> None:
     tasks = [
         task
         for task in TASKS
-        if tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] == family
+        if tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] == task_type
     ]
     assert tasks
     for task in tasks:
@@ -171,8 +171,8 @@ def conversations() -> list[list[dict[str, object]]]:
     rng = random.Random("round trip")
     conversations = []
     for number in range(300):
-        family, pool = rng.choice(tuple(FAMILIES)), rng.choice(tuple(Pool))
-        instance = make_instance(family, seed=f"round-trip-{number}", pool=pool)
+        task_type, pool = rng.choice(tuple(TASK_TYPES)), rng.choice(tuple(Pool))
+        instance = make_instance(task_type, seed=f"round-trip-{number}", pool=pool)
         messages = demonstrate(instance, rng).messages
         conversations.append([{"role": message.role, "content": message.content} for message in messages])
     return conversations

@@ -182,7 +182,7 @@ async def test_the_bandit_learns_to_say_three(tmp_path):
         ["step_wise_trajectories=true", "kl_penalty_coef=0.001", "kl_estimator=k3"],
     ],
 )
-async def test_the_bandit_learns_with_every_family_of_options(tmp_path, options):
+async def test_the_bandit_learns_with_every_kind_of_options(tmp_path, options):
     bench = Bench(tmp_path)
     await bench.go("n_epochs=15", "eval_every=0", "eval_group_size=16", "temperature=1", *options)
     metrics = bench.lines("metrics.jsonl")

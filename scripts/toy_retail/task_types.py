@@ -1,4 +1,4 @@
-"""The families of toy_retail tasks: the requests of users, their wordings and the gold actions.
+"""The types of toy_retail tasks: the requests of users, their wordings and the gold actions.
 
 A request contains its database records, so that any number of new tasks can be generated for demonstrations.
 Names come from one of two disjoint pools of words (scripts/quickstart/words.py).
@@ -42,7 +42,7 @@ class Request:
 class Instance:
     """A generated task without an id. `scripts` has one list of user messages for each wording."""
 
-    family: str
+    task_type: str
     requests: Sequence[Request]
     scripts: Sequence[Sequence[str]] = field(default=())
 
@@ -192,21 +192,21 @@ PAIRS = {  # two consecutive requests
     "status-and-cancel": ("status", "cancel"),
     "price-and-return": ("price", "return"),
 }
-FAMILIES = (*REQUESTS, *PAIRS)
+TASK_TYPES = (*REQUESTS, *PAIRS)
 
 
-def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
+def make_instance(task_type: str, *, seed: str, pool: Pool) -> Instance:
     """Generate an instance. The same arguments give the same instance."""
-    rng = random.Random(f"toy_retail {family} {seed} {pool}")
+    rng = random.Random(f"toy_retail {task_type} {seed} {pool}")
     words = Words(random=rng, pool=pool, used=set())
-    requests = [REQUESTS[name](words) for name in PAIRS.get(family, (family,))]
+    requests = [REQUESTS[name](words) for name in PAIRS.get(task_type, (task_type,))]
     # In a pair, each request is one message, so only the wordings without a second message are used.
     first_wordings = requests[0].wordings if len(requests) == 1 else requests[0].wordings[:2]
     scripts = [
         [*wording, *(line for request in requests[1:] for line in request.wordings[number % 2])]
         for number, wording in enumerate(first_wordings)
     ]
-    return Instance(family=family, requests=requests, scripts=scripts)
+    return Instance(task_type=task_type, requests=requests, scripts=scripts)
 
 
 def database(instances: Sequence[Instance]) -> Database:

@@ -1,7 +1,7 @@
-"""The families of quick-start tasks. An instance of a family has an instruction, input files, one correct
+"""The types of quick-start tasks. An instance of a task type has an instruction, input files, one correct
 command, and checks of the result.
 
-This file is long because it has one function for each family.
+This file is long because it has one function for each task type.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 class Instance:
     """One task. Paths are relative to /app, the agent's working directory."""
 
-    family: str
+    task_type: str
     instruction: str
     command: str
     files: dict[str, str] = field(default_factory=dict)  # path -> content
     checks: tuple[str, ...] = ()  # bash conditions, all of which must hold after the agent has finished
 
 
-def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
-    """Make an instance of `family` with words of `pool`. The same seed gives the same instance."""
-    words = Words(random=random.Random(f"{family}/{seed}"), pool=pool, used=set())
-    return FAMILIES[family](family, words)
+def make_instance(task_type: str, *, seed: str, pool: Pool) -> Instance:
+    """Make an instance of `task_type` with words of `pool`. The same seed gives the same instance."""
+    words = Words(random=random.Random(f"{task_type}/{seed}"), pool=pool, used=set())
+    return TASK_TYPES[task_type](task_type, words)
 
 
 def holds(path: str, content: str) -> str:
@@ -86,11 +86,11 @@ def say(words: Words, phrasings: str, **slots: object) -> str:
 # --- single operations ---
 
 
-def write(family: str, words: Words) -> Instance:
+def write(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     path, content = text_file(words, some_directory(words, files)), text(words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Write {content} to a new file {path}.
@@ -106,12 +106,12 @@ def write(family: str, words: Words) -> Instance:
     )
 
 
-def append(family: str, words: Words) -> Instance:
+def append(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     content = text(words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Add the line {content} to the end of {path}.
@@ -127,12 +127,12 @@ def append(family: str, words: Words) -> Instance:
     )
 
 
-def mkdir(family: str, words: Words) -> Instance:
+def mkdir(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     parent = some_directory(words, files)
     path = f"{parent}/{words.word()}" if parent else words.word()
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Create a directory named {path}.
@@ -147,12 +147,12 @@ def mkdir(family: str, words: Words) -> Instance:
     )
 
 
-def copy(family: str, words: Words) -> Instance:
+def copy(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = text_file(words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Copy {source} to {target}.
@@ -167,12 +167,12 @@ def copy(family: str, words: Words) -> Instance:
     )
 
 
-def rename(family: str, words: Words) -> Instance:
+def rename(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = text_file(words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Rename {source} to {target}.
@@ -187,14 +187,14 @@ def rename(family: str, words: Words) -> Instance:
     )
 
 
-def move(family: str, words: Words) -> Instance:
+def move(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     source = text_file(words)
     files[source] = "\n".join(words.lines(2)) + "\n"
     directory = words.word()
     files[f"{directory}/{text_file(words)}"] = "\n".join(words.lines(1)) + "\n"
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Move {source} into the directory {directory}.
@@ -209,12 +209,12 @@ def move(family: str, words: Words) -> Instance:
     )
 
 
-def delete(family: str, words: Words) -> Instance:
+def delete(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     other = existing_file(words, files)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Delete the file {path}.
@@ -229,11 +229,11 @@ def delete(family: str, words: Words) -> Instance:
     )
 
 
-def executable(family: str, words: Words) -> Instance:
+def executable(task_type: str, words: Words) -> Instance:
     path = words.word() + ".sh"
     files = {path: f"#!/bin/bash\necho {words.word()}\n"}
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Make the script {path} executable.
@@ -247,12 +247,12 @@ def executable(family: str, words: Words) -> Instance:
     )
 
 
-def mode(family: str, words: Words) -> Instance:
+def mode(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     bits = words.mode()
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Set the permissions of {path} to {bits}.
@@ -267,12 +267,12 @@ def mode(family: str, words: Words) -> Instance:
     )
 
 
-def link(family: str, words: Words) -> Instance:
+def link(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = words.word()
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Make a symbolic link {target} to {source}.
@@ -287,11 +287,11 @@ def link(family: str, words: Words) -> Instance:
     )
 
 
-def empty(family: str, words: Words) -> Instance:
+def empty(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     path = text_file(words, some_directory(words, files))
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Create an empty file {path}.
@@ -305,14 +305,14 @@ def empty(family: str, words: Words) -> Instance:
     )
 
 
-def replace(family: str, words: Words) -> Instance:
+def replace(task_type: str, words: Words) -> Instance:
     old, new = words.word(), words.word()
     path = text_file(words)
     lines = words.lines(3)
     lines[words.random.randrange(3)] = f"{old} {words.word()}"
     files = {path: "\n".join(lines) + "\n"}
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Replace {old} by {new} in {path}.
@@ -328,12 +328,12 @@ def replace(family: str, words: Words) -> Instance:
     )
 
 
-def join(family: str, words: Words) -> Instance:
+def join(task_type: str, words: Words) -> Instance:
     files: dict[str, str] = {}
     first, second = existing_file(words, files), existing_file(words, files)
     target = text_file(words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=say(
             words,
             """Join {first} and {second} into {target}.
@@ -409,7 +409,7 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
     raise AssertionError(name)
 
 
-def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
+def filtered(task_type: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
     """Return an instance whose command applies the filters `names` in order and writes the result to another
     file. With `to_end`, the command appends the result to this file."""
     lines = words.lines(words.random.randint(20, 26))
@@ -427,7 +427,7 @@ def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool)
     head = f"{filters[0].command} < {source}" if names[0] == "count" else f"{filters[0].command} {source}"
     command = " | ".join([head, *(later.command for later in filters[1:])])
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=f"{first}{rest} {ending}",
         command=f"{command} {'>>' if to_end else '>'} {target}",
         files=files,
@@ -449,12 +449,14 @@ PIPES = tuple(
 )
 
 
-def pipe(family: str, words: Words) -> Instance:
-    return filtered(family, words, words.random.choice(PIPES), to_end=False)
+def pipe(task_type: str, words: Words) -> Instance:
+    return filtered(task_type, words, words.random.choice(PIPES), to_end=False)
 
 
-def collect(family: str, words: Words) -> Instance:
-    return filtered(family, words, (words.random.choice(("sort", "first", "search", "count")),), to_end=True)
+def collect(task_type: str, words: Words) -> Instance:
+    return filtered(
+        task_type, words, (words.random.choice(("sort", "first", "search", "count")),), to_end=True
+    )
 
 
 # --- two operations in one task ---
@@ -480,10 +482,10 @@ PAIRS = tuple(
 )
 
 
-def two(family: str, words: Words, names: tuple[str, str]) -> Instance:
-    first, second = SINGLE[names[0]](family, words), SINGLE[names[1]](family, words)
+def two(task_type: str, words: Words, names: tuple[str, str]) -> Instance:
+    first, second = SINGLE[names[0]](task_type, words), SINGLE[names[1]](task_type, words)
     return Instance(
-        family=family,
+        task_type=task_type,
         instruction=f"{first.instruction} {second.instruction}",
         command=f"{first.command} && {second.command}",
         files=first.files | second.files,
@@ -491,15 +493,15 @@ def two(family: str, words: Words, names: tuple[str, str]) -> Instance:
     )
 
 
-def pair(family: str, words: Words) -> Instance:
-    return two(family, words, words.random.choice(PAIRS))
+def pair(task_type: str, words: Words) -> Instance:
+    return two(task_type, words, words.random.choice(PAIRS))
 
 
 Maker = Callable[[str, Words], Instance]
 
 
 def _filter_maker(*names: str, to_end: bool = False) -> Maker:
-    return lambda family, words: filtered(family, words, names, to_end=to_end)
+    return lambda task_type, words: filtered(task_type, words, names, to_end=to_end)
 
 
 TRAINING: dict[str, Maker] = {
@@ -516,15 +518,15 @@ TRAINING: dict[str, Maker] = {
     "pipe": pipe,
     "pair": pair,
 }
-"""Families that occur in demonstrations and in training tasks."""
+"""Task types that occur in demonstrations and in training tasks."""
 
 UNSEEN: dict[str, Maker] = {
     "count-matches": _filter_maker("search", "count"),
     "collect-last": _filter_maker("last", to_end=True),
-    "folder-and-line": lambda family, words: two(family, words, ("mkdir", "append")),
-    "delete-and-copy": lambda family, words: two(family, words, ("delete", "copy")),
-    "rename-and-mode": lambda family, words: two(family, words, ("rename", "mode")),
+    "folder-and-line": lambda task_type, words: two(task_type, words, ("mkdir", "append")),
+    "delete-and-copy": lambda task_type, words: two(task_type, words, ("delete", "copy")),
+    "rename-and-mode": lambda task_type, words: two(task_type, words, ("rename", "mode")),
 }
-"""Families of held-out tasks only: known operations in new combinations."""
+"""Types of held-out tasks only: known operations in new combinations."""
 
-FAMILIES: dict[str, Maker] = TRAINING | UNSEEN
+TASK_TYPES: dict[str, Maker] = TRAINING | UNSEEN
