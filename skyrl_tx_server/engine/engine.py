@@ -42,11 +42,11 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.scheduled_work import (
     Decode,
+    OperationStep,
     Pause,
     Prefill,
     PrefillRequest,
     ScheduledWork,
-    Step,
 )
 from skyrl_tx_server.engine.scheduler import Scheduler
 from skyrl_tx_server.errors import CapacityError, ServerError
@@ -133,7 +133,9 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         # Only the engine's thread uses these attributes, except that `stats` reads `_counts` and `_seconds`.
         self._jobs: dict[int, Job[OpResult]] = {}
-        self._waits: dict[int, tuple[Step, Future[Any]]] = {}  # request id -> (step, future it waits for)
+        self._waits: dict[
+            int, tuple[OperationStep, Future[Any]]
+        ] = {}  # request id -> (step, future it waits for)
         self._sampling: dict[int, _Sampling] = {}
         token_counters = (
             "tokens_sampled",
@@ -206,7 +208,7 @@ class Engine:
             while (work := self._next_work()) is not None:
                 started = self._clock()
                 match work:
-                    case Step():
+                    case OperationStep():
                         kind = "step"
                         self._step(work)
                     case Prefill():
@@ -242,7 +244,7 @@ class Engine:
                 self._work.wait()
             return None
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: OperationStep) -> None:
         if step.request_id not in self._jobs and not self._begin(step.request_id):
             self._finish(step)
             return
@@ -254,8 +256,8 @@ class Engine:
             if future is not None:
                 self._waits[step.request_id] = step, future
                 with self._work:
-                    self._scheduler.suspend(step.request_id)
-                future.add_done_callback(lambda _: self._resume(step.request_id))
+                    self._scheduler.block(step.request_id)
+                future.add_done_callback(lambda _: self._unblock(step.request_id))
         except StopIteration as finished:
             self._finish(step)
             if isinstance(step.op, ForwardBackward):
@@ -266,12 +268,12 @@ class Engine:
             self._finish(step)
             self._fail(step.request_id, error, operation=type(step.op).__name__)
 
-    def _resume(self, request_id: int) -> None:
+    def _unblock(self, request_id: int) -> None:
         with self._work:
-            self._scheduler.resume(request_id)
+            self._scheduler.unblock(request_id)
             self._work.notify()
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: OperationStep) -> None:
         self._jobs.pop(step.request_id, None)
         with self._work:
             self._scheduler.finish(step)

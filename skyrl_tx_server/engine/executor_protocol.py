@@ -14,8 +14,9 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 type Job[Result] = Generator[Future[Any] | None, None, Result]
-"""The execution of an operation. If the generator yields a future, the engine resumes the generator when the
-future is done. If it yields None, the engine resumes it when the scheduler next chooses the operation."""
+"""The execution of an operation. If the generator yields a future, the engine continues the generator when
+the future is done. If it yields None, the engine continues it when the scheduler chooses the operation
+again."""
 
 ON_ALL_RANKS: set[str] = set()
 """Names of the sampler's methods that every rank must call."""

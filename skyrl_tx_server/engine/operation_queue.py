@@ -1,4 +1,4 @@
-"""The queues of all operations except `Sample`. Each model has a queue. Tenants take turns (round robin)."""
+"""The queues of all operations except `Sample`. Each model has a queue. Tenants alternate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skyrl_tx_server.engine.operations import DropSnapshot, Op, Sample, SaveSampler
-from skyrl_tx_server.engine.scheduled_work import Step
+from skyrl_tx_server.engine.scheduled_work import OperationStep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,12 +15,12 @@ class _ModelQueue:
     """The operations of one model, which run one after the other."""
 
     tenant: str
-    steps: deque[Step] = field(default_factory=deque)
+    steps: deque[OperationStep] = field(default_factory=deque)
 
 
 class OperationQueue:
-    """Chooses the next operation. The operations of a model run in submission order. Tenants take turns, and
-    the models of a tenant take turns (round robin)."""
+    """Chooses the next operation. The operations of a model run in submission order. The tenants
+    alternate, and the models of a tenant alternate (round robin)."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
@@ -37,11 +37,11 @@ class OperationQueue:
         if name not in self._queues:
             self._queues[name] = _ModelQueue(tenant=tenant)
             self._order.setdefault(tenant, {})[name] = None
-        self._queues[name].steps.append(Step(request_id=request_id, op=op))
+        self._queues[name].steps.append(OperationStep(request_id=request_id, op=op))
         if isinstance(op, SaveSampler):
             self._saves[op.weights][request_id] = None
 
-    def next(self, may_run: Callable[[Step], bool]) -> Step | None:
+    def next(self, may_run: Callable[[OperationStep], bool]) -> OperationStep | None:
         """Return the step that may run and is first in round-robin order, or None if no step may run."""
         steps = (self._queues[name].steps[0] for names in self._order.values() for name in names)
         return next((step for step in steps if may_run(step)), None)
@@ -56,7 +56,7 @@ class OperationQueue:
         names[name] = None
         self._order[tenant] = names
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: OperationStep) -> None:
         """Remove the operation of `step`, which has ended. The next operation of its model can then run."""
         name = _queue_name(step.op)
         queue = self._queues[name]

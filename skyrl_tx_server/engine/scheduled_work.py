@@ -8,8 +8,9 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """Run the operation `request_id` until it yields or ends. In training, this is one micro-batch."""
+class OperationStep:
+    """Run the operation `request_id` until it yields or ends. An operation step of training computes one
+    micro-batch."""
 
     request_id: int
     op: Op
@@ -33,7 +34,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill:
-    """Prefill the first of these requests, and as many of the next requests as fit into the same batch.
+    """Compute one prefill batch: the first of these requests, and as many of the next requests as fit.
     Requeue the requests that do not fit."""
 
     requests: tuple[PrefillRequest, ...]
@@ -49,10 +50,10 @@ class Pause:
     """Free the slots of these sequences, each given as (request_id, index of the sample), while no decode
     steps are in flight.
 
-    The scheduler schedules a `PrefillRequest` for each of them later.
+    The scheduler later schedules a `PrefillRequest` for each of them, which unpauses the sequence.
     """
 
     sequences: tuple[tuple[int, int], ...]
 
 
-ScheduledWork = Step | Prefill | Decode | Pause
+ScheduledWork = OperationStep | Prefill | Decode | Pause

@@ -1,13 +1,13 @@
 """Decides which work the engine does next. The module uses no threads and no devices.
 
 Each rule has a test:
-- Operations of one model run in submission order, one at a time. Tenants take turns, and the models of a
-  tenant take turns. A turn is one step (one micro-batch).
-- When training and sampling both have work, training steps and decode dispatches alternate. A forward pass
+- Operations of one model run in submission order, one at a time. After each operation step (one micro-batch),
+  the scheduler alternates between tenants, and between the models of a tenant.
+- When training and sampling both have work, operation steps and decode dispatches alternate. A forward pass
   that is submitted while sequences are sampled therefore waits for one decode dispatch (and at most
   PREFILLS_PER_DISPATCH prefill batches).
-- With `train_share`, the choice depends on the time instead. A training step is next if the previous training
-  steps took at most this share of the time in which both training and sampling had work.
+- With `train_share`, the choice depends on the time instead. An operation step is next if the previous
+  operation steps took at most this share of the time in which both training and sampling had work.
 - A prefill batch adds no running sequence if all its sequences end with their first token. Running sequences
   get a decode dispatch after at most PREFILLS_PER_DISPATCH such batches.
 - A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. During a
@@ -59,11 +59,11 @@ from skyrl_tx_server.engine.pausing import PlannedPause, plan_pauses
 from skyrl_tx_server.engine.sample_queue import SampleQueue
 from skyrl_tx_server.engine.scheduled_work import (
     Decode,
+    OperationStep,
     Pause,
     Prefill,
     PrefillRequest,
     ScheduledWork,
-    Step,
 )
 
 PREFILLS_PER_DISPATCH = 4
@@ -90,21 +90,21 @@ class Scheduler:
         train_share: float | None = None,
     ) -> None:
         """`prefills_per_dispatch` is the duration of a decode dispatch, divided by the duration of a full
-        prefill batch. It is not the limit PREFILLS_PER_DISPATCH. If `train_share` is None, training steps and
-        decode dispatches alternate."""
+        prefill batch. It is not the limit PREFILLS_PER_DISPATCH. If `train_share` is None, operation steps
+        and decode dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
             is_being_saved=self._operations.is_being_saved,
         )
-        self._suspended: set[int] = set()  # operations that wait for another thread, by request_id
+        self._blocked: set[int] = set()  # operations that wait for another thread, by request_id
         self._prefills_per_dispatch = prefills_per_dispatch
         self._train_share = train_share
         self._training_ahead_s = 0.0  # the time by which training has exceeded `train_share`
         self._dispatch_s = 0.0  # the duration of the last decode dispatch
         self._is_shared = False  # both training and sampling have work
         self._training_next = True
-        self._prefills = 0  # prefill batches since the last decode dispatch or training step
+        self._prefills = 0  # prefill batches since the last decode dispatch or operation step
         # prefill batches since the last decode dispatch, new running sequence or unfinished prompt
         self._prefills_without_growth = 0
         self._num_running = 0  # at the previous call of `next`
@@ -123,7 +123,7 @@ class Scheduler:
             self._operations.add(request_id, op, tenant=tenant)
 
     def next(self, *, free_slots: int, num_running: int) -> ScheduledWork | None:
-        """Return the next work, or None if there is none until an operation is added or resumed."""
+        """Return the next work, or None if there is none until an operation is added or unblocked."""
         step = self._operations.next(self._may_run)
         self._num_slots = max(1, free_slots + num_running)
         if num_running > self._num_running or self._has_chunk:
@@ -177,22 +177,22 @@ class Scheduler:
             return
         if isinstance(work, Decode):
             self._dispatch_s = counted_s
-        if isinstance(work, Step):
+        if isinstance(work, OperationStep):
             self._training_ahead_s += (1 - share) * counted_s * self._is_shared
         elif self._is_shared:
             self._training_ahead_s -= share * counted_s
         else:
             self._training_ahead_s = max(0.0, self._training_ahead_s - share * counted_s)
 
-    def suspend(self, request_id: int) -> None:
-        """Note that the operation waits for another thread. Its model gets no turn until `resume` is
+    def block(self, request_id: int) -> None:
+        """Note that the operation waits for another thread. No operation of its model runs until `unblock` is
         called."""
-        self._suspended.add(request_id)
+        self._blocked.add(request_id)
 
-    def resume(self, request_id: int) -> None:
-        self._suspended.discard(request_id)
+    def unblock(self, request_id: int) -> None:
+        self._blocked.discard(request_id)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: OperationStep) -> None:
         """Note that the operation of `step` has ended. The next operation of its model may run."""
         self._operations.finish(step)
         if isinstance(step.op, SaveSampler):
@@ -239,8 +239,8 @@ class Scheduler:
         """The number of operations other than `Sample` that have not finished."""
         return len(self._operations)
 
-    def _may_run(self, step: Step) -> bool:
-        if step.request_id in self._suspended:
+    def _may_run(self, step: OperationStep) -> bool:
+        if step.request_id in self._blocked:
             return False
         match step.op:
             case DropSnapshot(weights=weights):
@@ -252,7 +252,7 @@ class Scheduler:
                 return True
 
     def _is_training_next(self, after_s: float = 0.0) -> bool:
-        """Whether a training step is the next work if sampling first takes `after_s` more seconds."""
+        """Whether an operation step is the next work if sampling first takes `after_s` more seconds."""
         if self._train_share is None:
             return self._training_next
         return self._training_ahead_s <= self._train_share * after_s

@@ -144,7 +144,7 @@ class BatchRunner:
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 
     def pause(self, sequences: Collection[SequenceKey]) -> None:
-        """Remove these sequences from their slots until `prefill` resumes them. No dispatch may be in
+        """Remove these sequences from their slots until `prefill` unpauses them. No dispatch may be in
         flight."""
         assert self.pipeline.in_flight is None, "a sequence cannot leave its slot during a dispatch"
         self.pool.pause(sequences)

@@ -5,7 +5,7 @@ Preempt: a sequence loses its KV pages, and its prefix is computed again when pa
 reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
 keeps its sampled tokens. Its next tokens use the random numbers that they would use without preemption.
 
-Pause: a sequence loses its slot to another request and keeps its pages. It can resume in any slot of its
+Pause: a sequence loses its slot to another request and keeps its pages. It can be unpaused in any slot of its
 data-parallel rank with bit-identical results. Paused sequences lose their pages before another sequence is
 preempted.
 """
@@ -185,7 +185,7 @@ class SequencePool:
         self._adapters.retain(sequence.weights)
         self.paused[sequence.key] = sequence, self._pages.cache_of(slot)
 
-    def resume(self, key: SequenceKey, planned: Sequence[PrefillChunk]) -> int | None:
+    def unpause(self, key: SequenceKey, planned: Sequence[PrefillChunk]) -> int | None:
         """Put a paused sequence with its pages into a free slot of its rank and return the slot. None: the
         sequence is not paused, it has no pages, or its rank has no free slot. Raises CapacityError if no LoRA
         slot is free."""

@@ -41,7 +41,7 @@ class Prefiller:
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the next chunks of the first requests, as many as fit into one prefill batch. Start the
-        sequences whose texts are complete. A paused sequence that still has its pages continues without a
+        sequences whose texts are complete. A paused sequence that still has its pages is unpaused without a
         chunk.
 
         The result has one entry for each of these first requests, in order: None if more chunks of the text
@@ -57,7 +57,7 @@ class Prefiller:
             return [
                 self._start_if_complete(plan, next(outputs))
                 if isinstance(plan, PlannedChunk)
-                else _resumed(request)
+                else _unpaused(request)
                 for request, plan in zip(requests, planned, strict=False)
             ]
         except Exception:
@@ -119,7 +119,7 @@ class Prefiller:
             sequence, _ = self.pool.paused.pop(key)
             self.adapters.pin(sequence.weights)
             self.adapters.release(sequence.weights)
-            return replace(_resumed(request), finished=self._begin(chunk, outputs))
+            return replace(_unpaused(request), finished=self._begin(chunk, outputs))
         op, request_id = request.op, request.request_id
         if request_id not in self.unfinished:
             self.unfinished[request_id] = UnfinishedPrompt(
@@ -152,8 +152,8 @@ class Prefiller:
         return [result for result in results if result is not None]
 
 
-def _resumed(request: PrefillRequest) -> PrefillResult:
-    """Return the result for a paused sequence, whose prompt has already been computed."""
+def _unpaused(request: PrefillRequest) -> PrefillResult:
+    """Return the result for an unpaused sequence, whose prompt has already been computed."""
     return PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
 
 

@@ -78,7 +78,7 @@ class PrefillPlanner:
         try:
             for request in requests:
                 chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
-                plan = self.pool.resume((request.request_id, request.first), chunks)
+                plan = self.pool.unpause((request.request_id, request.first), chunks)
                 if plan is None:
                     plan = self._plan_request(request, chunks)
                 if plan is None:

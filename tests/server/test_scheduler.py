@@ -22,7 +22,7 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.sample_queue import PROMPT_TOKENS_PER_UNIT, PROMPTS_PER_PREFILL, SampleQueue
 from skyrl_tx_server.engine.sample_requests import SLOT_UNITS
-from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
+from skyrl_tx_server.engine.scheduled_work import Decode, OperationStep, Pause, Prefill, PrefillRequest
 from skyrl_tx_server.engine.scheduler import MAX_COUNTED_S, MAX_IDLE_SHARE, PREFILLS_PER_DISPATCH, Scheduler
 
 
@@ -51,7 +51,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
     """Return request ids in the order in which they run if every operation takes one step and no
     sequence is sampled."""
     order = []
-    while isinstance(work := scheduler.next(free_slots=0, num_running=0), Step):
+    while isinstance(work := scheduler.next(free_slots=0, num_running=0), OperationStep):
         order.append(work.request_id)
         scheduler.finish(work)
     return order
@@ -59,7 +59,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
 
 def next_work(
     scheduler: Scheduler, *, free_slots: int, num_running: int
-) -> Step | PrefillRequest | Decode | None:
+) -> OperationStep | PrefillRequest | Decode | None:
     """Return the next work for an executor that computes one prompt at a time."""
     work = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(work, Pause)
@@ -81,7 +81,7 @@ def test_models_take_turns_and_keep_their_order_of_operations():
 def test_an_unfinished_operation_blocks_its_own_model_only():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
     order = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
-    assert [work.request_id for work in order if isinstance(work, Step)] == [1, 3, 1, 3]
+    assert [work.request_id for work in order if isinstance(work, OperationStep)] == [1, 3, 1, 3]
 
 
 def test_training_and_decoding_alternate_when_both_have_work():
@@ -90,9 +90,9 @@ def test_training_and_decoding_alternate_when_both_have_work():
     for _ in range(6):
         work = scheduler.next(free_slots=0, num_running=2)
         kinds.append(type(work))
-        if isinstance(work, Step):
+        if isinstance(work, OperationStep):
             scheduler.finish(work)
-    assert kinds == [Step, Decode, Step, Decode, Step, Decode]
+    assert kinds == [OperationStep, Decode, OperationStep, Decode, OperationStep, Decode]
 
 
 def test_a_forward_waits_for_at_most_one_decode_dispatch():
@@ -100,10 +100,10 @@ def test_a_forward_waits_for_at_most_one_decode_dispatch():
     for _ in range(5):
         assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
     scheduler.add(1, forward("a"))
-    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), OperationStep)
     scheduler.add(2, forward("b"))
     assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
-    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), OperationStep)
 
 
 def run_shared(scheduler: Scheduler, seconds: float, *, step_s: float, dispatch_s: float) -> float:
@@ -111,9 +111,9 @@ def run_shared(scheduler: Scheduler, seconds: float, *, step_s: float, dispatch_
     training_s = total_s = 0.0
     while total_s < seconds:
         work = scheduler.next(free_slots=0, num_running=2)
-        assert isinstance(work, Step | Decode)
-        duration_s = step_s if isinstance(work, Step) else dispatch_s
-        training_s += duration_s * isinstance(work, Step)
+        assert isinstance(work, OperationStep | Decode)
+        duration_s = step_s if isinstance(work, OperationStep) else dispatch_s
+        training_s += duration_s * isinstance(work, OperationStep)
         total_s += duration_s
         scheduler.count_time(work, duration_s)
     return training_s
@@ -135,11 +135,13 @@ def test_time_without_work_does_not_count_for_the_share():
         assert isinstance(work, Decode)
         scheduler.count_time(work, 1.0)
     scheduler.add(1, forward("a"))
-    assert isinstance(scheduler.next(free_slots=0, num_running=2), Step), "a forward waits for one dispatch"
+    assert isinstance(scheduler.next(free_slots=0, num_running=2), OperationStep), (
+        "a forward waits for one dispatch"
+    )
     assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
     for _ in range(100):
         work = scheduler.next(free_slots=2, num_running=0)
-        assert isinstance(work, Step)
+        assert isinstance(work, OperationStep)
         scheduler.count_time(work, 1.0)
     assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
 
@@ -150,10 +152,10 @@ def test_dispatches_continue_while_training_waits():
     continued = []
     for _ in range(10):
         work = scheduler.next(free_slots=0, num_running=2)
-        assert isinstance(work, Step | Decode)
+        assert isinstance(work, OperationStep | Decode)
         if isinstance(work, Decode):
             continued.append(not scheduler.interrupts(free_slots=0))
-        scheduler.count_time(work, 4.0 if isinstance(work, Step) else 1.0)
+        scheduler.count_time(work, 4.0 if isinstance(work, OperationStep) else 1.0)
     assert continued[1:8] == [True, True, False, True, True, True, False]
 
 
@@ -161,7 +163,7 @@ def test_a_compilation_counts_for_a_limited_time():
     scheduler = Scheduler(train_share=0.5)
     scheduler.add(1, forward("a"))
     work = scheduler.next(free_slots=0, num_running=2)
-    assert isinstance(work, Step)
+    assert isinstance(work, OperationStep)
     scheduler.count_time(work, 600.0)
     assert run_shared(scheduler, MAX_COUNTED_S, step_s=1.0, dispatch_s=1.0) == 0
     assert run_shared(scheduler, 10, step_s=1.0, dispatch_s=1.0) > 0
@@ -200,7 +202,7 @@ def test_prompts_are_offered_together_and_keep_their_places():
     )
     save = scheduler.next(free_slots=5, num_running=0)
     offered = scheduler.next(free_slots=5, num_running=0)
-    assert isinstance(save, Step) and isinstance(offered, Prefill)
+    assert isinstance(save, OperationStep) and isinstance(offered, Prefill)
     assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
@@ -233,22 +235,22 @@ def test_free_slots_fill_before_decoding_unless_training_waits():
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
     order = [next_work(scheduler, free_slots=8, num_running=0)]
-    assert isinstance(order[0], Step)
+    assert isinstance(order[0], OperationStep)
     scheduler.finish(order[0])
     order += [next_work(scheduler, free_slots=8 - n, num_running=n) for n in range(PREFILLS_PER_DISPATCH + 2)]
-    assert [type(work) for work in order] == [Step] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
+    assert [type(work) for work in order] == [OperationStep] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
         Decode,
-        Step,
+        OperationStep,
     ]
 
 
 def test_requests_that_end_in_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
     first = next_work(scheduler, free_slots=4, num_running=0)
-    assert isinstance(first, Step)
+    assert isinstance(first, OperationStep)
     scheduler.finish(first)
     order = [next_work(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
-    assert [type(work) for work in order] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
+    assert [type(work) for work in order] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [OperationStep]
     assert isinstance(next_work(scheduler, free_slots=4, num_running=0), PrefillRequest), (
         "training does not starve prefill"
     )
@@ -268,13 +270,13 @@ def test_requests_that_end_in_prefill_do_not_starve_sampling():
 def test_a_sample_waits_for_its_snapshot_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
     first = next_work(scheduler, free_slots=4, num_running=0)
-    assert isinstance(first, Step) and first.request_id == 1
+    assert isinstance(first, OperationStep) and first.request_id == 1
     scheduler.finish(first)
     passing = next_work(scheduler, free_slots=4, num_running=0)
     assert isinstance(passing, PrefillRequest) and passing.request_id == 4
     next_work(scheduler, free_slots=3, num_running=1)
     save = next_work(scheduler, free_slots=3, num_running=1)
-    assert isinstance(save, Step) and save.request_id == 2
+    assert isinstance(save, OperationStep) and save.request_id == 2
     scheduler.finish(save)
     waited = next_work(scheduler, free_slots=3, num_running=1)
     assert isinstance(waited, PrefillRequest) and waited.request_id == 3
@@ -285,7 +287,7 @@ def test_dropping_a_snapshot_waits_for_earlier_samples():
     assert next_work(scheduler, free_slots=0, num_running=0) is None
     assert isinstance(next_work(scheduler, free_slots=1, num_running=0), PrefillRequest)
     drop = next_work(scheduler, free_slots=0, num_running=1)
-    assert isinstance(drop, Step) and drop.request_id == 2
+    assert isinstance(drop, OperationStep) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
 
@@ -379,7 +381,7 @@ def test_a_dropped_request_does_not_start():
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
     scheduler.drop_request(2)
-    assert isinstance(next_work(scheduler, free_slots=4, num_running=0), Step)
+    assert isinstance(next_work(scheduler, free_slots=4, num_running=0), OperationStep)
     offered = scheduler.next(free_slots=4, num_running=0)
     assert isinstance(offered, Prefill) and [request.request_id for request in offered.requests] == [1, 3]
 
@@ -414,7 +416,7 @@ class Simulation:
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
     ended: dict[int, int] = field(default_factory=dict)  # number of dispatches at the end, by request id
     dispatches: int = 0
-    history: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
+    history: list[OperationStep | Prefill | Decode | Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -452,7 +454,7 @@ class Simulation:
                     self.paused[row] = self.running.pop(row)
             case Decode():
                 self._decode()
-            case Step():
+            case OperationStep():
                 self.scheduler.finish(work)
         assert len(self.running) <= self.slots
         return True
