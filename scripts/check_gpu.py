@@ -1,5 +1,5 @@
 """Compile programs for NVIDIA H200s to machine code, on a machine without a GPU. The programs are training
-steps, prefill batches, a dispatch of decode steps and, for one GPU, the paged attention kernel. By default,
+steps, tile batches, a decode dispatch and, for one GPU, the paged attention kernel. By default,
 they have the shapes of Qwen3-4B.
 
     uv venv --python 3.12 CUDA
@@ -71,7 +71,7 @@ from skyrl_tx_server.model.shapes import GPU_PREFILL, PAGE_SIZE, PREFILL_TILE, B
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
-from skyrl_tx_server.sampling.prefill_step import PrefillBatch, prefill
+from skyrl_tx_server.sampling.prefill_step import TileBatch, prefill
 from skyrl_tx_server.sampling.sequences import batch_settings
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
@@ -193,7 +193,7 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., LoopBody | None]
 ) -> LoopBody:
-    """Compile prefill batches of both sizes and a dispatch of decode steps. Each sequence has POSITIONS
+    """Compile tile batches of both sizes and a decode dispatch. Each sequence has POSITIONS
     positions. Return the body of the loop over decode steps."""
     width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     num_devices = 1 if model.mesh is None else model.mesh.size
@@ -219,7 +219,7 @@ def compile_sampling(
         return np.zeros(shape, np.int32)
 
     for num_tiles in (GPU_PREFILL.short, GPU_PREFILL.long):
-        batch = PrefillBatch(
+        batch = TileBatch(
             tokens=zeros(num_tiles, PREFILL_TILE),
             targets=zeros(num_tiles, PREFILL_TILE),
             tiles=PrefillTiles(

@@ -1,4 +1,4 @@
-"""Measure the host time between two dispatches of decode steps, in milliseconds: from the time at which the
+"""Measure the host time between two decode dispatches, in milliseconds: from the time at which the
 host has the outputs of one dispatch until the next dispatch is started. The next dispatch is started either
 after or before the host processes these outputs.
 

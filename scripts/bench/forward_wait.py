@@ -69,7 +69,7 @@ def main(config: ComparisonOptions) -> None:
         print_figure("generation with forwards, relative to generation alone", slowed, at_most=1.1)
         dispatch_s = timings["alone"].wall_s / (NEW / STEPS_PER_DISPATCH)
         additional_wait_s = median(waits) - alone_s
-        print_figure("a dispatch of decode steps, s", dispatch_s)
+        print_figure("a decode dispatch, s", dispatch_s)
         print_figure("forward alone, s", alone_s)
         print_figure("additional wait, s", additional_wait_s)
         print_figure("additional wait, in dispatches", additional_wait_s / dispatch_s, at_most=1.0)

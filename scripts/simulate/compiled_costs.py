@@ -79,7 +79,7 @@ H200 = Rates(
     deep_product_s=4.0e-6,
 )
 """The rates of an H200. They were fitted to the kernel times of a decode step of 64 sequences, a decode step
-of 256 sequences and a training step. A profiler measured these times, with jax 0.11.2. `launch_s` is the time
+of 256 sequences and a micro-batch. A profiler measured these times, with jax 0.11.2. `launch_s` is the time
 of a kernel that does almost no work. It does not include the pause between two kernels, which was 0.1 to 0.3
 us in a CUDA graph."""
 
@@ -90,7 +90,7 @@ class Sequences:
 
     cached: float = 0.0  # positions in KV pages, summed over the sequences of a decode batch
     stream: int = 0  # tokens of a training stream
-    context: int = 0  # positions to which a token of a prefill batch attends, on average
+    context: int = 0  # positions to which a token of a tile batch attends, on average
 
 
 @dataclass(frozen=True, slots=True)

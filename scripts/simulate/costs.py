@@ -5,7 +5,7 @@ number of launches times the time of a launch, plus the longer of the time to re
 compute the operations. Usually the longer time is that of these bytes or operations:
 
     decode step    bytes: all weights, and the keys and values of each sequence
-    prefill batch  operations: 2 per weight and token, and those of attention over the context
+    tile batch     operations: 2 per weight and token, and those of attention over the context
     training       operations: 4 per weight and token, and those of attention (no gradient of base weights)
 """
 
@@ -27,12 +27,12 @@ class Costs(Protocol):
     def shapes(self) -> PrefillShapes: ...
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
-        """Return the time of one prefill batch with this number of tiles, whose tokens attend to `context`
+        """Return the time of one tile batch with this number of tiles, whose tokens attend to `context`
         tokens on average."""
         ...
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
-        """Return the time of a dispatch of decode steps for sequences at these positions."""
+        """Return the time of a decode dispatch for sequences at these positions."""
         ...
 
     def training_s(self, tokens: int) -> float:
@@ -71,11 +71,11 @@ class Roofline:
 
     model: ModelSize
     bytes_per_s: float
-    flops_per_s: float  # in prefill batches and decode steps
+    flops_per_s: float  # in tile batches and decode steps
     training_flops_per_s: float
     launch_s: float
     decode_launches: int  # launches per layer in a decode step; scripts/check_gpu.py prints this number
-    prefill_launches: int  # launches per layer in a prefill batch
+    prefill_launches: int  # launches per layer in a tile batch
     training_launches: int  # launches per layer in a training micro-batch
     shapes: PrefillShapes = GPU_PREFILL
 
@@ -105,14 +105,14 @@ class Roofline:
 class FixedTimes:
     """A device that is described by times that do not depend on the context."""
 
-    prefill_batch_s: float  # time of a prefill batch of the large size
+    tile_batch_s: float  # time of a tile batch of the large size
     step_s: float  # time of a decode step without sequences
     sequence_step_s: float  # time that each sequence adds to a decode step
     token_s: float  # training time of a token
     shapes: PrefillShapes = GPU_PREFILL
 
     def prefill_s(self, tiles: int, *, context: float) -> float:
-        return self.prefill_batch_s * tiles / self.shapes.long
+        return self.tile_batch_s * tiles / self.shapes.long
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
         return steps * (self.step_s + self.sequence_step_s * len(positions))
@@ -157,7 +157,7 @@ DEVICES: dict[str, Costs] = {
         prefill_launches=45,
         training_launches=126,
     ),
-    "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
+    "h200-fixed": FixedTimes(tile_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
 """Descriptions of one H200 that runs Qwen3-4B.
 

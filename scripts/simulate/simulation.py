@@ -36,7 +36,7 @@ class SimulateConfig:
     train_share: float | None = None
     prefills_per_dispatch: float | None = chz.field(
         default=None,
-        doc="Ratio that the scheduler assumes: time of a dispatch of decode steps / time of a full prefill "
+        doc="Ratio that the scheduler assumes: time of a decode dispatch / time of a full prefill "
         "batch; 0: a dispatch after each chunk; inf: fill all slots first; default: the server's estimate",
     )
     repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
@@ -62,7 +62,7 @@ class SimulateConfig:
 class Simulated:
     outcome: Outcome
     work_s: dict[str, float]  # kind of work -> seconds
-    num_decoding: float  # mean number of sequences in a dispatch of decode steps
+    num_decoding: float  # mean number of sequences in a decode dispatch
     num_dispatches: int  # of decode steps
 
 

@@ -117,7 +117,7 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=between(0.05, 0.95),
         doc="Share of the time that training gets while there are sequences to sample; default: one "
-        "micro-batch of training and one dispatch of decode steps alternate",
+        "micro-batch of training and one decode dispatch alternate",
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",

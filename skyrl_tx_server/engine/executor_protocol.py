@@ -105,7 +105,7 @@ class Sampler(Protocol):
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The duration of a dispatch of decode steps for all slots, divided by the duration of a full prefill
+        """The duration of a decode dispatch for all slots, divided by the duration of a full prefill
         batch."""
         ...
 
@@ -124,7 +124,7 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def decode(self) -> bool:
-        """Wait for the dispatch of decode steps that is in flight. If none is in flight, start one first.
+        """Wait for the decode dispatch that is in flight. If none is in flight, start one first.
         Return whether sequences have ended.
 
         The next call must be `poll`, which returns the ended sequences. After any error all sequences are
@@ -135,7 +135,7 @@ class Sampler(Protocol):
     @on_all_ranks
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
         """Return the sequences that `decode` has completed. With `dispatch_next`, first start the next
-        dispatch of decode steps, if possible. The next call of `decode` waits for this dispatch."""
+        decode dispatch, if possible. The next call of `decode` waits for this dispatch."""
         ...
 
     @on_all_ranks

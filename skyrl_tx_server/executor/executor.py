@@ -77,7 +77,7 @@ from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
 from skyrl_tx_server.sampling.model_runner import ModelRunner
 from skyrl_tx_server.training.losses import LossSelection, select_loss
-from skyrl_tx_server.training.packing import PackedBatch, dummy_batch, pack, unpack
+from skyrl_tx_server.training.packing import MicroBatch, dummy_batch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     TokenOutputs,
     adam_from_arrays,
@@ -275,7 +275,7 @@ class DeviceExecutor:
         )
 
     def _forward(
-        self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
+        self, model_id: str, batches: Sequence[MicroBatch], loss: LossSelection
     ) -> Job[tuple[tuple[np.ndarray, ...], float]]:
         """Return (logprobs of each datum, summed loss). The model does not change."""
         outputs: list[TokenOutputs] = []
@@ -423,7 +423,7 @@ class DeviceExecutor:
             )
 
 
-def _logprobs(batches: Sequence[PackedBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:
+def _logprobs(batches: Sequence[MicroBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
 

@@ -1,7 +1,7 @@
 """Sums over the last axis. On a CPU, their bits do not depend on the number of rows.
 
 On a CPU, XLA computes small sums in an order that depends on the number of rows. The logprobs of a sequence
-would then depend on the width of the decode batch and on the other prompts of its prefill batch. A matrix
+would then depend on the width of the decode batch and on the other prompts of its tile batch. A matrix
 product computes each row in the same order if the number of rows is a multiple of four and the product has at
 least 16 columns. On a CPU, these functions therefore multiply by a matrix of ones with 16 columns. On a GPU,
 they use XLA's sums.

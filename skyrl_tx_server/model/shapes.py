@@ -26,15 +26,15 @@ tiles."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """The two sizes of prefill batches, in tiles. Each size has a compiled program."""
+    """The two sizes of tile batches, in tiles. Each size has a compiled program."""
 
     short: int
     long: int
     long_from: int  # for at least this number of tiles, a long batch is faster than several short batches
-    max_tiles_between_decodes: int  # the maximum number of tiles between two dispatches of decode steps
+    max_tiles: int  # the maximum number of tiles of a prefill batch
 
     def batch_sizes(self, tiles: int) -> list[int]:
-        """Return the sizes of the batches for this number of tiles. The last batch may have padding.
+        """Return the sizes of the tile batches for this number of tiles. The last one may have padding.
 
         >>> [CPU_PREFILL.batch_sizes(tiles) for tiles in (1, 6, 8)], GPU_PREFILL.batch_sizes(6)
         ([[1], [4, 1, 1], [4, 4]], [4, 4])
@@ -45,17 +45,17 @@ class PrefillShapes:
         return [size, *self.batch_sizes(max(0, tiles - size))]
 
 
-CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles_between_decodes=8)
-"""On a CPU, the time is nearly proportional to the number of tokens. A long batch is slightly faster per
+CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles=8)
+"""On a CPU, the time is nearly proportional to the number of tokens. A long tile batch is slightly faster per
 token."""
-GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles_between_decodes=16)
-"""Every batch reads all weights. On an H200 this takes as long as the computation of 200 tokens (calculated
-for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
+GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles=16)
+"""Every tile batch reads all weights. On an H200 this takes as long as the computation of 200 tokens
+(calculated for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketShape:
-    """The shape of a packed batch: streams of `length` tokens, each with `loss_positions` loss positions. The
+    """The shape of a micro-batch: streams of `length` tokens, each with `loss_positions` loss positions. The
     loss positions outnumber the tokens, because sequences that share a token may have different targets."""
 
     streams: int

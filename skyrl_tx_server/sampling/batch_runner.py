@@ -100,12 +100,12 @@ class BatchRunner:
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The estimated time of one dispatch of decode steps for all slots, divided by the estimated time of
+        """The estimated time of one decode dispatch for all slots, divided by the estimated time of
         a full prefill batch."""
         shapes = self.runner.prefill_layout.shapes
         if shapes == GPU_PREFILL:
             return GPU_PREFILLS_PER_STEP * self.runner.steps
-        tokens_per_prefill = shapes.max_tiles_between_decodes * PREFILL_TILE
+        tokens_per_prefill = shapes.max_tiles * PREFILL_TILE
         return CPU_DECODE_COST * self.num_slots * self.runner.steps / tokens_per_prefill
 
     def stats(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The decode pipeline, with at most one dispatch of decode steps in flight.
+"""The decode pipeline, with at most one decode dispatch in flight.
 
 A dispatch can start before the host has processed the outputs of the previous dispatch. It does not need
 these outputs: the last tokens are on the device (`Carry`), and the host knows the position of every sequence

@@ -1,5 +1,5 @@
-"""Prefill batches as host arrays. Prefill chunks are divided into tiles of `PREFILL_TILE` tokens, and a batch
-holds tiles of several chunks."""
+"""Divides the chunks of a prefill batch into tiles of `PREFILL_TILE` tokens, and makes tile batches of them.
+A tile batch has the host arrays of one call of the prefill program, with tiles of one or several chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes
 from skyrl_tx_server.sampling.block_tables import PageCopy
-from skyrl_tx_server.sampling.prefill_step import PrefillBatch, PrefillOutputs
+from skyrl_tx_server.sampling.prefill_step import PrefillOutputs, TileBatch
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
 from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
@@ -60,7 +60,7 @@ class ChunkOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillLayout:
-    """The sizes of a prefill batch's arrays."""
+    """The sizes of the arrays of a tile batch."""
 
     shapes: PrefillShapes
     num_slots: int
@@ -70,8 +70,8 @@ class PrefillLayout:
     # the values of `LoraIndices.max_loras`; None: programs do not depend on the LoRA slots in use
     adapter_counts: tuple[int, ...] | None = None
 
-    def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, BatchSettings]]:
-        """Return the batches that compute these chunks, in the order in which they must run."""
+    def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[TileBatch, BatchSettings]]:
+        """Return the tile batches that compute these chunks, in the order in which they must run."""
         tiles = [(chunk, first, end) for chunk in chunks for first, end in chunk.tiles]
         batches, done = [], 0
         for size in self.shapes.batch_sizes(len(tiles)):
@@ -82,7 +82,7 @@ class PrefillLayout:
     def outputs(
         self, chunks: Sequence[PrefillChunk], batch_outputs: Sequence[PrefillOutputs]
     ) -> list[ChunkOutputs]:
-        """Return the results of each chunk from the outputs of all batches, which are in host memory."""
+        """Return the results of each chunk from the outputs of all tile batches, which are in host memory."""
         logprobs = np.concatenate([outputs.logprobs for outputs in batch_outputs])
         batch_of_tile = np.repeat(
             np.arange(len(batch_outputs)), [len(outputs.logprobs) for outputs in batch_outputs]
@@ -102,8 +102,8 @@ class PrefillLayout:
             )
         return by_chunk
 
-    def dummy_batches(self) -> list[tuple[PrefillBatch, BatchSettings]]:
-        """Return one batch for each pair of a compiled shape and a maximum number of adapters."""
+    def dummy_batches(self) -> list[tuple[TileBatch, BatchSettings]]:
+        """Return one tile batch for each pair of a compiled shape and a maximum number of adapters."""
         chunk = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,
@@ -133,7 +133,7 @@ class PrefillLayout:
 
     def _batch(
         self, tiles: Sequence[tuple[PrefillChunk, int, int]], size: int
-    ) -> tuple[PrefillBatch, BatchSettings]:
+    ) -> tuple[TileBatch, BatchSettings]:
         chunks = [chunk for chunk, _, _ in tiles]
         padded = [*chunks, *[chunks[0]] * (size - len(chunks))]
         tokens, targets = np.zeros((2, size, PREFILL_TILE), np.int32)
@@ -152,7 +152,7 @@ class PrefillLayout:
                     lasts[slot] = index * PREFILL_TILE + end - first - 1
         tile_slots = np.array([chunk.adapter_slot for chunk in padded])
         adapters = lora_indices(tile_slots, counts=self.adapter_counts)
-        batch = PrefillBatch(
+        batch = TileBatch(
             tokens=tokens,
             targets=targets,
             tiles=PrefillTiles(

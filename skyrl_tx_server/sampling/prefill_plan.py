@@ -212,9 +212,7 @@ class PrefillPlanner:
             ),
             default=0,
         )
-        max_tiles = self.runner.prefill_layout.shapes.max_tiles_between_decodes - sum(
-            len(chunk.tiles) for chunk in planned
-        )
+        max_tiles = self.runner.prefill_layout.shapes.max_tiles - sum(len(chunk.tiles) for chunk in planned)
         if not max_tiles or num_tiles(len(tokens) - future_prefix) < num_tiles(len(tokens) - prefix.length):
             return None
         length = min(prefix.length + max_tiles * PREFILL_TILE, len(tokens))

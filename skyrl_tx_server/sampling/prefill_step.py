@@ -36,7 +36,7 @@ MAX_PROMPT_LOGITS = 1 << 24
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillBatch:
+class TileBatch:
     """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are
     already in their KV pages."""
 
@@ -54,7 +54,7 @@ class PrefillBatch:
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOutputs:
-    """The outputs of a prefill batch."""
+    """The outputs of a tile batch."""
 
     logprobs: ArrayLike  # [N, T] float32 of `targets`; zeros if not requested
     first_tokens: jax.Array  # [B] int32, the first token of each sequence that begins
@@ -71,13 +71,13 @@ def prefill(
     cache: KVCache,
     params: Params,
     lora_slots: Adapter,
-    batch: PrefillBatch,
+    batch: TileBatch,
     settings: BatchSettings,
     *,
     config: ModelConfig,
     tempered: bool,
 ) -> tuple[KVCache, PrefillOutputs]:
-    """Compute a prefill batch and sample the first token of each sequence that begins in one of the B
+    """Compute a tile batch and sample the first token of each sequence that begins in one of the B
     slots. With `tempered`, the logprobs of sampled tokens are computed after temperature (see
     `token_sampling`)."""
     config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, batch.before))
@@ -136,7 +136,7 @@ def _first_tokens(
     config: ModelConfig,
     params: Params,
     lora_slots: Adapter,
-    batch: PrefillBatch,
+    batch: TileBatch,
     settings: BatchSettings,
     hidden: jax.Array,
     positions: ArrayLike,

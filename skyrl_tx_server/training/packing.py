@@ -33,7 +33,7 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatumSpan:
-    """The location of one datum in a packed batch."""
+    """The location of one datum in a micro-batch."""
 
     datum: int  # index of the datum
     stream: int  # index of the stream
@@ -42,7 +42,7 @@ class DatumSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedBatch:
+class MicroBatch:
     """Streams of one `BucketShape` in host memory, and the locations of their data."""
 
     arrays: TrainBatch
@@ -57,9 +57,7 @@ def dummy_batch(shape: BucketShape) -> TrainBatch:
     return packed.arrays
 
 
-def pack(
-    data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes
-) -> list[PackedBatch]:
+def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes) -> list[MicroBatch]:
     """Pack validated data into batches with little padding. `trained` has one array [N] bool per datum, True
     at positions with a gradient."""
     num_targets = _num_targets(data)
@@ -71,7 +69,7 @@ def pack(
     ]
 
 
-def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def unpack(batches: Sequence[MicroBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Convert one array per batch, in the shape of the batch's targets, to one array per datum, in the shape
     of the datum's targets. The datums have the order in which `pack` received them."""
     by_datum = {
@@ -96,11 +94,11 @@ def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
     return values[:, 0] if num_targets is None else values[:, :num_targets]
 
 
-def _pack_streams(streams: Sequence[PrefixTree], shape: BucketShape, num_targets: int | None) -> PackedBatch:
+def _pack_streams(streams: Sequence[PrefixTree], shape: BucketShape, num_targets: int | None) -> MicroBatch:
     empty = PrefixTree.from_sequences(())
     padded = [*streams, *[empty] * (shape.streams - len(streams))]
     packed = [_pack_stream(stream, shape, num_targets) for stream in padded]
-    return PackedBatch(
+    return MicroBatch(
         arrays=jax.tree.map(lambda *leaves: np.stack(leaves), *[arrays for arrays, _ in packed]),
         spans=tuple(
             DatumSpan(

@@ -226,7 +226,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
 
 
 def largest_message(config: ModelConfig, shape: MeshShape) -> float:
-    """Return the number of elements of the largest message between devices in a dispatch of decode steps,
+    """Return the number of elements of the largest message between devices in a decode dispatch,
     divided by the number of elements of the attention output matrix `o` of a layer."""
     config, num_sequences = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))

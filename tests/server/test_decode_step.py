@@ -26,7 +26,7 @@ from tests.server.tiny_qwen3 import CONFIG
 CHUNK, PROMPT_LENGTH, NEW_TOKENS = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
 BLOCK_TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
-    shapes=PrefillShapes(short=1, long=2, long_from=1, max_tiles_between_decodes=2),
+    shapes=PrefillShapes(short=1, long=2, long_from=1, max_tiles=2),
     num_slots=1,
     table_width=4,
     max_copies=1,
@@ -35,7 +35,7 @@ LAYOUT = PrefillLayout(
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
-    """Two prefill chunks and one dispatch of decode steps give the same logprobs as one forward pass over all
+    """Two prefill chunks and one decode dispatch give the same logprobs as one forward pass over all
     tokens."""
     params = jax.device_put(tiny_qwen3.params("bfloat16"))
     adapter = tiny_qwen3.adapter()

@@ -79,7 +79,7 @@ TRITON_DEPRECATION = "ignore:The Pallas Triton backend is deprecated:Deprecation
 
 
 def packed_batch(*, seed: int, rows: int) -> TrainBatch:
-    """Return a packed batch of `rows` streams of 512 tokens, with shared prefixes and padding at the end."""
+    """Return a micro-batch of `rows` streams of 512 tokens, with shared prefixes and padding at the end."""
     random = np.random.default_rng(seed)
     sequences: list[np.ndarray] = []
     for length in random.integers(20, 90, 6 * rows):

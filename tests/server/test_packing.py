@@ -4,14 +4,14 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.model.shapes import ATTENTION_TILE, train_shapes
-from skyrl_tx_server.training.packing import DatumSpan, PackedBatch, pack, unpack
+from skyrl_tx_server.training.packing import DatumSpan, MicroBatch, pack, unpack
 from skyrl_tx_server.training.train_batch import TrainBatch
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
 
 
-def packed(data: tuple[TrainDatum, ...], shapes=SHAPES) -> list[PackedBatch]:
+def packed(data: tuple[TrainDatum, ...], shapes=SHAPES) -> list[MicroBatch]:
     return pack(data, [np.ones(len(datum.tokens), bool) for datum in data], shapes)
 
 

@@ -122,10 +122,7 @@ def assert_same(
 
 
 def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
-    assert (
-        max(CPU_PREFILL.max_tiles_between_decodes, GPU_PREFILL.max_tiles_between_decodes)
-        == PROMPTS_PER_PREFILL
-    )
+    assert max(CPU_PREFILL.max_tiles, GPU_PREFILL.max_tiles) == PROMPTS_PER_PREFILL
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
@@ -172,9 +169,7 @@ def test_a_prompt_in_a_batch_gives_the_same_results_as_alone(lengths: tuple[int,
         assert_same((cache, prompt, output), (alone, prompt, expected))
 
 
-@pytest.mark.parametrize(
-    "shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, max_tiles_between_decodes=8)]
-)
+@pytest.mark.parametrize("shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, max_tiles=8)])
 @pytest.mark.parametrize("cut", [PAGE_SIZE, 70, 299])
 def test_a_prompt_in_chunks_gives_the_same_results_as_whole(cut: int, shapes: PrefillShapes) -> None:
     layout = replace(LAYOUT, shapes=shapes)

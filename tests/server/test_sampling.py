@@ -215,7 +215,7 @@ def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecuto
     assert executor.adapters.in_use == [], "released requests do not pin their snapshots"
 
 
-@pytest.mark.parametrize("num_tiles", [CPU_PREFILL.max_tiles_between_decodes, 2])
+@pytest.mark.parametrize("num_tiles", [CPU_PREFILL.max_tiles, 2])
 def test_a_long_prompt_is_prefilled_in_chunks(
     engine: Engine, executor: DeviceExecutor, num_tiles: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -224,7 +224,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(
     The model was trained with a high learning rate, which magnifies rounding differences in float32.
     """
     runner = executor.sampler.runner
-    layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, max_tiles_between_decodes=num_tiles))
+    layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, max_tiles=num_tiles))
     monkeypatch.setattr(runner, "prefill_layout", layout)
     prompt = tokens(560, seed=num_tiles)
     before: dict[str, Any] = engine.stats()

@@ -105,7 +105,7 @@ def test_a_cached_prompt_continues_with_the_same_tokens(
 
 
 def test_training_gives_hugging_faces_logprobs(engine: Engine, decoding: dict[str, np.ndarray]) -> None:
-    """All three sequences begin with the prompt, so the packed batch contains them as one prefix tree."""
+    """All three sequences begin with the prompt, so the micro-batch contains them as one prefix tree."""
     text = np.concatenate([decoding["prompt"], decoding["tokens"]])
     expected = np.concatenate([decoding["prompt_logprobs"], decoding["logprobs"]])
     lengths = (len(text), len(text) - 20)

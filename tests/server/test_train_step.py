@@ -16,7 +16,7 @@ from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import PackedBatch, pack, unpack
+from skyrl_tx_server.training.packing import MicroBatch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
@@ -36,7 +36,7 @@ SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 
 def packed(
     data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES
-) -> list[PackedBatch]:
+) -> list[MicroBatch]:
     return pack(data, [LOSSES[loss_fn].has_gradient(datum) for datum in data], shapes)
 
 

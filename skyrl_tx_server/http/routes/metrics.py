@@ -63,10 +63,10 @@ METRICS: tuple[Metric, ...] = (
         label="kind",
     ),
     _counter("preemptions_total", "Sequences preempted because no KV page was free", "num_preemptions"),
-    _counter("decode_dispatches_total", "Dispatches of decode steps", "decode_dispatches"),
+    _counter("decode_dispatches_total", "Decode dispatches", "decode_dispatches"),
     _counter(
         "decode_dispatches_ahead_total",
-        "Dispatches of decode steps that started before the host processed the tokens of the previous one",
+        "Decode dispatches that started before the host processed the tokens of the previous one",
         "decode_dispatches_ahead",
     ),
     _counter(

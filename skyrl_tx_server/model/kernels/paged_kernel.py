@@ -41,7 +41,7 @@ PARTS_AT_ONCE = 8
 """The number of parts of a sequence that `_merge_kernel` loads together."""
 
 MANY_TILES = 512
-"""The minimum number of (tile, head) pairs in a prefill batch for which one program processes two heads that
+"""The minimum number of (tile, head) pairs in a tile batch for which one program processes two heads that
 share a key-value head. The program reads the pages once for both heads. With fewer pairs, there would be too
 few programs for all multiprocessors of a GPU."""
 
