@@ -1,4 +1,4 @@
-"""Read, render and split the chats of a run, and divide the resulting examples into batches."""
+"""Read, tokenize and split the chats of a run, and divide them into batches."""
 
 from __future__ import annotations
 
@@ -12,81 +12,81 @@ from src.policy import chat as chat_template
 from src.records.journal import GroupKey
 from src.sft.chats import read_chats
 from src.sft.config import DataOptions, SftConfig
-from src.sft.rendering import Example, render
-from src.sft.run_data import examples_of_run, sources_of
+from src.sft.rendering import TokenizedChat, render
+from src.sft.run_data import chats_of_run, sources_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The examples to train on, and the held-out examples."""
+    """The tokenized chats to train on, and the held-out ones."""
 
-    train: list[Example]
-    held_out: list[Example]
+    train: list[TokenizedChat]
+    held_out: list[TokenizedChat]
 
     @property
     def num_trained_tokens(self) -> int:
         """The number of trained tokens of one epoch."""
-        return sum(example.sequence.num_trained for example in self.train)
+        return sum(chat.sequence.num_trained for chat in self.train)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The examples of one training step."""
+    """The chats of one training step."""
 
     step: int
     epoch: int
-    examples: list[Example]
+    chats: list[TokenizedChat]
 
     @property
     def keys(self) -> list[GroupKey]:
-        """The keys of the examples in the journal. Equal chats of a batch have different keys."""
-        hashes = [example.content_hash for example in self.examples]
+        """The keys of the chats in the journal. Equal chats of a batch have different keys."""
+        hashes = [chat.content_hash for chat in self.chats]
         return [(self.step, f"{index}:{value}") for index, value in enumerate(hashes)]
 
 
 def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
-    """Read and render all chats. Raises ConfigError, with file and line, for the first invalid chat."""
+    """Read and tokenize all chats. Raises ConfigError, with file and line, for the first invalid chat."""
 
-    def read_examples(items: Sequence[str]) -> list[Example]:
-        examples: list[Example] = []
+    def read_all(items: Sequence[str]) -> list[TokenizedChat]:
+        chats: list[TokenizedChat] = []
         for path, condition in sources_of(items):
             if condition is not None:
-                examples += examples_of_run(path, condition, config)
+                chats += chats_of_run(path, condition, config)
                 continue
             for chat in read_chats(path):
-                examples.append(
+                chats.append(
                     render(chat, template, train_on=config.train_on, context_limit=config.context_limit)
                 )
-        return examples
+        return chats
 
-    train = read_examples(config.data)
+    train = read_all(config.data)
     if config.eval_data is None:
         return split(train, config)
-    dataset = Dataset(train=train, held_out=read_examples(config.eval_data))
+    dataset = Dataset(train=train, held_out=read_all(config.eval_data))
     _require_held_out(dataset)
     return dataset
 
 
-def split(examples: Sequence[Example], options: DataOptions) -> Dataset:
+def split(chats: Sequence[TokenizedChat], options: DataOptions) -> Dataset:
     """Hold out the share `eval_split` of the tasks.
 
     If the share is above 0 and there are two or more tasks, at least one is held out and one is trained.
     Each chat of a file is one task; equal chats are the same task. The choice depends on the tasks and the
-    seed, not on the order of the examples.
+    seed, not on the order of the chats.
     """
-    tasks = {example.task for example in examples}
+    tasks = {chat.task for chat in chats}
     if options.eval_split == 0 or len(tasks) < 2:
-        return Dataset(train=list(examples), held_out=[])
+        return Dataset(train=list(chats), held_out=[])
     ordered = sorted(tasks, key=lambda task: hashlib.sha256(f"{options.seed}:{task}".encode()).digest())
     held_out = set(ordered[: min(len(ordered) - 1, max(1, round(options.eval_split * len(ordered))))])
     return Dataset(
-        train=[example for example in examples if example.task not in held_out],
-        held_out=[example for example in examples if example.task in held_out],
+        train=[chat for chat in chats if chat.task not in held_out],
+        held_out=[chat for chat in chats if chat.task in held_out],
     )
 
 
 def schedule(dataset: Dataset, config: SftConfig) -> list[Batch]:
-    """Return the batches of all steps. An epoch has every example once; its last batch may be smaller."""
+    """Return the batches of all steps. An epoch has every chat once; its last batch may be smaller."""
     batches: list[Batch] = []
     for epoch in range(config.n_epochs):
         order = list(dataset.train)
@@ -95,7 +95,7 @@ def schedule(dataset: Dataset, config: SftConfig) -> list[Batch]:
             Batch(
                 step=len(batches) + 1 + start // config.batch_size,
                 epoch=epoch,
-                examples=order[start : start + config.batch_size],
+                chats=order[start : start + config.batch_size],
             )
             for start in range(0, len(order), config.batch_size)
         ]
@@ -104,10 +104,10 @@ def schedule(dataset: Dataset, config: SftConfig) -> list[Batch]:
 
 def _require_held_out(dataset: Dataset) -> None:
     """Raise ConfigError if a chat or task is both trained and held out."""
-    trained = {example.task: example.where for example in dataset.train}
-    for example in dataset.held_out:
-        if where := trained.get(example.task):
+    trained = {chat.task: chat.where for chat in dataset.train}
+    for chat in dataset.held_out:
+        if where := trained.get(chat.task):
             raise ConfigError(
-                f"{example.where}: the held-out chat or task is also trained ({where}); remove it from one "
+                f"{chat.where}: the held-out chat or task is also trained ({where}); remove it from one "
                 "of the two"
             )

@@ -25,19 +25,19 @@ ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Example:
-    """A training sequence: a chat, or a part of a trial."""
+class TokenizedChat:
+    """The tokens and loss weights of a chat, or of a part of a training trial."""
 
     where: str  # file and line, or run and trial
-    task: str  # examples of the same task are never both trained and held out
+    task: str  # chats of the same task are never both trained and held out
     content_hash: str  # the hash of tokens and weights
     sequence: SupervisedSequence
 
 
-def example_of(
+def tokenized_chat(
     tokens: Sequence[int], weights: Sequence[bool], *, where: str, context_limit: int, task: str | None = None
-) -> Example:
-    """Return an example. If `task` is None, the content hash is the task.
+) -> TokenizedChat:
+    """Return a tokenized chat. If `task` is None, the content hash is the task.
 
     Raises ConfigError if there are more than `context_limit` tokens.
     """
@@ -48,11 +48,13 @@ def example_of(
         )
     sequence = SupervisedSequence(tokens=np.array(tokens, np.int64), weights=np.array(weights, np.float32))
     digest = hashlib.sha256(sequence.tokens.tobytes() + sequence.weights.tobytes()).hexdigest()[:16]
-    return Example(where=where, task=task or digest, content_hash=digest, sequence=sequence)
+    return TokenizedChat(where=where, task=task or digest, content_hash=digest, sequence=sequence)
 
 
-def render(chat: Chat, template: chat_template.Chat, *, train_on: TrainOn, context_limit: int) -> Example:
-    """Return the training sequence of a chat, up to its last trained token.
+def render(
+    chat: Chat, template: chat_template.Chat, *, train_on: TrainOn, context_limit: int
+) -> TokenizedChat:
+    """Return the tokens of a chat, up to its last trained token.
 
     Raises ConfigError, with file and line, if the chat is longer than the context, has no trained message,
     begins with the assistant or cannot be rendered.
@@ -71,7 +73,7 @@ def render(chat: Chat, template: chat_template.Chat, *, train_on: TrainOn, conte
         raise ConfigError(f"{chat.where}: {error}") from error
     if train_on == "all_tokens":
         weights = [True] * len(tokens)
-    return example_of(tokens, weights, where=chat.where, context_limit=context_limit)
+    return tokenized_chat(tokens, weights, where=chat.where, context_limit=context_limit)
 
 
 def trained_messages(chat: Chat, train_on: TrainOn) -> set[int]:

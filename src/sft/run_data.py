@@ -1,6 +1,6 @@
-"""`data=RUN,reward>=1`: examples of the training trials of a run that meet the condition.
+"""`data=RUN,reward>=1`: chats of the training trials of a run that meet the condition.
 
-The examples have the exact tokens that were sampled.
+The chats have the exact tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from src.learning.datums import sequences_of
 from src.records.rollout_store import trained_trajectories
 from src.records.run_folder import CONFIG_FILE
 from src.sft.config import SftConfig
-from src.sft.rendering import Example, example_of
+from src.sft.rendering import TokenizedChat, tokenized_chat
 
 CONDITION = re.compile(r"reward(>=|>)(-?\d+(?:\.\d+)?)")
 INCOMPLETE_CONDITION = re.compile(r"reward\s*([<>=].*)?")
@@ -73,7 +73,7 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
     return sources
 
 
-def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Example]:
+def chats_of_run(run: Path, condition: Condition, config: SftConfig) -> list[TokenizedChat]:
     """Return the sequences of the run's training trials whose reward meets the condition.
 
     Every sampled token is trained. Raises ConfigError if no trial meets the condition, if a sequence exceeds
@@ -92,7 +92,7 @@ def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[
             "lower the bound, or give another run"
         )
     return [
-        example_of(
+        tokenized_chat(
             sequence.tokens.tolist(),
             sequence.sampled.tolist(),
             where=f"{run}, trial {trial.trial_name or trial.task_id}",

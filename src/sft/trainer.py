@@ -51,7 +51,7 @@ class SupervisedTrainer:
         self._config = config
         self._watchdog = watchdog
         self._learner = learner
-        self._held_out = [example.sequence for example in dataset.held_out]
+        self._held_out = [chat.sequence for chat in dataset.held_out]
         self._journal = journal
         self._run_log = run_log
         self._events = events
@@ -141,7 +141,7 @@ class SupervisedTrainer:
         """
         started = time.monotonic()
         self._is_update_pending = True
-        sequences = [example.sequence for example in batch.examples]
+        sequences = [chat.sequence for chat in batch.chats]
         metrics = await self._watchdog.answer(
             self._learner.update(sequences, step=batch.step), f"training step {batch.step}"
         )

@@ -182,14 +182,12 @@ def dataset(tmp_path: Path, *options: str) -> tuple[Dataset, SftConfig]:
 def test_every_epoch_has_every_chat_once(tmp_path: Path) -> None:
     loaded, config = dataset(tmp_path, "batch_size=4", "n_epochs=2", "eval_split=0.1")
     batches = schedule(loaded, config)
-    assert [(batch.step, batch.epoch, len(batch.examples)) for batch in batches] == [
+    assert [(batch.step, batch.epoch, len(batch.chats)) for batch in batches] == [
         *((1, 0, 4), (2, 0, 4), (3, 0, 1)),
         *((4, 1, 4), (5, 1, 4), (6, 1, 1)),
     ]
-    epochs = [
-        [example for batch in part for example in batch.examples] for part in (batches[:3], batches[3:])
-    ]
-    hashes = [[example.content_hash for example in epoch] for epoch in epochs]
+    epochs = [[chat for batch in part for chat in batch.chats] for part in (batches[:3], batches[3:])]
+    hashes = [[chat.content_hash for chat in epoch] for epoch in epochs]
     assert sorted(hashes[0]) == sorted(hashes[1]) and hashes[0] != hashes[1]
     assert len(set(hashes[0])) == 9 and len(loaded.held_out) == 1
     assert schedule(loaded, parse_as(SftConfig, [*OWN_SERVER, "data=f", "max_steps=1"]))[1:] == []
@@ -198,7 +196,7 @@ def test_every_epoch_has_every_chat_once(tmp_path: Path) -> None:
 def test_equal_chats_are_never_both_trained_and_held_out(tmp_path: Path) -> None:
     loaded, config = dataset(tmp_path, "eval_split=0.3")
     twice = split([*loaded.train, *loaded.held_out, *loaded.train], config)
-    trained, held_out = ({example.content_hash for example in part} for part in (twice.train, twice.held_out))
+    trained, held_out = ({chat.content_hash for chat in part} for part in (twice.train, twice.held_out))
     assert len(held_out) == 3 and not trained & held_out
     both_config = parse_as(
         SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))]
@@ -363,13 +361,11 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
     config = parse_as(SftConfig, [*OWN_SERVER, f"data={run},reward>=0.5", "eval_split=0.3"])
     loaded = load(config, toy_chat())
     assert len(loaded.train) == 4 and len(loaded.held_out) == 2
-    assert {example.task for example in loaded.train}.isdisjoint(example.task for example in loaded.held_out)
-    examples = {
-        example.where.rpartition(" ")[2]: example.sequence for example in loaded.train + loaded.held_out
-    }
-    assert sorted(examples) == ["a-1", "a-2", "b-1", "b-2", "c-1", "c-2"]
-    assert examples["b-2"].tokens.tolist() == [1, ord("b"), 5, 2, 2, 6]
-    assert examples["b-2"].weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert {chat.task for chat in loaded.train}.isdisjoint(chat.task for chat in loaded.held_out)
+    sequences = {chat.where.rpartition(" ")[2]: chat.sequence for chat in loaded.train + loaded.held_out}
+    assert sorted(sequences) == ["a-1", "a-2", "b-1", "b-2", "c-1", "c-2"]
+    assert sequences["b-2"].tokens.tolist() == [1, ord("b"), 5, 2, 2, 6]
+    assert sequences["b-2"].weights.tolist() == [0, 0, 1, 1, 0, 1]
     above = parse_as(SftConfig, [*OWN_SERVER, f"data={run},reward>0.5", "eval_split=0"])
     assert len(load(above, toy_chat()).train) == 3
 
@@ -400,8 +396,8 @@ def test_a_mistake_in_a_run_gives_a_one_line_error(
 
 
 def test_keys_of_equal_chats_in_a_batch_differ(tmp_path: Path) -> None:
-    example = dataset(tmp_path)[0].train[0]
-    assert len(set(Batch(step=1, epoch=0, examples=[example, example]).keys)) == 2
+    chat = dataset(tmp_path)[0].train[0]
+    assert len(set(Batch(step=1, epoch=0, chats=[chat, chat]).keys)) == 2
 
 
 def test_a_chat_file_is_read_in_its_order(tmp_path: Path) -> None:
