@@ -30,6 +30,7 @@ RENAMED_STATISTICS: Mapping[str, str] = {
     "preemptions": "num_preemptions",
     "rows_paused": "sequences_paused",
     "rows_set_aside": "sequences_preempted",
+    "tokens_sampled_elsewhere": "tokens_sampled_externally",
     "turn_seconds": "work_seconds",
 }
 """Former field of the engine's statistics -> present field. `GET /api/v1/stats` returns both."""
@@ -49,5 +50,8 @@ RENAMED_METRICS: Mapping[str, FormerMetric] = {
 }
 """Present metric -> former metric. `GET /metrics` returns both."""
 
-RENAMED_LABEL_VALUES: Mapping[tuple[str, str], str] = {("cache_pages", "cached"): "remembered"}
+RENAMED_LABEL_VALUES: Mapping[tuple[str, str], str] = {
+    ("cache_pages", "cached"): "remembered",
+    ("tokens_total", "sampled_externally"): "sampled_elsewhere",
+}
 """(present metric, present value of its label) -> former value of the label. `GET /metrics` returns both."""

@@ -86,7 +86,7 @@ class ExternalSampling:
         self._agreed: AgreedTokens = Counter()  # for the base model
         self._verifying = asyncio.Lock()
         self._stopping = False
-        self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
+        self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_externally"), 0)
 
     @property
     def info(self) -> EngineInfo:
@@ -166,7 +166,8 @@ class ExternalSampling:
             self._counts["sampler_failed"] += 1
             raise
         self._counts["sampler_ok"] += 1
-        self._counts["tokens_sampled_elsewhere"] += sum(len(sequence.tokens) for sequence in result.sequences)
+        num_tokens = sum(len(sequence.tokens) for sequence in result.sequences)
+        self._counts["tokens_sampled_externally"] += num_tokens
         return result
 
     async def _sample_and_check(

@@ -102,7 +102,12 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
 async def test_renamed_metrics_keep_their_former_names(
     context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stats = {"decode_dispatches": 3, "cache_pages_cached": 2, "work_seconds": {"step": 1.5}}
+    stats = {
+        "decode_dispatches": 3,
+        "cache_pages_cached": 2,
+        "tokens_sampled_externally": 4,
+        "work_seconds": {"step": 1.5},
+    }
     monkeypatch.setattr(context.engine, "stats", lambda: stats)
     async with http_client(context) as http:
         http.headers["x-api-key"] = KEY
@@ -113,6 +118,8 @@ async def test_renamed_metrics_keep_their_former_names(
         "skyrl_tx_decode_blocks_total 3.0",
         'skyrl_tx_cache_pages{kind="cached"} 2.0',
         'skyrl_tx_cache_pages{kind="remembered"} 2.0',
+        'skyrl_tx_tokens_total{kind="sampled_externally"} 4.0',
+        'skyrl_tx_tokens_total{kind="sampled_elsewhere"} 4.0',
         'skyrl_tx_work_seconds_total{work="step"} 1.5',
         'skyrl_tx_turn_seconds_total{turn="step"} 1.5',
     ):

@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
         "Tokens by kind of work",
         {
             "sampled": "tokens_sampled",
-            "sampled_elsewhere": "tokens_sampled_elsewhere",
+            "sampled_externally": "tokens_sampled_externally",
             "prefilled": "tokens_prefilled",
             "prefix_cache": "tokens_from_prefix_cache",
             "trained": "tokens_trained",
