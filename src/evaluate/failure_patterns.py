@@ -41,7 +41,7 @@ class Pattern(StrEnum):
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
     FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
-    USER_SIMULATOR = "customer_fault"  # a fault that `user_simulator_faults` returns
+    USER_SIMULATOR = "user_simulator_fault"  # a fault that `user_simulator_faults` returns
 
 
 # The first entry whose expression matches the text of an error gives its pattern.

@@ -216,6 +216,12 @@ ALIASES = (
     Alias(
         "eval/<domain>/mean_positive_reward", "test/env/<domain>/reward/mean_positive_reward", Source.SKYRL
     ),
+    Alias("test/failures/customer_fault", "test/failures/user_simulator_fault", Source.RENAMED),
+    Alias(
+        "test/env/<domain>/failures/customer_fault",
+        "test/env/<domain>/failures/user_simulator_fault",
+        Source.RENAMED,
+    ),
     Alias("test/floor", "test/noop_success", Source.RENAMED),
     Alias("test/env/<domain>/floor", "test/env/<domain>/noop_success", Source.RENAMED),
     Alias("tokens/masked_trajectories", "batch/masked_trajectories", Source.RENAMED),

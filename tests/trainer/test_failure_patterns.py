@@ -138,5 +138,7 @@ def test_a_user_simulator_that_repeats_itself_is_a_fault():
 def test_patterns_are_counted_once_per_trial():
     twice = failed(("tool", "Error: Order not found"), ("tool", "Error: User not found"))
     counts = pattern_counts([twice, twice, failed()])
-    assert counts["not_found"] == 2 and counts["false_completion"] == 1 and counts["customer_fault"] == 0
+    assert (
+        counts["not_found"] == 2 and counts["false_completion"] == 1 and counts["user_simulator_fault"] == 0
+    )
     assert set(counts) == {str(pattern) for pattern in Pattern}

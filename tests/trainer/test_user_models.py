@@ -1,4 +1,4 @@
-"""Models that simulate a user."""
+"""Models of user simulators."""
 
 from __future__ import annotations
 

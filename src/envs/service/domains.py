@@ -31,7 +31,7 @@ from src.envs.user_code import load_function
 
 ENTRY_POINTS = "agent_trainer.service_domains"
 TRAIN, TEST = "train", "test"  # the splits that domain=NAME trains on and holds out
-USER_INSTRUCTIONS = (  # for a model that simulates the user
+USER_INSTRUCTIONS = (  # for the model of a user simulator
     "You talk to a service agent. {}\n"
     "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
     "agent says that it is not possible, answer ###STOP### and nothing else."

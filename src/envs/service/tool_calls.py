@@ -1,5 +1,5 @@
 """The parser of tool calls in the agent's answers, for env=fleet and for service domains (tasks with tools
-and a simulated user, as in env=tau_bench). It tries these strategies in order:
+and a user simulator, as in env=tau_bench). It tries these strategies in order:
 
     whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
     tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes

@@ -38,7 +38,7 @@ from src.envs.service.user_simulator import (
 from src.policy.chat import Message
 
 NAME = "toy_retail"
-INSTRUCTIONS = (  # the prompt of a model that simulates the user
+INSTRUCTIONS = (  # the prompt of the model of a user simulator
     "You are a customer of a shop and talk to its service agent. {}\n"
     "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
     "agent says that it is not "

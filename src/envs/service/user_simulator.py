@@ -179,6 +179,6 @@ class TinkerUserModel:
 
 
 def with_roles_swapped(message: Message) -> Message:
-    """Swap the roles of user and agent, because the model that simulates the user is the `assistant`."""
+    """Swap the roles of user and agent, because the model of the user simulator is the `assistant`."""
     swapped = {"assistant": "user", "user": "assistant"}
     return {**message, "role": swapped.get(str(message["role"]), message["role"])}
