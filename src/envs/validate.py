@@ -1,14 +1,14 @@
 """`python -m src.envs.validate tasks_dir=DIR`: check Harbor tasks, and record the grading method of each
 task.
 
-Each task is played without a model: its own solution must score 1, and an agent that does nothing must score
-0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task gives no training
-signal or a wrong one. A task that has no solution and passes the other check is counted separately. The
-command prints one line per task. The exit status is 1 if a task is unsound, and 2 for wrong options, or if
-the folder has no valid tasks.
+Each task is played without a model: its own solution must get the reward 1, and an agent that does nothing
+must get the reward 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task
+gives no training signal or a wrong one. A task that has no solution and passes the other check is counted
+separately. The command prints one line per task. The exit status is 1 if a task is unsound, and 2 for wrong
+options, or if the folder has no valid tasks.
 
-The solution is graded in a fresh environment and in place (in the environment where it ran). If both scores
-agree, or if grading in place gives no score, the trainer grades the task in a fresh environment. Otherwise
+The solution is graded in a fresh environment and in place (in the environment where it ran). If both rewards
+agree, or if grading in place gives no reward, the trainer grades the task in a fresh environment. Otherwise
 the trainer grades the task in place. `grading.json` in tasks_dir records the grading method.
 `environment_kwargs=grading=fresh` or `grading=in_place` tests and records one method only.
 """
@@ -78,7 +78,7 @@ def run(config: ValidateConfig) -> int:
                 report=lambda result: print(result.line(logs_dir=config.logs_dir), flush=True),
             )
         )
-    methods = {result.task: result.grading for result in results if result.has_scores}
+    methods = {result.task: result.grading for result in results if result.has_rewards}
     print(f"grading methods recorded in {write_records(folder, kind, methods)}")
     num_sound = sum(result.is_sound for result in results)
     num_unsound = sum(result.is_unsound for result in results)

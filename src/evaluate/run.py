@@ -64,7 +64,7 @@ class PolicyAndTasks:
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # stops the evaluation if probes fail; None: the endpoint is not probed
+    watchdog: Watchdog | None = None  # stops the evaluation if health checks fail; None: there are none
 
 
 # The options that determine which tasks a run holds out.
@@ -91,7 +91,7 @@ async def open_policy_and_tasks(
                 endpoint = await stack.enter_async_context(
                     connect_endpoint(config.base_url, config.model_name)
                 )
-            watchdog = await stack.enter_async_context(watching(_unprobed, config))
+            watchdog = await stack.enter_async_context(watching(_unchecked, config))
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield PolicyAndTasks(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
@@ -216,8 +216,9 @@ def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
     return list(source.eval)
 
 
-async def _unprobed() -> None:
-    """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
+async def _unchecked() -> None:
+    """Do nothing: OpenAI's API has no cheap route for health checks, so only the timeout of each request
+    applies."""
 
 
 def finished_or_policy(text: str) -> str | Mapping[str, Any]:

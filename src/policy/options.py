@@ -64,7 +64,7 @@ class WatchdogOptions(Options):
 
     heartbeat_timeout_s: float = chz.field(
         default=120,
-        doc="The server is lost when it has not answered a probe for this long",
+        doc="The server is lost when it has passed no health check for this long",
         validator=above(0),
     )
     request_timeout_s: float = chz.field(

@@ -1,8 +1,8 @@
 """The watchdog limits the time of every call to the server.
 
-The SDK retries for minutes without reporting errors. The watchdog therefore probes the server during calls:
+The SDK retries for minutes without reporting errors. The watchdog therefore checks the server during calls:
 
-    probes fail for heartbeat_timeout_s, or the server has lost the model  ->  every call raises ServerLost
+    checks fail for heartbeat_timeout_s, or the server has lost the model  ->  every call raises ServerLost
     one call has no answer for request_timeout_s                           ->  this call raises BackendError
 """
 
@@ -20,7 +20,7 @@ from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, Sa
 
 logger = logging.getLogger(__name__)
 
-PROBE_PERIOD_S = 5.0
+CHECK_PERIOD_S = 5.0
 
 
 class Watchdog:
@@ -60,40 +60,42 @@ class Watchdog:
 async def watching(
     check: Callable[[], Awaitable[None]], options: WatchdogOptions
 ) -> AsyncGenerator[Watchdog]:
-    """Yield a watchdog that probes the server with `check` while the block runs.
+    """Yield a watchdog that checks the server with `check` while the block runs.
 
     `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on
     the server.
     """
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    probing = asyncio.create_task(_probe(check, options, lost))
+    checking = asyncio.create_task(_check_health(check, options, lost))
     try:
         yield Watchdog(options, lost)
     finally:
-        probing.cancel()
-        await asyncio.wait({probing})
+        checking.cancel()
+        await asyncio.wait({checking})
         lost.cancel()
 
 
-async def _probe(
+async def _check_health(
     check: Callable[[], Awaitable[None]], options: WatchdogOptions, lost: asyncio.Future[str]
 ) -> None:
     now = asyncio.get_running_loop().time
-    # The time of the first failed probe since the last answer. The time of the last answer is not used,
+    # The time of the first failed check since the last answer. The time of the last answer is not used,
     # because a suspension of this process would then count as time without an answer.
     failing_since: float | None = None
     while not lost.done():
-        await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))
-        probed_at = now()
+        await asyncio.sleep(min(CHECK_PERIOD_S, options.heartbeat_timeout_s / 4))
+        checked_at = now()
         try:
             await check()
             failing_since = None
         except ServerLost as error:
             lost.set_result(str(error))
         except Exception as error:
-            failing_since = failing_since or probed_at
+            failing_since = failing_since or checked_at
             silent_s = now() - failing_since
-            logger.warning("the server did not answer a probe (%s); no answer for %.0f s", error, silent_s)
+            logger.warning(
+                "the server did not pass a health check (%s); no answer for %.0f s", error, silent_s
+            )
             if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
                     f"the server has not answered for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "

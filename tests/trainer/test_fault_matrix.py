@@ -42,7 +42,7 @@ def mode(request):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.02)
+    monkeypatch.setattr("src.rollouts.watchdog.CHECK_PERIOD_S", 0.02)
     monkeypatch.setattr("src.loop.connection.RECONNECT_PERIOD_S", 0.02)
 
 

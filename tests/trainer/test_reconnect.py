@@ -26,7 +26,7 @@ pytestmark = pytest.mark.official_sdk
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.05)
+    monkeypatch.setattr("src.rollouts.watchdog.CHECK_PERIOD_S", 0.05)
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
     monkeypatch.setattr("src.loop.connection.RECONNECT_PERIOD_S", 0.1)
     caplog.set_level(logging.CRITICAL)

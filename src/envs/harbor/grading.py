@@ -43,7 +43,7 @@ from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
 from src.envs.harbor.sandbox_files import SandboxFiles
-from src.envs.harbor.verifier_reward import score
+from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.sandbox.environment import SandboxEnvironment
 
 logger = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ class Grading:
             with environment.with_default_user(trial.task.config.verifier.user):
                 await environment.empty_dirs([EnvironmentPaths.for_os(environment.os).verifier_dir])
                 result = await verifier.verify()
-        score(result.rewards)
+        verifier_reward(result.rewards)
 
 
 _gradings: dict[int, Grading] = {}  # by the `id()` of the agent's environment

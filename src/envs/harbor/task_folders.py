@@ -184,7 +184,7 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
         warnings.append(
             f"tests/test.sh needs the internet for `{needed}` and has no network, "
-            f"so these tasks score 0; {FIX_VERIFIER}"
+            f"so these tasks get the reward 0; {FIX_VERIFIER}"
         )
     elif NetworkAccess.LACKING in networks:
         warnings.append(
@@ -242,7 +242,7 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
     if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
         return [
             f"tests/test.sh needs the internet for `{needed}`, but task.toml sets no-network, "
-            "so these tasks may score 0"
+            "so these tasks may get the reward 0"
         ]
     return []
 

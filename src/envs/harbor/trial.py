@@ -31,7 +31,7 @@ from src.envs.harbor.trial_result import (
     timed_out,
     zero_reason,
 )
-from src.envs.harbor.verifier_reward import score
+from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.options import HarborTrainingOptions
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
@@ -184,7 +184,7 @@ class HarborTrial:
             )
         reason, detail = None, ""
         try:
-            reward = score(result.verifier_result.rewards if result.verifier_result else None)
+            reward = verifier_reward(result.verifier_result.rewards if result.verifier_result else None)
         except VerifierError as error:
             message = describe_exception(result) or str(error)
             if session.llm.turns:

@@ -17,7 +17,7 @@ from src.envs.harbor.grading import graded
 from src.envs.harbor.grading_method import GradingMethod, GradingMode
 from src.envs.harbor.task_folders import verifier_needs
 from src.envs.harbor.trial_result import describe_exception, run_with_deadline
-from src.envs.harbor.verifier_reward import score
+from src.envs.harbor.verifier_reward import verifier_reward
 
 FRESH, IN_PLACE = GradingMethod(), GradingMethod(mode=GradingMode.IN_PLACE)
 IN_PLACE_WITH_PROCESSES = GradingMethod(mode=GradingMode.IN_PLACE, keep_processes=True)
@@ -27,8 +27,8 @@ SOLUTION = "solution/solve.sh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskValidation:
-    """The scores of two agents of Harbor: `oracle` runs the task's solution, and `nop` does nothing. A string
-    is the reason for a missing score.
+    """The rewards of two agents of Harbor: `oracle` runs the task's solution, and `nop` does nothing. A
+    string is the reason for a missing reward.
     """
 
     task: Task
@@ -46,7 +46,7 @@ class TaskValidation:
         return self.nop != 0.0 or self.oracle not in (1.0, None)
 
     @property
-    def has_scores(self) -> bool:
+    def has_rewards(self) -> bool:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
     def line(self, *, logs_dir: str | None = None) -> str:
@@ -73,9 +73,9 @@ class TaskValidation:
 
 
 def _result(agent: str, result: float | str, expected: int) -> str:
-    """Return a phrase with the score of `agent`, or with the reason for a missing score."""
+    """Return a phrase with the reward of `agent`, or with the reason for a missing reward."""
     if isinstance(result, str):
-        return f"{agent} got no score ({result})"
+        return f"{agent} got no reward ({result})"
     return f"{agent} got {result}" + ("" if result == expected else f" instead of {expected}")
 
 
@@ -92,7 +92,7 @@ async def validate(
 
     `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
     known. All tasks are graded with `method`. If `method` is None, the grading method of each task depends on
-    the scores of its solution.
+    the rewards of its solution.
     """
     slots = asyncio.Semaphore(n_parallel)
 
@@ -102,7 +102,7 @@ async def validate(
 
     async def validate_task(task: Task) -> TaskValidation:
         """Validate one task. If `method` is None, a task is graded FRESH unless its solution gets another
-        score when it is graded in place."""
+        reward when it is graded in place."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
             play(task, "oracle", first),
@@ -129,7 +129,7 @@ async def validate(
 async def _play(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> float | str | None:
-    """Play a task with one of Harbor's agents. Return its score, or the reason for a missing score. Return
+    """Play a task with one of Harbor's agents. Return its reward, or the reason for a missing reward. Return
     None if the agent is the oracle and the task has no solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
@@ -145,7 +145,7 @@ async def _play(
         trial = await Trial.create(config)
         async with graded(trial, method):
             result = await run_with_deadline(trial.run(), TRIAL_TIMEOUT_S)
-        return score(result.verifier_result.rewards if result and result.verifier_result else None)
+        return verifier_reward(result.verifier_result.rewards if result and result.verifier_result else None)
     except TimeoutError:
         return f"the trial did not end within {TRIAL_TIMEOUT_S:g} s"
     except VerifierError as error:

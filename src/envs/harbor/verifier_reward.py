@@ -10,13 +10,13 @@ from src.core.errors import VerifierError
 REWARD_KEY = "reward"
 
 
-def score(rewards: Mapping[str, float] | None) -> float:
+def verifier_reward(rewards: Mapping[str, float] | None) -> float:
     """Return the value of the key `reward`, or the mean of all values if that key is absent.
 
     Raises VerifierError if there is no value or if the result is not a finite number.
 
-    >>> score({"reward": 1.0, "style": 0.2}), score({"tests": 1.0, "style": 0.5}), score({"tests": 0})
-    (1.0, 0.75, 0.0)
+    >>> verifier_reward({"reward": 1.0, "style": 0.2}), verifier_reward({"tests": 1.0, "style": 0.5})
+    (1.0, 0.75)
     """
     if not rewards:
         raise VerifierError("the verifier wrote no reward")
