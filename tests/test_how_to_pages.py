@@ -66,7 +66,15 @@ def test_the_glossary_names_existing_modules() -> None:
     text = (PAGES.parent / "glossary.md").read_text()
     paths = re.findall(r"\| `((?:src|skyrl_tx_server)/[\w/]+\.py)` \|", text)
     assert len(paths) > 40
+
     assert [path for path in paths if not (PAGES.parent.parent / path).exists()] == []
+
+
+def test_the_glossary_has_each_term_once_in_order() -> None:
+    for section in (PAGES.parent / "glossary.md").read_text().split("\n## ")[1:]:
+        terms = re.findall(r"^\| (?!term)([^|]+) \|", section, re.MULTILINE)
+        assert len(terms) > 20
+        assert terms == sorted({*terms}, key=str.lower)
 
 
 def test_pages_name_existing_files() -> None:

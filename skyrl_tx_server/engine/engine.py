@@ -70,12 +70,12 @@ class Watcher(Protocol):
 
     @property
     def streams_tokens(self) -> bool:
-        """Whether `tokens` is called while the samples are generated."""
+        """Whether `tokens` is called while the sequences are generated."""
         ...
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Receive the tokens and logprobs of sample `index` since the previous call. The tokens of the last
-        dispatch of a sample are not reported; the result contains them."""
+        """Receive the tokens and logprobs of sequence `index` since the previous call. The tokens of the last
+        dispatch of a sequence are not reported; the result contains them."""
         ...
 
     def is_waiting(self) -> bool:
@@ -102,7 +102,7 @@ class _Sampling:
 
     op: Sample
     watcher: Watcher | None = None
-    reported: dict[int, int] = field(default_factory=dict)  # sample index -> number of tokens reported
+    reported: dict[int, int] = field(default_factory=dict)  # sequence index -> number of tokens reported
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     prefill: PrefillResult | None = None  # the result of the first prefill
 
@@ -449,6 +449,6 @@ class Engine:
     def _deliver(self, request_id: int, resolve: Callable[[Future[Any]], None]) -> None:
         with self._work:
             future = self._futures.pop(request_id, None)
-            self._watchers.pop(request_id, None)  # present if a sample failed before it started
+            self._watchers.pop(request_id, None)  # present if a sequence failed before it started
         if future is not None:  # None: `abandon` has resolved it already
             resolve(future)

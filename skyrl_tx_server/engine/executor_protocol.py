@@ -37,7 +37,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedSequence:
-    """A complete sequence: sample `index` of a request."""
+    """A complete sequence. `index` is its index in its request."""
 
     request_id: int
     index: int
@@ -46,7 +46,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedSequence:
-    """A sample of a request has failed, so the whole request fails. Other requests are not affected."""
+    """A sequence of a request has failed, so the whole request fails. Other requests are not affected."""
 
     request_id: int
     error: Exception
@@ -54,8 +54,8 @@ class FailedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningSequence:
-    """The tokens of sample `index` of a request so far. The lists grow, so a caller that keeps them must copy
-    them."""
+    """The tokens of sequence `index` of a request so far. The lists grow, so a caller that keeps them must
+    copy them."""
 
     index: int
     tokens: Sequence[int]

@@ -111,9 +111,9 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Among the requests with a sample that may be paused, choose the request with the most running samples.
-    If several requests have equally many, choose the latest. Return the request and the largest index of a
-    sample that may be paused, or None if no request has such a sample."""
+    """Among the requests with a sequence that may be paused, choose the request with the most running
+    sequences. If several requests have equally many, choose the latest. Return the request and the largest
+    index of a sequence that may be paused, or None if no request has such a sequence."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests
@@ -126,7 +126,7 @@ def _sequence_to_pause(
 
 
 def _pausable(queue: SampleQueue, request: Request, plan: SlotPlan) -> list[int]:
-    """Return the indices of the samples that may be paused."""
+    """Return the indices of the sequences that may be paused."""
     paused = plan.paused.get(request.request_id, ())
     return [
         index

@@ -35,7 +35,7 @@ class SampleQueue:
         self._is_being_saved = is_being_saved
         self.tenants: dict[str, Tenant] = {}  # tenants that have, or had, requests
         self.requests: dict[int, Request] = {}
-        self._waiting: dict[int, None] = {}  # ids of the requests with waiting samples
+        self._waiting: dict[int, None] = {}  # ids of the requests with waiting sequences
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)
         """The ids in `_waiting`, by the snapshot that the request needs."""
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
@@ -49,13 +49,13 @@ class SampleQueue:
         return len(self._waiting)
 
     def num_waiting_sequences(self, *, at_most: int) -> int:
-        """Return the number of waiting samples of all requests, or `at_most` if there are more."""
-        # Each request has a waiting sample, so `at_most` requests suffice.
+        """Return the number of waiting sequences of all requests, or `at_most` if there are more."""
+        # Each request has a waiting sequence, so `at_most` requests suffice.
         requests = islice(self._waiting, at_most)
         return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether the request has waiting samples."""
+        """Whether the request has waiting sequences."""
         return request_id in self._waiting
 
     def add(self, request_id: int, op: Sample, *, tenant: str) -> None:
@@ -69,7 +69,7 @@ class SampleQueue:
         return self._waiting_for.get(weights, ())
 
     def wait(self, request: Request) -> None:
-        """Queue a request that has waiting samples."""
+        """Queue a request that has waiting sequences."""
         self._waiting[request.request_id] = None
         weights = request.op.weights
         if weights is not None:
@@ -83,7 +83,7 @@ class SampleQueue:
                 self._queue(request)
 
     def start(self, prefill: PrefillRequest) -> None:
-        """Count the samples of `prefill` as running."""
+        """Count the sequences of `prefill` as running."""
         request = self.requests[prefill.request_id]
         tenant = request.tenant
         if prefill.paused:

@@ -16,7 +16,7 @@ least 2 * SLOT_UNITS. Small requests have a separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
 SMALL_TOKENS = 64
-"""A request is small if the max_tokens of all its samples add up to at most this number."""
+"""A request is small if the max_tokens of all its sequences add up to at most this number."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -26,10 +26,10 @@ class Request:
     request_id: int
     op: Sample
     tenant: Tenant
-    num_started: int = 0  # the samples with an index below this number have or had a slot
-    paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
+    num_started: int = 0  # the sequences with an index below this number have or had a slot
+    paused: list[int] = field(default_factory=list)  # a heap of the indices of paused sequences
     running: dict[int, int] = field(default_factory=dict)
-    """Index of each sample with a slot -> `SampleQueue.num_dispatches` when the sample got the slot."""
+    """Index of each sequence with a slot -> `SampleQueue.num_dispatches` when the sequence got the slot."""
 
     @property
     def num_waiting(self) -> int:
@@ -55,7 +55,7 @@ class Request:
         return self.is_long and not self.has_started
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:
-        """Return the work that gives slots to the next `count` samples, paused ones first."""
+        """Return the work that gives slots to the next `count` sequences, paused ones first."""
         paused = heapq.nsmallest(count, self.paused)
 
         def prefill(first: int, count: int, *, paused: bool) -> PrefillRequest:
@@ -86,7 +86,7 @@ class Tenant:
     running: dict[int, Request] = field(default_factory=dict)
     """Requests with sequences in slots, by id."""
     started: dict[int, Request] = field(default_factory=dict)
-    """Requests that have started and have waiting samples, by id."""
+    """Requests that have started and have waiting sequences, by id."""
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
     """(is_small, is_long) -> heap of the ids of requests that have not started."""
 
@@ -108,7 +108,7 @@ class SlotPlan:
     gained: Counter[int] = field(default_factory=Counter)  # slots that the request gains, by request_id
     paused: dict[int, set[int]] = field(
         default_factory=lambda: defaultdict(set)
-    )  # sample indices, by request_id
+    )  # indices of sequences, by request_id
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """Tenant -> the requests to which the plan gives their first slot."""
     partial_prefill_tokens: int = 0  # prompt tokens of long prompts whose prefill would start

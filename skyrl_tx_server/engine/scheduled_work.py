@@ -18,10 +18,10 @@ class OperationStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRequest:
-    """Compute the prompt of `op` and assign slots to its samples `first .. first + count - 1`.
+    """Compute the prompt of `op` and assign slots to its sequences `first .. first + count - 1`.
 
-    A request for a paused sample contains only this sample. If the sample still has its KV pages and its
-    data-parallel rank has a free slot, nothing is computed. Otherwise its prefix is computed again.
+    A request for a paused sequence contains only this sequence. If the sequence still has its KV pages and
+    its data-parallel rank has a free slot, nothing is computed. Otherwise its prefix is computed again.
     """
 
     request_id: int
@@ -47,7 +47,7 @@ class Decode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """Free the slots of these sequences, each given as (request_id, index of the sample), while no decode
+    """Free the slots of these sequences, each given as (request_id, index of the sequence), while no decode
     steps are in flight.
 
     The scheduler later schedules a `PrefillRequest` for each of them, which unpauses the sequence.

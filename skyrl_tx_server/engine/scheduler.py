@@ -231,7 +231,7 @@ class Scheduler:
 
     @property
     def num_waiting_samples(self) -> int:
-        """The number of requests with waiting samples."""
+        """The number of requests with waiting sequences."""
         return len(self._samples)
 
     @property

@@ -48,7 +48,7 @@ class PlannedChunk:
     request: PrefillRequest
     chunk: PrefillChunk
     # `topk` and `targets` are None if they are not requested, if the prompt has further chunks, or if
-    # `request` does not contain the first sample.
+    # `request` does not contain the first sequence.
     topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
     targets: CsrMatrix | None = None  # the logprobs of the target tokens
 

@@ -1,4 +1,4 @@
-"""The state of a sequence: its settings, tokens and KV pages. A sequence is one sample of a request."""
+"""The state of a sequence: its settings, tokens and KV pages. A sequence is one completion of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
 """Limits on stop strings, because the engine thread searches for all of them after every dispatch."""
 
 type SequenceKey = tuple[int, int]
-"""(request_id, index of the sample in its request); smaller keys are older."""
+"""(request_id, index of the sequence in its request); smaller keys are older."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class SequenceState:
     """A sequence that is in a decode slot, preempted or paused."""
 
     request_id: int
-    index: int  # index of the sample in its request
+    index: int  # index of the sequence in its request
     tenant: str = DEFAULT_TENANT
     weights: str | None  # name of the sampler snapshot; None: the base model
     adapter_slot: int

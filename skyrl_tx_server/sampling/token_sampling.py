@@ -6,7 +6,7 @@ logprob of a sampled token is computed from the model's distribution at temperat
 (`logprobs_mode=processed`), it is computed from the distribution at the temperature of the request, except
 for greedy sequences. The filters top-k and top-p never change a logprob.
 
-The random numbers of a token depend only on the seed of its request, the index of its sample and its
+The random numbers of a token depend only on the seed of its request, the index of its sequence and its
 position, never on the batch: key = fold_in(fold_in(seed, index), position).
 """
 
@@ -28,7 +28,7 @@ class BatchSettings:
     """The sampling settings of a batch. Every array has a leading axis B of slots."""
 
     seeds: ArrayLike  # [B, 2] uint32, high and low half of the request's 64-bit seed
-    sample_indices: ArrayLike  # [B] int32, index of the sample in its request
+    sample_indices: ArrayLike  # [B] int32, index of the sequence in its request
     temperatures: ArrayLike  # [B] float32; 0: greedy
     top_k: ArrayLike  # [B] int32; the vocabulary size: no filter
     top_p: ArrayLike  # [B] float32; 1: no filter

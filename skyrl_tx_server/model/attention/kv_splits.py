@@ -2,7 +2,7 @@
 Juravsky et al., arXiv:2402.05099).
 
 The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
-same pages in each of them, for example in the samples of one prompt. A split is one part of up to R sequences
+same pages in each of them, for example if they have one prompt. A split is one part of up to R sequences
 that share this part. An attention kernel reads the part once for all of them. The division into parts depends
 only on the length of the sequence, so the result of a sequence does not depend on the other sequences. The
 host computes the splits once per decode dispatch.
