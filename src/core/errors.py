@@ -4,7 +4,7 @@ TrainerError                    shown to the user as one line, exit status 1
 |-- ConfigError (ValueError)    an invalid option, file or task; exit status 2, before any work
 |-- BackendError (ConnectionError)  the Tinker endpoint cannot be reached or failed
 |   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
-|-- EnvServerError (ConnectionError)  the server of an environment failed; the trial is repeated
+|-- EnvServerError (ConnectionError)  the server of an environment failed; the attempt is repeated
 |-- SandboxError (RuntimeError)  a sandbox could not start, or failed
 |-- StorageError (OSError)      the files of the run cannot be written
 |-- TooManyFailuresError (RuntimeError)  too few trials of a run or of an evaluation could be graded

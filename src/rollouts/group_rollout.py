@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts, before `back_off` adds up to 50 %
-# A trial is repeated if its failure is of one of these kinds.
+# An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
 )
@@ -176,7 +176,7 @@ class Rollouts:
                 break
             wait_s = back_off(options.retry_wait_s, attempts, seed)
             logger.warning(
-                "%s: trial failed (%s: %s); trying again in %.1f s",
+                "%s: attempt failed (%s: %s); trying again in %.1f s",
                 task.id,
                 result.kind,
                 result.message,
