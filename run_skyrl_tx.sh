@@ -3,7 +3,7 @@
 # skyrl_tx_url.
 #
 #   ./run_skyrl_tx.sh                        the quick start: a small model and small tasks, minutes on two CPU cores
-#   ./run_skyrl_tx.sh env=tau_bench          the quick start of service agents: tools and a simulated customer
+#   ./run_skyrl_tx.sh env=tau_bench          the quick start of service agents: tools and a user simulator
 #   ./run_skyrl_tx.sh quickstart=arithmetic  SmolLM2-135M, a pretrained model, learns word problems in about 15 minutes
 #   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
