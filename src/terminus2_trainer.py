@@ -184,7 +184,9 @@ class Terminus2RLTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process stopped before evaluating
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # a process with other options may have logged this line without sending it
+            else:
+                # An earlier process with other options may have logged the metrics of this step without
+                # sending them to wandb and trackio.
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:

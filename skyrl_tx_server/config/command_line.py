@@ -1,7 +1,7 @@
 """Parses the command line into the server's options, reads secrets from the environment, and prints the help.
 Each mistake of the user is reported in one line.
 
-The trainer's `src/cli/command_line.py` follows the same rules; neither program imports the other.
+The trainer has its own parser, `src/cli/command_line.py`, because neither program imports the other.
 """
 
 from __future__ import annotations

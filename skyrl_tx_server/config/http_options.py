@@ -67,7 +67,8 @@ class HttpOptions(TenantOptions):
 
     @property
     def has_api_key(self) -> bool:
-        """Whether every request must have a key: the operator's key or a tenant's key."""
+        """Whether requests must have the operator's key or a tenant's key. Routes with `needs_key=False`,
+        such as the health check, are open nevertheless."""
         return self.api_key is not None or self.api_keys_file is not None
 
     @chz.validate

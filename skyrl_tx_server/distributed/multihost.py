@@ -59,7 +59,7 @@ FATAL = "!"
 
 
 class RankLostError(ServerError):
-    """A process has exited, or has failed with an error that the other processes did not have. The server
+    """A process was lost, had a fatal error (see `FATAL`), or had another result than rank 0. The server
     cannot continue."""
 
 

@@ -34,10 +34,11 @@ Slots and prefill work are shared fairly, first between tenants and then between
   sequences of a request get slots before its other waiting sequences.
 - If no slot is free, a sequence is also paused in the cases of the next three rules. If a KV page or a LoRA
   slot is missing, these rules do not apply.
-- For a small request (at most SMALL_TOKENS completion tokens in total), a sequence is paused if the
-  account of the waiting tenant is at most the mean of the units charged to the other waiting tenants. If no
-  other tenant waits, the account must be at least SLOT_UNITS units below the largest account. Small requests
-  therefore wait for a few dispatches only.
+- For a small request (at most SMALL_TOKENS completion tokens in total), a sequence of the tenant with the
+  largest account is paused if the account of the waiting tenant is at most the mean of the units charged to
+  the other waiting tenants. If no other tenant waits, the account must be at least SLOT_UNITS units below the
+  largest account. This rule applies only while the small requests of the waiting tenant have less than a
+  quarter of the slots. Small requests therefore wait for a few dispatches only.
 - Within a tenant, requests get slots in submission order. Each request gets SEQUENCES_PER_ROUND slots before
   any request gets more. A sequence of a request with more than SEQUENCES_PER_ROUND slots is paused for a
   request of the same tenant that has at least two slots fewer.

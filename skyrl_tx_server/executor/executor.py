@@ -106,7 +106,9 @@ class DeviceExecutor:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
-        jax.local_devices()  # before any broadcast, because JAX initializes only when all ranks do so
+        # This call initializes JAX and returns only when all ranks have made it. It must precede the
+        # broadcast, in which only rank 0 would make it.
+        jax.local_devices()
         available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         model = fitting_model(settings, available)
         dtype = model.dtype

@@ -36,28 +36,28 @@ class SamplingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnedSample:
-    """One sample as the server returned it."""
+    """One sample as the external sampler returned it."""
 
     tokens: np.ndarray  # [n] int32, may continue after a stop string
     logprobs: np.ndarray  # [n] float32
-    finish: str  # the server's finish reason, for error messages
+    finish: str  # the finish reason of the external sampler, for error messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleReply:
     samples: list[ReturnedSample]
-    cached_tokens: int  # number of prompt tokens found in the server's prefix cache; 0 if unknown
+    cached_tokens: int  # prompt tokens found in the prefix cache of the external sampler; 0 if unknown
 
 
 class Dialect(Protocol):
-    """The API of one kind of server."""
+    """The API of one kind of external sampler."""
 
     load_path: str
     unload_path: str
     needs: str  # environment variable and option with which the external sampler must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """Whether the server can apply these settings exactly."""
+        """Whether the external sampler can apply these settings exactly."""
         ...
 
     def request(

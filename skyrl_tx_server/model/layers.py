@@ -111,9 +111,10 @@ def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Scale each frequency by its number of rotations within the original context length. Frequencies with
-    at least `high_freq_factor` rotations are kept, frequencies with at most `low_freq_factor` rotations are
-    divided by `factor`, and frequencies between these limits are interpolated."""
+    """Scale each frequency according to its number of rotations within the original context length.
+    Frequencies with at least `high_freq_factor` rotations are kept, frequencies with at most
+    `low_freq_factor` rotations are divided by `factor`, and frequencies between these limits are
+    interpolated."""
     rotations = scaling.original_max_position_embeddings * frequencies / np.float32(2 * math.pi)
     kept = np.clip(
         (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1

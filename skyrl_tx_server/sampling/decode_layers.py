@@ -68,9 +68,9 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     def run(
         x: jax.Array, ropes: Mapping[RopeSpec, Rope], recent: Recent, step: jax.Array
     ) -> tuple[jax.Array, Recent]:
-        # The stacked matrices are sliced here, inside the loop over steps, because XLA would copy slices
-        # outside the loop. On a GPU, the stacked vectors are sliced once outside the loop. A slice inside the
-        # loop that a Pallas kernel reads would be copied in each step.
+        # With `reads_stacks`, the stacked matrices are sliced here, inside the loop over steps. If they were
+        # sliced outside the loop, XLA would copy them. On a GPU, the stacked vectors are sliced once outside
+        # the loop. A slice inside the loop that a Pallas kernel reads would be copied in each step.
         layers = by_layer(config, model.params) if reads_stacks else sliced_once
         if on_gpu():
             layers = [

@@ -198,7 +198,8 @@ class ModelRunner:
             self._cache, outputs = compiled(*arguments)
         else:
             self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
-        # The rolled program is compiled first, because the sequences wait for it.
+        # Request the unrolled program after the dispatch. The sequences wait for the rolled program, so the
+        # rolled program is compiled first.
         if program.rolled:
             self._programs.request(replace(program, rolled=False), min_uses=1)
         return outputs

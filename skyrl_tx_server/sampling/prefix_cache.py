@@ -25,8 +25,8 @@ PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """The first `length` tokens of a prompt, whose keys and values are in `pages`. The last page may be
-    partly filled."""
+    """The first `length` tokens of a prompt, whose keys and values are in `pages`. The prefix may end
+    inside the last page, and other tokens may follow it there."""
 
     pages: Sequence[int] = ()
     length: int = 0

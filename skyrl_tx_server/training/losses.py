@@ -122,8 +122,9 @@ def select_loss(loss_fn: LossFn, settings: LossSettings | None = None) -> LossSe
 
 
 def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    """Return the loss of each loss position, as float32 in the shape of `logprobs`. It is the loss of one
-    sequence times the number of sequences that share the position (`inputs.counts`), and zero for padding."""
+    """Return the loss of each loss position, as float32 in the shape of `logprobs`. The loss of a position in
+    one sequence is multiplied by the number of sequences that share the position (`inputs.counts`). The loss
+    of padding is zero."""
     log_ratio = logprobs - inputs.sampler_logprobs
     ratio = jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
     settings = selection.settings

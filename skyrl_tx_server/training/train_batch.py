@@ -13,9 +13,10 @@ from skyrl_tx_server.training.losses import LossInputs
 class TrainBatch:
     """R streams of T tokens with E loss positions each. Padding is zero, except in `layout`.
 
-    With K targets per position, `targets` and the weights in `loss_inputs` are [R, E, K], the sampler's
-    logprobs and the advantages in `loss_inputs` are [R, E, 1], and its counts are [R, E]. Each K needs its
-    own compiled program. In each stream, the loss positions with a gradient come first.
+    With K targets per position, `targets` and `loss_inputs.weights` are [R, E, K],
+    `loss_inputs.sampler_logprobs` and `loss_inputs.advantages` are [R, E, 1], and `loss_inputs.counts` is
+    [R, E]. Each K needs its own compiled program. In each stream, the loss positions with a gradient come
+    first.
     """
 
     tokens: ArrayLike  # [R, T] int32

@@ -1,7 +1,7 @@
 """The errors that the trainer raises, and `boundary`, which converts other exceptions to them.
 
 TrainerError                    shown to the user as one line, exit status 1
-|-- ConfigError (ValueError)    an invalid option, file or task; exit status 2, before any work
+|-- ConfigError (ValueError)    an invalid option, file or task; exit status 2
 |-- BackendError (ConnectionError)  the Tinker endpoint cannot be reached or failed
 |   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
 |-- EnvServerError (ConnectionError)  the server of an environment failed; the attempt is repeated

@@ -104,7 +104,10 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialFailure:
-    """A trial that could not be graded. It is removed from its group and counted by `kind`."""
+    """A trial with an infrastructure failure, which is counted by `kind`.
+
+    The trial is removed from its group unless `failed_trial_reward` is set.
+    """
 
     task_id: str
     kind: FailureKind

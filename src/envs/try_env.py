@@ -179,7 +179,8 @@ def typed(console: Console) -> Policy:
 
 def policy_for_scripted(config: TryConfig) -> PolicyFor:
     """Return a function from a task to its scripted policy. Raises ConfigError if the file `answers` is empty
-    or unreadable. Without `answers`, it raises ConfigError for a task without a reference answer."""
+    or unreadable. Without `answers`, the returned function raises ConfigError for a task without a reference
+    answer."""
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()

@@ -1,8 +1,8 @@
 """Failure patterns of trials and faults of the user simulator, recognized from the trajectory.
 
-A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
-recognized by words in this text. An error is a tool result that starts with `Error`, or a line of a result
-that has the form of a program's error message. The tool results are
+A failed trial can show several patterns, each at most once. Tools report errors as text, so the patterns of
+errors are recognized by words in this text. An error is a tool result that starts with `Error`, or a line of
+a result that has the form of a program's error message. The tool results are
 
     service agents    messages of role `tool`
     other agents      messages of role `user` or `tool` after the first message, which are the output of a
@@ -58,7 +58,7 @@ ERRORS = (
         r"|valid (string|number|integer)",
     ),
 )
-# The same table for a line of terminal output that has the form of an error message.
+# The corresponding table for a line of terminal output that has the form of an error message.
 TERMINAL_ERRORS = (
     (
         Pattern.AUTHORISATION,

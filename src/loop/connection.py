@@ -131,8 +131,8 @@ class Connector[Config: LoopOptions, Source]:
     ) -> None:
         """Run the training. After each loss of the server, call `train` again from the last checkpoint.
 
-        Raises the BackendError of the loss if no trial was graded and no step was trained since the previous
-        loss. Raises ServerLost at the first loss if `reconnect_timeout_s` is 0.
+        Raises the BackendError of the loss if no trial was graded and no step was trained for the first time
+        since the previous loss. Raises ServerLost at the first loss if `reconnect_timeout_s` is 0.
         """
         progress = -1
         while True:

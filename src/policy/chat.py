@@ -68,9 +68,10 @@ class ChatTokenizer(Protocol):
 class Chat:
     """The conversation format of one model.
 
-    With `enable_thinking`, the model may think before each answer. Only evaluations allow this. The
-    constructor raises ConfigError if the template drops assistant messages, if it writes no token that ends
-    them, or if `enable_thinking` is set and the template does not support thinking.
+    With `enable_thinking`, the model may think before each answer. Only `src.evaluate` and
+    `src.evaluate.chat` have this option. The constructor raises ConfigError if the template drops assistant
+    messages, if it writes no token that ends them, or if `enable_thinking` is set and the template does not
+    support thinking.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:

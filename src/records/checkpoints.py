@@ -16,7 +16,10 @@ JOURNAL = "checkpoints.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """One line of checkpoints.jsonl. Task order and seeds follow from `batch` and the config."""
+    """One line of checkpoints.jsonl.
+
+    The seeds follow from `batch` and the config. So does the task order with `task_sampling=uniform`.
+    """
 
     name: str
     batch: Count  # number of steps done

@@ -50,7 +50,8 @@ def resolved(path: Path) -> Path:
 
 
 def make_parents(path: Path) -> None:
-    """Create the parent folders of `path`. Those below a folder that every user can write to are private."""
+    """Create the parent folders of `path`. A new folder in a folder that every user can write to is
+    private."""
     for folder in [*reversed(resolved(path).parents)][1:]:
         with suppress(FileExistsError):
             folder.mkdir(mode=PRIVATE if _is_open_to_all(folder.parent) else 0o777)

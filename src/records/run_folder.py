@@ -179,7 +179,7 @@ def _check_same_run(path: Path, config: RunFolderOptions) -> None:
                 f"the run in {path} has {name}={saved[name]}, not {present[name]}; resume it with that "
                 "value, or give another log_path"
             )
-    # A step of the saved run may have used groups whose tasks belong to later steps without a pipeline.
+    # With a pipeline, a step may use tasks that a run without a pipeline uses in a later step.
     if _uses_pipeline(saved) and not _uses_pipeline(present):
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "

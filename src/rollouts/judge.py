@@ -79,7 +79,8 @@ class Verdict:
 
 
 class Judge:
-    """Judges each conversation once. Equal conversations share one request and one verdict."""
+    """Judges conversations. Equal conversations share one request and one verdict. After an unusable answer,
+    the next equal conversation is judged again."""
 
     def __init__(self, endpoint: JudgeEndpoint, options: JudgeOptions) -> None:
         self._endpoint = endpoint

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 SLOW_S = 5.0  # a message with the explanation is shown after this time
-REPEAT_S = 30.0  # the time between two messages about the same wait
+REPEAT_S = 30.0  # messages without the explanation are shown at multiples of this time
 
 
 class WaitNotice:

@@ -104,7 +104,9 @@ class SupervisedTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process stopped before evaluating
                 self._run_log.amend(step, await self._evaluate(step))
                 self._journal.evaluated(step)
-            else:  # a process with other options may have logged this line without sending it
+            else:
+                # An earlier process, whose options made this evaluation due, may have logged the line of this
+                # step without sending it to wandb and trackio.
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, *, num_steps: int) -> None:

@@ -30,7 +30,8 @@ async def client_config(state: AppState, request: Request) -> Reply:
         "sample_join_sampling_session": False,
         # SDK 0.19 to 0.24 send forward_backward as protobuf if this flag is set. Newer SDKs always do.
         "proto_write_fwdbwd": True,
-        # SDK 0.24.1 to 0.36 restore a model with one load_weights if this flag is set. SDK 0.38 always does.
+        # SDK 0.24.1 to 0.36 restore a model with one load_weights request if this flag is set: the request
+        # creates the model and loads its weights. SDK 0.38 always does this.
         "create_model_via_load_weights": True,
         # pyqwest, a transport of the SDK, rejects the certificates of `openssl req -x509`
         # (CaUsedAsEndEntity). The SDK would then retry for minutes.

@@ -1,5 +1,6 @@
-"""The base-2 softmax of all attention implementations of the server. The maximum is rounded up to an integer,
-so that rounding to bfloat16 does not depend on the order and the tiles in which keys are read."""
+"""The parts of the base-2 softmax that all attention implementations of the server share. The maximum is
+rounded up to an integer, so that rounding to bfloat16 does not depend on the order and the tiles in which
+keys are read."""
 
 from __future__ import annotations
 

@@ -178,15 +178,16 @@ def _delta_kernel(layer: Any, slots: Any, *refs: Any, num_parts: int, width: int
     delta = multiply(first_b)
     if slot_of_row is not None:
         delta = _with_other_slots(slot_of_row, slot, delta, lambda slot: multiply(load_b(slot)))
-    # for each part: the number to add to `column_block * width` to get the first column of `out`
+    # for each part: the number to add to `column_block * width` to get the first column of the block in `out`
     offsets = [sum(widths[:index]) - start * width for index, start in enumerate(starts)]
     offset = sum(
         flag * (after - before) for flag, (before, after) in zip(begun, pairwise(offsets), strict=True)
     )
     column = offset + column_block * width + column_index
     is_row = pl.program_id(1) * ROWS + jnp.arange(ROWS) < out.shape[0]
-    # The mask excludes rows after the end of the batch. The interpreter needs an index after the end of `out`
-    # for these rows, because it writes the old value to the index of an excluded element.
+    # The mask excludes rows after the end of the batch. In `rows`, they have the index of the last sequence.
+    # The interpreter writes the old value to the index of each excluded element, which could overwrite the
+    # delta of the last sequence. These rows therefore get an index after the end of `out`.
     target = out.at[jnp.where(is_row, rows, out.shape[0])[:, None], column]
     mask = jnp.broadcast_to(is_row[:, None], delta.shape) & reduce(or_, is_column)
     triton.store(target, delta.astype(out.dtype), mask=mask)

@@ -140,8 +140,8 @@ def compiler_params(q: jax.Array, *, stages: int, warps: int = 8) -> triton.Comp
 
 def _has_99_kib() -> bool:
     """Return whether a program on this GPU has at most 99 KiB of shared memory (CUDA C++ Programming Guide,
-    Technical Specifications per Compute Capability). Return False without a GPU: programs are then compiled
-    for an H200."""
+    Technical Specifications per Compute Capability). Return False on a machine without a GPU, where
+    `scripts/check_gpu.py` compiles the programs for an H200."""
     return getattr(jax.local_devices()[0], "compute_capability", None) in ("8.6", "8.9", "12.0", "12.1")
 
 

@@ -1,12 +1,12 @@
 """LoRA adapters as pytrees. Their shapes depend only on the model and on `max_lora_rank`, so a new adapter
 needs no further compilation.
 
-A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. Each part is
-padded to this maximum rank. Padding and untrained parts are zero in both A and B. They stay zero, because the
-gradient of A is proportional to B, and the gradient of B to A.
+A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. The factors
+of each part are padded to the rank `max_lora_rank`. Padding and untrained parts are zero in both A and B.
+They stay zero, because the gradient of A is proportional to B, and the gradient of B to A.
 
-The rank of the adapter is divided among the experts of a token (`operations.expert_rank`). Routers have no
-adapter.
+For the factors of experts, the rank of the adapter and `max_lora_rank` are divided by the number of experts
+that each token uses (`operations.expert_rank`). Routers have no adapter.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
 
 
 def slot_layer(modules: LayerAdapter, indices: LoraIndices, layer: ArrayLike) -> LayerAdapter:
-    """Return the LoRA slots of layer number `layer` of a stack: `modules` with `indices` and `layer`. Every
-    leaf keeps its leading axes of slots and of layers."""
+    """Return `modules`, the LoRA slots of a stack, with the fields `indices` and `layer`. Products then read
+    layer number `layer`. Every leaf keeps its leading axes of slots and of layers."""
     return {field: replace(module, indices=indices, layer=layer) for field, module in modules.items()}
 
 

@@ -137,7 +137,11 @@ async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process
 
 
 async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, object]) -> object:
-    """Send a message and return the reply. Raises AgentFault if the verifier ends without a reply."""
+    """Send a message and return the reply.
+
+    Raises AgentFault if the reply is invalid or the verifier ends without a reply, and SandboxError if the
+    verifier was killed.
+    """
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(ConnectionError):  # the process has ended; `readline` reports it
         process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""The program that runs a task's verifier in its sandbox. It imports the standard library only.
+"""The program that runs a task's verifier in the verifier's sandbox. It imports the standard library only.
 
 The program sends JSON lines to `src.envs.fleet.verifier` through stdout (->) and receives JSON lines through
 stdin (<-):

@@ -143,8 +143,8 @@ class TrainingTerminus2(Terminus2):
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Play the episode. Raises TrainerError if grading is impossible. Raises unexpected errors of
-        Terminus-2 again.
+        """Run the agent on the task. Raises TrainerError if grading is impossible. Raises unexpected errors
+        of Terminus-2 again.
         """
         self._num_answers = 0
         self._is_confirmed = False
@@ -174,9 +174,9 @@ class TrainingTerminus2(Terminus2):
         """Attribute an error of the terminal to the agent if its sandbox still runs commands, else to the
         sandbox.
 
-        An agent that broke its sandbox (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.
-        Raises SandboxError if the sandbox runs no commands, and `error` itself if it is not an error of the
-        terminal.
+        An error that is attributed to the agent does not prevent grading: an agent that damaged its sandbox
+        (`rm -rf /`, `kill -9 -1`) is graded on the state that remains. Raises SandboxError if the sandbox
+        runs no commands, and `error` itself if it is not an error of the terminal.
         """
         if isinstance(error, TrainerError):
             self.session.error = error

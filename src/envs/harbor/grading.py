@@ -307,8 +307,8 @@ _gradings: dict[int, Grading] = {}  # by the `id()` of the agent's environment
 
 
 def grading_of(environment: BaseEnvironment) -> Grading | None:
-    """Return the grading of the running trial whose agent has this environment, or None if no agent has it.
-    No agent has a separate verifier environment.
+    """Return the grading of the running trial whose agent has this environment. Return None if this is not
+    the environment of an agent, for example if it is a separate verifier environment.
     """
     return _gradings.get(id(environment))
 

@@ -164,8 +164,9 @@ class ContainerEnvironment(DockerEnvironment):
     def _overrides(self) -> dict[str, object]:
         """Return a compose file that labels all objects that compose creates for this trial.
 
-        It also makes compose kill the services at the end instead of waiting 10 s for their main process,
-        `sleep`, which ignores SIGTERM. All results have been downloaded by then.
+        It also makes compose kill the services at the end. Otherwise compose would wait 10 s for the
+        container of the agent, whose main process `sleep` ignores SIGTERM. All results have been downloaded
+        by then.
         """
         labels = {"labels": run_labels(self._run_label)}
         service = labels | {"stop_grace_period": "0s"}

@@ -1,4 +1,4 @@
-"""Check whether a Docker engine answers, and remove the objects that ended runs left in it.
+"""Check whether a Docker engine answers, and remove the objects of ended runs from it.
 
 Every container, network and volume of a trial is created with labels for its run, its user and the process of
 its trainer. A run has ended if nobody holds the lock of its directory (`run_directory`) and its process does

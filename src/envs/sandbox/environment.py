@@ -60,7 +60,7 @@ class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
     Options besides Harbor's: `run_label` names the run. The sandbox's files on the host are in the directory
-    of this run. `network=True` gives the sandbox the public network even if the task requests no network.
+    of this run. `network=True` gives the sandbox the public network even if task.toml turns the network off.
     """
 
     def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:
@@ -347,8 +347,8 @@ class SandboxEnvironment(BaseEnvironment):
         directories: Sequence[str] = (),
         directory_mode: int | None = 0o777,
     ) -> None:
-        """Create `directories` and copy host files to absolute paths in the sandbox. Error messages contain
-        `target`.
+        """Create `directories` and copy host files to absolute paths in the sandbox. The error message of a
+        failed copy contains `target`.
 
         Regular files get the mode `mode`; None: they keep their modes. With `name_in_directory`, the only
         file is copied to `target`/`name_in_directory` if `target` is a directory, as `cp` does. If

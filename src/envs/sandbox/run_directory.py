@@ -1,9 +1,10 @@
 """The host directory of a run's sandboxes. It is locked while the trainer runs, and later runs remove it if
 the trainer was killed.
 
-A sandbox needs a few host files (its requests and the initial files of its root). They are in `<root>/<run
-label>/`. The trainer holds an exclusive lock on the file `lock` there. The kernel releases the lock whenever
-the process ends, so another trainer can distinguish an ended run from a live run without pid files.
+A sandbox needs a few host files (its requests and the initial files of its file system). They are in
+`<root>/<run label>/`, where `<root>` is `root_directory()`. The trainer holds an exclusive lock on the file
+`lock` there. The kernel releases the lock whenever the process ends, so another trainer can distinguish an
+ended run from a live run without pid files.
 
 All trainers of a user have the same root directory, whatever their environment variables are. No other user
 can create this directory first.

@@ -22,9 +22,9 @@ class NetworkAccess(StrEnum):
 
     PUBLIC = "public"
     OFF = "off"  # the task requests no network
-    # This machine cannot provide a public network. LACKING: nobody explicitly requests a public network, so
-    # the task runs without a network. REFUSED: the task or the user requests a public network, so the task
-    # cannot run.
+    # LACKING and REFUSED mean that this machine cannot provide a public network. LACKING: nobody explicitly
+    # requests a public network, so the task runs without a network. REFUSED: the task or the user requests a
+    # public network, so the task cannot run.
     LACKING = "lacking"
     REFUSED = "refused"
 
