@@ -4,9 +4,9 @@ that vLLM can load an adapter that this server has exported. No GPU is needed.
     .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS
 
-The exit status of `read` is 1 if a parser refuses a body, ignores a field, or reads a value that differs from
-the value in the body or in the adapter. VLLM_PYTHON has torch, safetensors and the packages that vllm
-imports. WHEELS is a folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
+The exit status of `read` is 1 if a parser refuses a body or ignores a field, or if vLLM reads a value that
+differs from the value in the body or in the adapter. VLLM_PYTHON has torch, safetensors and the packages that
+vllm imports. WHEELS is a folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read(directory: Path, wheels: Path) -> int:
         *_vllm_adapter(directory / "adapter"),
         *_sglang(bodies["sglang"], wheels),
     ]
-    print("\n".join(errors) or "vLLM and SGLang read the intended values")
+    print("\n".join(errors) or "vLLM reads the intended values, and SGLang accepts the bodies")
     return 1 if errors else 0
 
 

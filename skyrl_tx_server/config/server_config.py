@@ -32,8 +32,8 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
     def _check_combinations(self) -> None:
         if self.warmup and self.num_processes > 1:
             raise ConfigError(
-                "warmup=true: several processes must compile together, each program when it is first used; "
-                "remove the option"
+                "warmup=true needs num_processes=1, because several processes compile each program together "
+                "when it is first used; remove warmup"
             )
         if self.mesh.devices % self.num_processes:
             raise ConfigError(

@@ -164,7 +164,7 @@ class FutureStore:
             raise FutureLostError(
                 f"no request {request_id}: the server was restarted, or the result of the request was "
                 "removed (a while after its delivery, or because the results exceeded the limits of the "
-                "store); send a sample request again"
+                "store); if it was a sample request, send it again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:

@@ -118,7 +118,7 @@ def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
     try:
         arrays = ARRAYS_NAME.fullmatch(_typed(record, "arrays", str))
         if arrays is None:
-            raise ValueError("arrays: not the name of a file in its directory")
+            raise ValueError("arrays: not a file name of the form arrays-<hex digits>.safetensors")
         created_at = datetime.fromisoformat(_typed(record, "created_at", str))
         if created_at.utcoffset() is None:
             raise ValueError("created_at: without a time zone")

@@ -219,8 +219,8 @@ def decompress(body: bytes, limit: int) -> bytes:
         raise _too_large(limit)
     if size > largest:
         raise UserError(
-            f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without "
-            f"content-encoding"
+            f"the compression ratio of the body is above {MAX_COMPRESSION_RATIO}; send it without "
+            "content-encoding"
         )
     return b"".join(parts)
 

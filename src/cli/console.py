@@ -95,7 +95,8 @@ class Display:
                 self._shown_failures.add(kind)
                 first_line = (message.splitlines() or [""])[0]
                 self.say(
-                    f"  first {kind}, {result}: {group.task.id}: {first_line}; logs.log has the traceback"
+                    f"  first trial with {kind} ({result}): {group.task.id}: {first_line}; "
+                    "logs.log has the traceback"
                 )
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:

@@ -78,7 +78,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Source of answers; auto: model if model_name is set, scripted if answers is set, or typed",
+        doc="Source of answers. auto: model if model_name is set, otherwise typed at a terminal if answers "
+        "is not set, otherwise scripted",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
@@ -113,13 +114,13 @@ class TryConfig(HarborOptions, TauBenchOptions):
         kind = self.kind
         require(
             self.answers is None or kind == "scripted",
-            f"answers is for policy=scripted, not policy={kind}; remove one of them",
+            f"answers is for policy=scripted, but the policy is {kind}; remove it, or set policy=scripted",
         )
         require(kind != "model" or bool(self.model_name), "missing: model_name; policy=model needs it")
         for name in ("checkpoint", "base_url"):
             require(
                 kind == "model" or getattr(self, name) is None,
-                f"{name} is for policy=model, not policy={kind}; remove one of them",
+                f"{name} is for policy=model, but the policy is {kind}; remove {name}, or set policy=model",
             )
         require(
             self.base_url is None or self.checkpoint is None,
@@ -324,7 +325,9 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
     ]
     if config.kind == "model" and config.n_samples > 1:
         num_mixed = sum(len(set(group.rewards)) > 1 for group in groups)
-        lines.append(f"tasks whose rewards differ, from which GRPO learns: {num_mixed} of {len(groups)}")
+        lines.append(
+            f"tasks whose trials have different rewards, from which GRPO learns: {num_mixed} of {len(groups)}"
+        )
     return [table, *map(Text, lines)]
 
 

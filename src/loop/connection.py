@@ -70,8 +70,8 @@ def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents)
         return 1.0
     scale = config.lora_alpha / server_alpha
     events.say(
-        f"lora_alpha={config.lora_alpha:g}: the adapter's alpha is {server_alpha:g}, so learning_rate is "
-        f"multiplied by {scale:g} and weight_decay divided by it"
+        f"lora_alpha={config.lora_alpha:g}: the server gives the adapter the alpha {server_alpha:g}, so "
+        f"learning_rate is multiplied by {scale:g} and weight_decay is divided by {scale:g}"
     )
     return scale
 

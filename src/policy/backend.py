@@ -225,8 +225,8 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
         if options.backend == "skyrl-tx":
             alternative = f"start the server with max_context_length={options.context_limit} yarn=true"
         raise ConfigError(
-            f"context_limit={options.context_limit} exceeds the server's {limit} for "
-            f"{options.model_name}; reduce it, or {alternative}"
+            f"context_limit={options.context_limit} exceeds the server's {limit} tokens for "
+            f"{options.model_name}; lower it, or {alternative}"
         )
 
 

@@ -164,6 +164,7 @@ class TinkerPolicy:
         numbers = [value for value in values[1:] if value is not None]
         if len(numbers) != len(token_ids) - 1:
             raise BackendError(
-                f"computing logprobs: the server returned {len(numbers)} logprobs for {len(token_ids)} tokens"
+                f"computing logprobs: the server returned {len(numbers)} logprobs for the "
+                f"{len(token_ids) - 1} tokens after the first token"
             )
         return numbers

@@ -1,4 +1,6 @@
-"""Runs each example of examples/README.md. The fixture `url` is a server with the quick-start model."""
+"""Tests most of the examples of examples/README.md.
+
+The fixture `url` is a server with the quick-start model."""
 
 from __future__ import annotations
 

@@ -295,8 +295,8 @@ def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, 
 def test_the_error_for_the_recipe_names_the_servers_options(reader: Reader, server: str, tasks: Path) -> None:
     reader.expect_error(
         TRAIN + RECIPE,
-        f"context_limit=128000 exceeds the server's {CONTEXT} for {MODEL}; reduce it, or start the server "
-        "with max_context_length=128000 yarn=true",
+        f"context_limit=128000 exceeds the server's {CONTEXT} tokens for {MODEL}; lower it, or start the "
+        "server with max_context_length=128000 yarn=true",
     )
 
 

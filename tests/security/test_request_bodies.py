@@ -153,7 +153,7 @@ async def test_a_compressed_body_is_refused_fast_and_in_little_memory(
             ):
                 response = await http.post(path, content=bomb, headers=JSON | {"content-encoding": "zstd"})
                 assert response.status_code == 400
-                assert "limit" in response.text or "compressed more than" in response.text
+                assert "limit" in response.text or "compression ratio" in response.text
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -257,7 +257,7 @@ def test_limits_count_parsed_values_and_not_string_contents(body: bytes, exceede
 def test_a_compression_bomb_is_refused_and_training_data_is_not() -> None:
     data = bytes(range(256)) * 4096
     assert decompress(compressed(data[: 1 << 19]), 1 << 20) == data[: 1 << 19]
-    with pytest.raises(UserError, match="compressed more than 200 times"):
+    with pytest.raises(UserError, match="compression ratio of the body is above 200"):
         decompress(compressed(bytes(50 << 20)), 64 << 20)
 
 

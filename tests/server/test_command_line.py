@@ -91,7 +91,7 @@ TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tenso
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
         (
             ["base_model=x", *TWO_PROCESSES, "warmup=true"],
-            "warmup=true: several processes must compile together",
+            "warmup=true needs num_processes=1",
         ),
         (
             ["base_model=x", *TWO_PROCESSES, "process_id=2"],

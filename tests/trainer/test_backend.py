@@ -90,7 +90,9 @@ async def test_a_model_that_is_not_served_is_rejected(url):
 
 @pytest.mark.seed_behaviour(123)
 async def test_a_context_limit_above_the_servers_is_rejected(url):
-    with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+ for .*yarn=true"):
+    with pytest.raises(
+        ConfigError, match=r"context_limit=999999 exceeds the server's \d+ tokens for .*yarn=true"
+    ):
         async with connect(settings(url, context_limit=999_999)):
             pass
 
@@ -106,7 +108,7 @@ async def test_the_clouds_context_comes_from_its_capabilities(tmp_path, monkeypa
         async with connect(settings(url, **cloud, context_limit=128_000)):
             pass
         with pytest.raises(
-            ConfigError, match="exceeds the server's 128000 for local/fake; reduce it, or use"
+            ConfigError, match="exceeds the server's 128000 tokens for local/fake; lower it, or use"
         ):
             async with connect(settings(url, **cloud, context_limit=128_001)):
                 pass
@@ -151,8 +153,8 @@ def test_a_scaled_learning_rate_is_reported_in_one_line():
     assert update_scale(parse([*options, "lora_alpha=64"]), 64.0, events) == 1 and not lines
     assert update_scale(parse([*options, "lora_alpha=64"]), 32.0, events) == 2
     assert lines == [
-        "lora_alpha=64: the adapter's alpha is 32, so learning_rate is multiplied by 2 and weight_decay "
-        "divided by it"
+        "lora_alpha=64: the server gives the adapter the alpha 32, so learning_rate is multiplied by 2 and "
+        "weight_decay is divided by 2"
     ]
 
 

@@ -79,7 +79,8 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
         (
             {"env__all__by_group__frac_mixed": [0.1] * 9},
             ProblemName.GROUPS_ALIKE,
-            "10% of the groups of the last 9 steps have differing rewards; 40% are all low; 10% are all high",
+            "10% of the groups of the last 9 steps have differing rewards; in 40%, all rewards "
+            "are equal and below 0.5; in 10%, all rewards are equal and at least 0.5",
             "resume {run} dynamic_sampling=filter",
         ),
         (
@@ -165,7 +166,9 @@ def test_a_failed_allocation_is_found_in_the_logs(tmp_path: Path) -> None:
     log.write_text("ready\nforward_backward failed: RESOURCE_EXHAUSTED: 2 GiB\n")
     (finding,) = problems(path).values()
     assert finding.name == ProblemName.OUT_OF_MEMORY
-    assert finding.measured.startswith(f"1 lines of {log}, the last is line 2: forward_backward failed")
+    assert finding.measured.startswith(
+        f"lines of {log} with a failed allocation: 1; the last one is line 2: forward_backward failed"
+    )
     assert "serve base_model=org/base " in finding.command
     log.write_text("ready\n")
     other = tmp_path / "other.log"

@@ -75,5 +75,5 @@ async def test_an_error_of_the_client_is_a_backend_error():
 async def test_prompt_logprobs_omit_the_first_token():
     policy = TinkerPolicy(FixedClient([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
-    with pytest.raises(BackendError, match="2 logprobs for 4 tokens"):
+    with pytest.raises(BackendError, match="2 logprobs for the 3 tokens after the first"):
         await policy.logprobs([5, 6, 7, 8])

@@ -103,7 +103,7 @@ async def test_the_pass_rate_of_a_model_is_printed(data: str, monkeypatch: pytes
         data, "reward=number", "model_name=m", "base_url=http://h:1/v1", "n_samples=3", "n_tasks=1"
     )
     assert "pass rate (model): 33.3% (1/3 trials)" in text
-    assert "tasks whose rewards differ, from which GRPO learns: 1 of 1" in text
+    assert "tasks whose trials have different rewards, from which GRPO learns: 1 of 1" in text
 
 
 async def test_trials_are_printed_in_the_order_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -152,7 +152,10 @@ async def test_a_trial_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, tmp
     [
         (["env=tau_bench", "policy=scripted"], "policy=scripted needs answers=FILE with one answer per line"),
         (["env=tau_bench", "answers=no.txt"], "answers=no.txt cannot be read"),
-        (["env=tau_bench", "policy=typed", "answers=a"], "answers is for policy=scripted, not policy=typed"),
+        (
+            ["env=tau_bench", "policy=typed", "answers=a"],
+            "answers is for policy=scripted, but the policy is typed",
+        ),
         (["env=tau_bench", "n_tasks=0"], "n_tasks must be at least 1, not 0"),
         (["env=tau_bench", "policy=model"], "missing: model_name"),
         (["env=tau_bench", "policy=typed", "checkpoint=a"], "checkpoint is for policy=model"),

@@ -64,7 +64,10 @@ def _check(body: bytes, bounds: JsonBounds) -> None:
     if int((steps > 0).sum()) > bounds.containers:
         raise _exceeds("lists and objects", bounds.containers)
     if steps.size and int(np.cumsum(steps, dtype=np.int32).max()) > bounds.depth:
-        raise _exceeds("levels", bounds.depth)
+        raise UserError(
+            f"the JSON body has more than {bounds.depth} levels of nested lists and objects, which is this "
+            "route's limit; nest fewer levels"
+        )
 
 
 def _exceeds(unit: str, bound: int) -> UserError:

@@ -261,10 +261,7 @@ def check_request_cells(num_targets: int) -> None:
     """Raise UserError if `num_targets`, the number of targets of the datums decoded so far, is too large. The
     parsers call this function before they decode the next datum."""
     if num_targets > MAX_REQUEST_CELLS:
-        raise UserError(
-            f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at "
-            f"once"
-        )
+        raise UserError(f"more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
 
 
 def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:

@@ -123,9 +123,13 @@ def groups(run: CheckedRun) -> Finding:
         return Finding(name="groups", measured=measured)
     shares = {
         kind: run.metric(f"env/all/by_group/{name}")[-RECENT_STEPS:]
-        for kind, name in (("low", "frac_all_bad"), ("high", "frac_all_good"))
+        for kind, name in (("below 0.5", "frac_all_bad"), ("at least 0.5", "frac_all_good"))
     }
-    parts = [f"{fmean(values):.0%} are all {kind}" for kind, values in shares.items() if values]
+    parts = [
+        f"in {fmean(values):.0%}, all rewards are equal and {kind}"
+        for kind, values in shares.items()
+        if values
+    ]
     return problem_finding(
         ProblemName.GROUPS_ALIKE,
         "; ".join([measured, *parts]),
@@ -210,7 +214,10 @@ def memory(run: CheckedRun) -> Finding:
             lines = [(number, line) for number, line in enumerate(file, 1) if OUT_OF_MEMORY.search(line)]
         if lines:
             number, line = lines[-1]
-            measured = f"{len(lines)} lines of {path}, the last is line {number}: {line.strip()[:MAX_SHOWN]}"
+            measured = (
+                f"lines of {path} with a failed allocation: {len(lines)}; the last one is line {number}: "
+                f"{line.strip()[:MAX_SHOWN]}"
+            )
             return problem_finding(ProblemName.OUT_OF_MEMORY, measured, base_model=run.base_model)
     searched = ", ".join(path.name for path in logs) or "no log; give server_log=FILE"
     return Finding(name="memory", measured=f"no failed allocation in {searched}" if logs else searched)

@@ -184,7 +184,7 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
         warnings.append(
             f"tests/test.sh needs the internet for `{needed}` and has no network, "
-            f"so these tasks get the reward 0; {FIX_VERIFIER}"
+            f"so these tasks probably get the reward 0; {FIX_VERIFIER}"
         )
     elif NetworkAccess.LACKING in networks:
         warnings.append(
@@ -194,7 +194,8 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
 
 
 FIX_VERIFIER = (
-    'install what it downloads in environment/Dockerfile, or set network_mode = "public" in task.toml'
+    "add commands to environment/Dockerfile that install what tests/test.sh downloads, or set "
+    'network_mode = "public" in task.toml'
 )
 
 

@@ -210,8 +210,8 @@ class WorkerSession:
                 return None
             if {**replayed, "id": 0} != {**reply, "id": 0}:
                 raise SandboxError(
-                    "an episode cannot continue on another worker: that worker gives another reply "
-                    f"to {request.get('op')}"
+                    "an episode cannot continue on another worker: the reply of that worker to "
+                    f"{request.get('op')} is different"
                 )
         return worker
 
