@@ -21,6 +21,7 @@ RESUME = "free space or fix the cause, then resume the run"
 RUN_AGAIN = "free space or fix the cause, then run the command again"
 """What to do after an error that ends a command without a run to resume."""
 CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this size
+MAX_DEPTH = 100  # of nested values in a JSON line; the reader of the lines allows about 200
 
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
@@ -28,7 +29,7 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
 
     With `sync`, the line survives a power failure. Without `sync`, it survives only a crash of the process.
     """
-    line = (json.dumps(record) + "\n").encode()
+    line = (json.dumps(readable(record)) + "\n").encode()
     with storage_boundary(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -44,6 +45,28 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
                 raise
         finally:
             os.close(descriptor)
+
+
+def readable(value: object, *, depth: int = 0) -> object:
+    """Return the value in a form whose JSON text `src/records/reading.py` can read.
+
+    An agent or an environment can write text that the reader rejects. Unpaired surrogates become question
+    marks. Objects and lists at the depth MAX_DEPTH become JSON text.
+
+    >>> readable({"a": ["\\ud83d", 1]})
+    {'a': ['?', 1]}
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if depth == MAX_DEPTH:
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return {
+            readable(key, depth=depth + 1): readable(item, depth=depth + 1) for key, item in value.items()
+        }
+    return [readable(item, depth=depth + 1) for item in value]
 
 
 def truncate_torn_line(path: Path) -> None:

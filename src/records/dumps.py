@@ -39,7 +39,7 @@ from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.played_groups import domain_or_task_type
-from src.records.atomic_io import replace_text
+from src.records.atomic_io import readable, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.tracking import finite
 
@@ -205,7 +205,7 @@ def response_ids(trajectory: Trajectory) -> list[int]:
 
 
 def _line(record: Mapping[str, object]) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(readable(record), ensure_ascii=False) + "\n"
 
 
 @contextmanager

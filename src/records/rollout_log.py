@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from src.core.trajectory import Trajectory, TrajectoryGroup, TrialFailure
-from src.records.atomic_io import replace_text
+from src.records.atomic_io import readable, replace_text
 from src.records.tracking import finite
 
 
@@ -18,13 +18,13 @@ def record_groups(
 
     `advantages` has the advantages of the trained trials, by (task id, trial name).
     """
-    lines = [
-        json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
+    records = [
+        trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name)))
         for group in groups
         for trajectory in group.trajectories
     ]
-    lines += [json.dumps(failure_record(failure)) for group in groups for failure in group.failures]
-    replace_text(path, "".join(line + "\n" for line in lines))
+    records += [failure_record(failure) for group in groups for failure in group.failures]
+    replace_text(path, "".join(json.dumps(readable(record)) + "\n" for record in records))
 
 
 def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[str, object]:

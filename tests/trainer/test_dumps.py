@@ -55,6 +55,13 @@ def test_an_evaluation_dump_has_a_file_per_type(tmp_path):
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
 
+def test_a_message_that_utf_8_cannot_encode_is_dumped(tmp_path):
+    messages = [{"role": "assistant", "content": "a\ud83db"}]
+    dump_evaluation(tmp_path, 1, [group("copy-01", messages=messages)], {}, decode, env_class="harbor")
+    [record] = lines(tmp_path / "dumped_evals" / "global_step_1_evals" / "copy.jsonl")
+    assert record["conversation"] == [{"role": "assistant", "content": "a?b"}]
+
+
 @pytest.mark.seed_behaviour(30, 31, 60)
 def test_examples_of_steps_1_11_and_21_lack_special_tokens(tmp_path):
     groups = [group(f"copy-{number:02d}") for number in range(12)]

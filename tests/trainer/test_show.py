@@ -125,3 +125,10 @@ def test_a_mistake_gives_a_one_line_error(run: Path, capsys: pytest.CaptureFixtu
     assert show.main([argument.replace("RUN", str(run)) for argument in arguments]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
+
+
+def test_a_failure_with_an_unpaired_surrogate_is_shown(run: Path):
+    lost = replace(failure("c"), message="no file a\udcff", trial_name="c__1")
+    group = TrajectoryGroup(task=task("c"), trajectories=[], failures=[lost])
+    record_groups(run / "rollouts" / "step_000002.jsonl", [group], {})
+    assert "no file a?" in printed(run, "c")
