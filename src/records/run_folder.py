@@ -83,7 +83,8 @@ class RunFolder:
             self.path.rename(deleted)  # so that a crash leaves no half-deleted run under this name
             shutil.rmtree(deleted)
         elif not self.resumed:
-            for name in (JOURNAL, "finished"):  # left by a run that stopped before its first result
+            # left by a run that stopped before its first result
+            for name in (JOURNAL, checkpoints.JOURNAL, "finished"):
                 remove(self.path / name)
         with storage_boundary(self.path):
             make_private(self.path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.core.errors import ConfigError, NothingTrainedError, TrainerError
+from src.core.errors import ConfigError, NothingTrainedError, ServerLost, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
@@ -368,6 +368,23 @@ async def test_a_cancelled_run_saves_a_checkpoint_and_can_resume(tmp_path):
     assert bench.text.getvalue().splitlines()[-1] == f"continue: {resume_command(bench.path)}"
     await bench.go("behavior_if_log_dir_exists=resume")
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
+
+
+async def test_a_new_run_never_loads_a_checkpoint_of_the_old_one(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    await cancelled_with_version(bench, 0, "eval_before_train=false")
+    assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [0]
+    policy = bench.backend.policy
+
+    async def lose_the_server_once(version):
+        if version == 1:
+            monkeypatch.setattr(bench.backend, "policy", policy)
+            raise ServerLost("gone")
+        return await policy(version)
+
+    monkeypatch.setattr(bench.backend, "policy", lose_the_server_once)
+    await bench.go("lora_rank=4")  # the folder has no result, so another run can use it
+    assert [config.load_checkpoint_path for config in bench.configs] == [None, None, None]
 
 
 @pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
