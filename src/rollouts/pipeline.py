@@ -164,6 +164,7 @@ class Pipeline:
 
     async def __aexit__(self, *exc: object) -> None:
         """Cancel all rollouts and wait for their end."""
+        self._ahead.clear()  # a group that has just ended must not start another group
         rolling = list(self._rolling)
         for playing in rolling:
             playing.cancel()

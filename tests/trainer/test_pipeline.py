@@ -197,6 +197,29 @@ async def test_a_cancelled_rollout_ends_the_waiting_step():
         assert waiting.cancelled() and stage.under_way == "b"
 
 
+async def test_a_group_that_ends_during_the_exit_starts_no_other():
+    ending, names = asyncio.Event(), []
+
+    async def play(scheduled):
+        names.append(scheduled.task.id)
+        await asyncio.sleep(0)
+        ending.set()  # the block below continues before the pipeline learns that the group has ended
+        group = TrajectoryGroup(task=scheduled.task, trajectories=[], step=scheduled.step)
+        return TimedGroup(group=group, duration_s=0.0)
+
+    scheduled = [Scheduled(step=1, task=task(name)) for name in "abc"]
+    options = PipelineOptions(batch_size=2, max_staleness=1, max_groups_in_flight=2)
+    pipeline = Pipeline(scheduled, play, options, is_left_out=lambda task: False)
+    with pytest.raises(KeyError):
+        async with pipeline:
+            pipeline.update_begins()
+            pipeline.update_ended()  # starts the first groups
+            await ending.wait()
+            raise KeyError("oops")
+    await settle()
+    assert names == ["a", "b"]
+
+
 REFERENCE = {
     "minutes": lognormal_minutes(10, 0.8),
     "train_minutes": 2,
