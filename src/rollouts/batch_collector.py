@@ -23,7 +23,14 @@ from src.learning.filters import apply_reward_rules
 from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
-from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, all_failed, require_some_graded
+from src.rollouts.group_rollout import (
+    RolloutPlan,
+    Rollouts,
+    TimedGroup,
+    all_failed,
+    all_results,
+    require_some_graded,
+)
 from src.rollouts.options import GroupOptions
 from src.rollouts.pipeline import Batch, Pipeline, Scheduled
 from src.rollouts.run_events import RunEvents
@@ -167,7 +174,7 @@ class BatchCollector:
 
         recorded = self._journal.groups_of(batch.step)
         if recorded is not None:
-            replayed = asyncio.gather(*map(self._roll_out_ahead, self._scheduled(recorded)))
+            replayed = all_results(map(self._roll_out_ahead, self._scheduled(recorded)))
             for timed in await self._watchdog.guard(replayed, f"playing {title}"):
                 take(timed)
         else:

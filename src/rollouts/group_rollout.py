@@ -95,7 +95,7 @@ class Rollouts:
             on_group(timed)
             return timed
 
-        return await _all(roll_out(task) for task in tasks)
+        return await all_results(roll_out(task) for task in tasks)
 
     async def noop_rewards(self, tasks: Sequence[Task]) -> dict[str, float]:
         """Return, by task id, the reward of an agent that does nothing.
@@ -129,7 +129,7 @@ class Rollouts:
     ) -> TimedGroup:
         """Roll out the group of one task. Rollouts in `kept` are not repeated."""
         started: list[float] = []
-        rollouts = await _all(
+        rollouts = await all_results(
             self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size)
         )
         finished = TrajectoryGroup(
@@ -235,6 +235,22 @@ class Rollouts:
             await _end(playing, task)
 
 
+async def all_results[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """Run the coroutines concurrently and return their results in order.
+
+    The first error cancels the other coroutines. This error is raised, not an exception group.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from errors
+    return [task.result() for task in tasks]
+
+
 async def _end(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
     """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
     if not playing.done():
@@ -280,19 +296,3 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
         f"{kind}, e.g. {first_line}; "
         f"see {plan.directory if plan.directory.is_dir() else log}"
     )
-
-
-async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Run the coroutines concurrently and return their results in order.
-
-    The first error cancels the other coroutines. This error is raised, not an exception group.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from errors
-    return [task.result() for task in tasks]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from src.cli.console import Display
-from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
+from src.core.errors import ConfigError, ServerLost, StorageError, TooManyFailuresError, TrainerError
 from src.policy.options import WatchdogOptions
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -227,6 +227,21 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         ConfigError, match="the journal of this run has the tasks b, which the environment does not have"
     ):
         await again.collect(1, "ab")
+
+
+async def test_an_error_ends_all_groups_that_are_played_again(tmp_path, monkeypatch):
+    first = Bench(tmp_path, max_staleness=1)
+    first.journal.batch_fixed(1, [(1, "a"), (1, "b")])
+    bench = Bench(tmp_path, held="b", max_staleness=1)
+
+    def fail(rollouts, key, rollout):
+        raise StorageError("full")
+
+    monkeypatch.setattr(FinishedRollouts, "add", fail)
+    before = asyncio.all_tasks()
+    with pytest.raises(StorageError, match="full"):
+        await bench.collect(1, "ab")
+    assert asyncio.all_tasks() == before
 
 
 async def test_loaded_rollouts_are_freed_after_their_step(tmp_path):
