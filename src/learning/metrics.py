@@ -19,7 +19,7 @@ from src.core.metric import Metric, Reduction, Unit, measure
 from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
-from src.learning.filters import DropReason
+from src.learning.filters import DropReason, is_constant
 from src.learning.played_groups import (
     PlayedGroups,
     aggregate,
@@ -118,8 +118,8 @@ def _success_where(played: PlayedGroups, writes: bool) -> float | None:
     )
 
 
-def _share_of_groups(played: PlayedGroups, condition: Callable[[set[float]], bool]) -> float:
-    return float(np.mean([condition(set(rewards)) for rewards in played.rewards_P_G]))
+def _share_of_groups(played: PlayedGroups, condition: Callable[[Sequence[float]], bool]) -> float:
+    return float(np.mean([condition(rewards) for rewards in played.rewards_P_G]))
 
 
 def _signals(played: PlayedGroups) -> dict[str, float]:
@@ -245,11 +245,11 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
         "task type.",
         _signals_by_domain_or_task_type),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
-        lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),
+        lambda played: _share_of_groups(played, lambda rewards: not is_constant(rewards))),
     Metric("env/all/by_group/frac_all_good", SHARE, MEAN, "Groups whose rewards are equal and at least 0.5.",
-        lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) >= 0.5)),
+        lambda played: _share_of_groups(played, lambda rewards: is_constant(rewards) and rewards[0] >= 0.5)),
     Metric("env/all/by_group/frac_all_bad", SHARE, MEAN, "Groups whose rewards are equal and below 0.5.",
-        lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) < 0.5)),
+        lambda played: _share_of_groups(played, lambda rewards: is_constant(rewards) and rewards[0] < 0.5)),
     Metric("reward/avg_shaped_reward", REWARD, MEAN, "Reward plus the judge's bonus, if there is a judge.",
         lambda played: _mean([t.reward + t.bonus for t in played.trajectories]) if played.judged else None),
     Metric("reward/judge_bonus_mean", REWARD, MEAN, "Bonus of a judged trial.",

@@ -10,6 +10,7 @@ import numpy as np
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.datums import merge_turns
+from src.learning.filters import is_constant
 
 SOLVED = 1.0  # a trial with at least this reward is a success
 
@@ -73,7 +74,9 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
     >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
     0.09375
     """
-    variances = [float(np.var(rewards)) for rewards in rewards_P_G if len(rewards) > 1]
+    groups = [rewards for rewards in rewards_P_G if len(rewards) > 1]
+    # Rounding gives equal rewards such as 0.1 a variance above 0.
+    variances = [0.0 if is_constant(rewards) else float(np.var(rewards)) for rewards in groups]
     positive = [reward for rewards in rewards_P_G for reward in rewards if reward > 0]
     return {
         f"pass_at_{group_size}": float(np.mean([max(rewards) > 0 for rewards in rewards_P_G])),

@@ -139,6 +139,14 @@ def test_shares_of_mixed_and_constant_groups_add_up_to_1():
     assert shares == [0.5, 0.25, 0.25]
 
 
+def test_rewards_that_differ_by_rounding_give_no_signal():
+    groups = [group("a", 0.1, 0.1, 0.1), group("b", 0.3, 0.1 + 0.2), group("c", 1, 0)]
+    metrics = group_metrics(groups, group_size=3)
+    assert metrics["reward/signal_ratio"] == metrics["env/all/by_group/frac_mixed"] == 1 / 3
+    assert metrics["reward/variance_per_prompt"] == 0.25 / 3
+    assert metrics["env/all/by_group/frac_all_bad"] == 2 / 3
+
+
 def test_graded_zeros_are_counted_by_reason():
     graded_zero = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
     metrics = group_metrics(
