@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from src.core.errors import ConfigError
+
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++"]
 
 # The two values are SkyRL's. EPSILON is added to divisors. The rewards of a group count as equal if they
@@ -30,6 +32,7 @@ class AdvantageEstimator:
     # The advantage of the only member of a group, with singleton_advantage=raw.
     raw_singleton: Callable[[float], float] = lambda reward: 0.0
     is_whitened: bool = False  # whether `whiten` is applied to the advantages of the batch
+    allows_negative_rewards: bool = True
     options: tuple[str, ...] = ()  # options of the trainer that change the advantages
 
 
@@ -56,9 +59,10 @@ ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
         scale=lambda rewards: len(rewards) / (len(rewards) - 1),
     ),
     "maxrl": AdvantageEstimator(
-        formula="(r - mean) / mean",
+        formula="(r - mean) / mean, for rewards of at least 0",
         source="MaxRL as in SkyRL, with 1e-6 added to the mean",
         scale=lambda rewards: 1 / (statistics.fmean(rewards) + EPSILON),
+        allows_negative_rewards=False,  # a negative mean would reverse the sign of the advantages
     ),
     "reinforce++": AdvantageEstimator(
         formula="the reward, whitened over the sampled tokens of the batch",
@@ -79,13 +83,19 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
 
     An estimator without a `scale` returns the rewards. With a `scale`, the advantages are zero if all rewards
     of the group are equal. The advantage in a group of one is zero with `singleton="zero"`. With
-    `singleton="raw"`, it is the value of `raw_singleton`, as in SkyRL.
+    `singleton="raw"`, it is the value of `raw_singleton`, as in SkyRL. Raises ConfigError for a negative
+    reward if the estimator does not allow it.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]
     """
     rewards = [float(reward) for reward in rewards_G]
     chosen = ADVANTAGE_ESTIMATORS[estimator]
+    if not chosen.allows_negative_rewards and min(rewards) < 0:
+        raise ConfigError(
+            f"advantage_estimator={estimator} needs rewards of at least 0, but a trial has the reward "
+            f"{min(rewards):g}; use another estimator"
+        )
     if chosen.scale is None:
         return rewards
     if len(rewards) == 1:

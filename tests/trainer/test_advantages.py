@@ -10,6 +10,7 @@ import pytest
 
 from scripts.docs import advantages as advantages_page
 from src.config import TrainerConfig
+from src.core.errors import ConfigError
 from src.learning.advantages import ADVANTAGE_ESTIMATORS, Estimator, group_advantages, token_weights, whiten
 
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
@@ -62,6 +63,11 @@ def test_r1_rloo_subtracts_the_mean_of_the_other_rewards():
 def test_maxrl_divides_by_the_mean():
     assert advantages([6, 3], "maxrl") == pytest.approx([1.5 / 4.500001, -1.5 / 4.500001])
     assert advantages([9, 12], "maxrl") == pytest.approx([-1.5 / 10.500001, 1.5 / 10.500001])
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ConfigError, match="rewards of at least 0, but a trial has the reward -1;"):
+        advantages([-1, -0.5], "maxrl")
 
 
 def test_x1_groups_are_not_normalised_over_the_batch():
