@@ -114,6 +114,9 @@ async def run(
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
     directory = evaluation_folder(config)
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
+    second_path = None  # the checkpoint to compare with; None: the base model, or a finished evaluation
+    if isinstance(second, str) and second != "base":
+        second_path = sampler_path(second)  # raises ConfigError, so it is called before any trial is played
     first = await run_one(
         config,
         sampler_path(config.checkpoint),
@@ -124,9 +127,8 @@ async def run(
     if second is None:
         return
     if isinstance(second, str):
-        path = None if second == "base" else sampler_path(second)
         second = await run_one(
-            config, path, directory / "compared", events, open_policy_and_tasks=open_policy_and_tasks
+            config, second_path, directory / "compared", events, open_policy_and_tasks=open_policy_and_tasks
         )
     compare(second, first, events, write_to=directory / "comparison.json")
 

@@ -120,6 +120,13 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
+async def test_a_wrong_comparison_is_refused_before_any_trial(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    with pytest.raises(ConfigError, match="none is neither a tinker:// path nor a run folder"):
+        await bench.go(f"compare_with={tmp_path}/none")
+    assert bench.played == 0
+
+
 @pytest.mark.seed_behaviour(80)
 async def test_top_p_is_used_and_recorded_in_the_results(tmp_path):
     bench = Bench(tmp_path, first_half)
