@@ -158,10 +158,13 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
 
 
 def _prompt_user(path: Path) -> str:
-    """Return the behavior that the user chooses at the terminal, or "raise" without a terminal."""
+    """Return the behavior that the user chooses at the terminal, or "raise" without a terminal or answer."""
     if not sys.stdin.isatty():
         return "raise"
-    answer = input(f"{path} has a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
+    try:
+        answer = input(f"{path} has a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
+    except EOFError:  # Ctrl-D
+        return "raise"
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 

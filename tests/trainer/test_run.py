@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import io
 import json
 import logging
 import time
@@ -298,6 +299,19 @@ async def test_a_folder_with_a_run_is_changed_only_on_request(tmp_path):
     assert (bench.path / "metrics.jsonl").read_text() == before
     await bench.go("behavior_if_log_dir_exists=delete")
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
+
+
+async def test_ctrl_d_at_the_question_gives_a_one_line_error(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    with pytest.raises(ConfigError, match="has a run; add behavior_if_log_dir_exists=resume or =delete"):
+        await bench.go("behavior_if_log_dir_exists=ask")
 
 
 @pytest.mark.parametrize("behavior", ["resume", "delete", "raise"])
