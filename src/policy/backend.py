@@ -272,7 +272,7 @@ class TinkerEndpoint:
                 rest_client = await in_thread(
                     lambda: tinker.RestClient(base_url=base_url(options), api_key=require_key(options))
                 )
-                await check_trained_parts(rest_client, path, adapter)
+                await check_trained_parts(rest_client, path, adapter, model_name=options.model_name)
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):

@@ -1,4 +1,4 @@
-"""Check that a loaded checkpoint trains the parts of the model that `AdapterOptions` names."""
+"""Check that a loaded checkpoint has the base model, the rank and the trained parts that the options name."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from src.core.errors import ConfigError
 from src.policy.options import AdapterOptions
 
 
-async def check_trained_parts(client: tinker.RestClient, path: str, adapter: AdapterOptions) -> None:
-    """Raise ConfigError if the checkpoint at `path` does not train the same parts as `adapter`.
+async def check_trained_parts(
+    client: tinker.RestClient, path: str, adapter: AdapterOptions, *, model_name: str
+) -> None:
+    """Raise ConfigError if the checkpoint at `path` has another base model than `model_name`, or another rank
+    or other trained parts than `adapter`.
 
-    A part that the endpoint does not report is not compared.
+    A value that the endpoint does not report is not compared. The part of a model's name after ":" is not
+    compared, because it is not part of the base model (`NAME:peft:262144`).
     """
     info = await client.get_weights_info_by_tinker_path(path)
-    parts = {
+    if info.base_model.partition(":")[0] != model_name.partition(":")[0]:
+        raise ConfigError(
+            f"{path} is a checkpoint of {info.base_model}, not of {model_name}; set "
+            f"model_name={info.base_model}, or start from another checkpoint"
+        )
+    values = {
+        "lora_rank": (info.lora_rank, adapter.lora_rank),
         "train_attn": (info.train_attn, adapter.train_attn),
         "train_mlp": (info.train_mlp, adapter.train_mlp),
         "train_unembed": (info.train_unembed, adapter.train_unembed),
     }
-    for name, (saved, given) in parts.items():
+    for name, (saved, given) in values.items():
         if saved is not None and saved != given:
             value = str(saved).lower()
             raise ConfigError(

@@ -148,7 +148,7 @@ def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
         lines += [
             f"sampler checkpoint: {checkpoint.sampler_path}",
             f"RL from these weights: python -m src.train load_checkpoint_path={checkpoint.state_path} "
-            "load_optimizer=false ...",
+            f"load_optimizer=false lora_rank={config.lora_rank} ...",
         ]
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     return last_lines(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import chz
 import httpx
 import pytest
 
@@ -75,7 +76,7 @@ async def test_the_backend_samples_trains_saves_and_loads(url):
             "/sampler_weights/000001"
         )
     async with connect(settings(url)) as endpoint:
-        resumed = await endpoint.open_training(AdapterOptions(load_checkpoint_path=paths.state_path))
+        resumed = await endpoint.open_training(chz.replace(ADAPTER, load_checkpoint_path=paths.state_path))
         assert (await resumed.policy(1)).version == 1
 
 
@@ -130,7 +131,7 @@ async def test_lora_alpha_sets_the_alpha_of_the_adapter(url):
         backend = await endpoint.open_training(AdapterOptions(lora_rank=8, lora_alpha=64.0))
         assert backend.lora_alpha == 64
         paths = await backend.save("000001")
-        resumed = AdapterOptions(lora_alpha=16.0, load_checkpoint_path=paths.state_path)
+        resumed = AdapterOptions(lora_rank=8, lora_alpha=16.0, load_checkpoint_path=paths.state_path)
         assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the alpha of the checkpoint
 
 

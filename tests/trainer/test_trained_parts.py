@@ -45,21 +45,37 @@ async def test_the_server_gets_the_trained_parts(url: str, tmp_path: Path, off: 
         lora = json.loads(record.read_text())["lora"]
         assert {part: lora[part] for part in PARTS} == {part: part != off for part in PARTS}
         await endpoint.open_training(chz.replace(adapter, load_checkpoint_path=paths.state_path))
-        other = AdapterOptions(load_checkpoint_path=paths.state_path)
+        other = AdapterOptions(lora_rank=4, load_checkpoint_path=paths.state_path)
         message = f"^{paths.state_path} has {off}=false, not true; set {off}=false, or start from another"
         with pytest.raises(ConfigError, match=message) as error:
             await endpoint.open_training(other)
         assert "\n" not in str(error.value)
 
 
-async def test_parts_that_an_endpoint_omits_are_not_compared() -> None:
-    async def info(path: str) -> SimpleNamespace:
-        return SimpleNamespace(train_attn=None, train_mlp=False, train_unembed=None)
+def client_of(**reported: object) -> Any:
+    """Return a client whose endpoint reports these values for every checkpoint."""
+    fields = {"base_model": "m", "lora_rank": None, **dict.fromkeys(PARTS)}
 
-    client: Any = SimpleNamespace(get_weights_info_by_tinker_path=info)
-    await check_trained_parts(client, "tinker://a", AdapterOptions(train_attn=False, train_mlp=False))
+    async def info(path: str) -> SimpleNamespace:
+        return SimpleNamespace(**(fields | reported))
+
+    return SimpleNamespace(get_weights_info_by_tinker_path=info)
+
+
+async def test_parts_that_an_endpoint_omits_are_not_compared() -> None:
+    client, adapter = client_of(train_mlp=False), AdapterOptions(train_attn=False, train_mlp=False)
+    await check_trained_parts(client, "tinker://a", adapter, model_name="m")
     with pytest.raises(ConfigError, match="has train_mlp=false, not true"):
-        await check_trained_parts(client, "tinker://a", AdapterOptions())
+        await check_trained_parts(client, "tinker://a", AdapterOptions(), model_name="m")
+
+
+async def test_a_checkpoint_of_another_rank_or_model_is_refused() -> None:
+    client = client_of(base_model="m:peft:262144", lora_rank=8)
+    await check_trained_parts(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="m")
+    with pytest.raises(ConfigError, match=r"^tinker://a has lora_rank=8, not 32; set lora_rank=8, or start"):
+        await check_trained_parts(client, "tinker://a", AdapterOptions(), model_name="m")
+    with pytest.raises(ConfigError, match=r"^tinker://a is a checkpoint of m:peft:262144, not of other; set"):
+        await check_trained_parts(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="other")
 
 
 def test_an_adapter_without_a_trained_part_is_refused() -> None:
