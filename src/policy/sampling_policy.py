@@ -167,4 +167,9 @@ class TinkerPolicy:
                 f"computing logprobs: the server returned {len(numbers)} logprobs for the "
                 f"{len(token_ids) - 1} tokens after the first token"
             )
+        if not all(map(math.isfinite, numbers)):
+            raise BackendError(
+                "computing logprobs: the server returned logprobs that are not finite; check the weights of "
+                "the model that computes them"
+            )
         return numbers

@@ -77,3 +77,9 @@ async def test_prompt_logprobs_omit_the_first_token():
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
     with pytest.raises(BackendError, match="2 logprobs for the 3 tokens after the first"):
         await policy.logprobs([5, 6, 7, 8])
+
+
+async def test_prompt_logprobs_that_are_not_finite_are_an_error():
+    policy = TinkerPolicy(FixedClient([], [], prompt_logprobs=[None, -1.0, float("nan")]), version=0)
+    with pytest.raises(BackendError, match=r"computing logprobs: .* not finite"):
+        await policy.logprobs([5, 6, 7])
