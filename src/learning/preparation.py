@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from src.learning.distillation import apply_teacher
 from src.learning.examples import Example, apply_loss_reduction, split_substeps
 from src.learning.filters import DropReason
 from src.learning.importance import apply_tis
-from src.learning.kl_penalty import apply_kl_penalty
+from src.learning.kl_penalty import KlResult, apply_kl_penalty
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
 from src.learning.options import PreparationOptions
@@ -55,15 +55,11 @@ async def prepare(
             await apply_kl_penalty(examples, reference, options) for examples in examples_per_substep
         ]
         examples_per_substep = [penalty.examples for penalty in penalties]
-        metrics["optim/kl_policy_base"] = (
-            statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
-        )
+        metrics["optim/kl_policy_base"] = _mean_kl(penalties)
     if teacher is not None:
         distilled = [await apply_teacher(examples, teacher, options) for examples in examples_per_substep]
         examples_per_substep = [result.examples for result in distilled]
-        metrics["optim/kl_policy_teacher"] = (
-            statistics.fmean(result.mean_kl for result in distilled) if distilled else 0.0
-        )
+        metrics["optim/kl_policy_teacher"] = _mean_kl(distilled)
     examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
     if options.is_on:
         old_logprobs_D = await learner.logprobs(
@@ -113,6 +109,13 @@ def stream_metrics(
     """
     _, staleness_metrics = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
     return batch_metrics(examples_P_G, dropped) | staleness_metrics
+
+
+def _mean_kl(results: Sequence[KlResult]) -> float:
+    """Return the mean KL divergence per sampled token of all substeps."""
+    num_tokens = [sum(example.num_tokens for example in result.examples) for result in results]
+    total = math.sumprod([result.mean_kl for result in results], num_tokens)
+    return total / max(1, sum(num_tokens))
 
 
 def _sequences(examples: Sequence[Example]) -> list[TokenSequence]:

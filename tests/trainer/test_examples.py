@@ -1,3 +1,4 @@
+from collections import Counter
 from typing import Any, cast
 
 import numpy as np
@@ -7,8 +8,9 @@ from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.distillation import apply_teacher
 from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, split_substeps
 from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
-from src.learning.options import AdvantageOptions, FilterOptions
+from src.learning.options import AdvantageOptions, FilterOptions, PreparationOptions
 from src.learning.penalty_options import DistillationOptions, KlOptions
+from src.learning.preparation import prepare
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterOptions(
@@ -180,6 +182,23 @@ async def test_a_teacher_adds_a_logprob_difference_to_each_advantage():
     assert token_advantages(result.examples[1]) == pytest.approx([before[1] / 2 + 0.2])
     assert result.examples[0].sequences[0].advantages[0] == 0
     assert result.mean_kl == pytest.approx((0.5 + 0.5 - 1) / 3)
+
+
+async def test_the_measured_kl_is_a_mean_over_the_tokens_of_all_substeps():
+    lengths_and_logprobs = ((3, -0.5), (1, -1.5))
+    groups = [
+        TrajectoryGroup(
+            task=task(f"a{length}"),
+            trajectories=[trajectory(reward=1, turns=[turn([1], [10] * length, logprob=logprob)])],
+        )
+        for length, logprob in lengths_and_logprobs
+    ]
+    options = PreparationOptions(num_substeps=2, kl_penalty_coef=0.1, max_tokens=5, context_limit=10)
+    examples_P_G = examples_of_batch(groups, options, FILTERS)
+    prepared = await prepare(
+        examples_P_G, Counter(), reference=Reference(), learner=cast(Any, None), options=options
+    )
+    assert prepared.metrics["optim/kl_policy_base"] == pytest.approx((3 * 0.5 - 0.5) / 4)
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
