@@ -49,12 +49,15 @@ def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
 def extends(turn: Turn, previous: Turn) -> bool:
     """Return whether the prompt of `turn` starts with the prompt and completion of `previous`.
 
-    The completion is compared first, because it is short and differs in most rewritten histories. The long
-    prompts are compared only if the completion is equal.
+    The completion is compared first, because it is short and differs in most rewritten histories. Its first
+    token is compared alone, because a turn with a rewritten history is compared with every earlier turn. The
+    long prompts are compared only if the completion is equal.
     """
-    start = len(previous.prompt_ids)
-    continuation = turn.prompt_ids[start : start + len(previous.completion_ids)]
-    return continuation == previous.completion_ids and starts_with(turn.prompt_ids, previous.prompt_ids)
+    start, completion = len(previous.prompt_ids), previous.completion_ids
+    if completion and (start >= len(turn.prompt_ids) or turn.prompt_ids[start] != completion[0]):
+        return False
+    continuation = turn.prompt_ids[start : start + len(completion)]
+    return continuation == completion and starts_with(turn.prompt_ids, previous.prompt_ids)
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:

@@ -64,6 +64,13 @@ def test_comparing_rewritten_histories_copies_few_tokens():
     assert Counted.copied < 2 * 100 * 100
 
 
+def test_rewritten_histories_are_compared_without_copying_answers():
+    turns = [turn(Counted(range(1, 200 * number)), [0] * 100) for number in range(1, 51)]
+    Counted.copied = 0
+    assert merge_turns(turns) == [[single] for single in turns]
+    assert Counted.copied == 0
+
+
 def test_a_second_answer_to_a_prompt_is_another_sequence():
     assert len(merge_turns([turn([1], [10]), turn([1], [11])])) == 2
 
