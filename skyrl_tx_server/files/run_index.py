@@ -106,8 +106,11 @@ class RunIndex:
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 
     def expired(self) -> list[str]:
-        now = datetime.now(UTC)
-        return [path for path, expires_at in self.expiries.items() if expires_at <= now]
+        return [path for path in self.expiries if self.has_expired(path)]
+
+    def has_expired(self, path: str) -> bool:
+        expires_at = self.expiries.get(path)
+        return expires_at is not None and expires_at <= datetime.now(UTC)
 
     def expiring_generation(self, path: str) -> str | None:
         """Return the generation that expires; None: any generation."""

@@ -102,6 +102,8 @@ async def housekeep(state: AppState) -> None:
     for session_id in state.registry.expired():
         sessions.end_session(state, session_id, "its client sent no heartbeat")
     for path in state.run_index.expired():
+        if not state.run_index.has_expired(path):
+            continue  # a client has changed the expiry while other checkpoints were deleted
         generation = state.run_index.expiring_generation(path)
         try:
             generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)

@@ -183,6 +183,28 @@ async def test_the_expiry_of_a_save_does_not_delete_a_later_save(
     assert context.run_index.expiries == {}
 
 
+async def test_a_removed_ttl_is_observed_while_others_expire(
+    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "tinker://run/external_weights/other"
+    for path in (other, PATH):
+        generation = save_version(context.checkpoints, path, 1).generation
+        context.run_index.set_expiry(path, datetime.now(UTC) - timedelta(seconds=1), generation)
+    delete, loop = context.checkpoints.delete, asyncio.get_running_loop()
+
+    def delete_slowly(path: str, *, only: str | None = None) -> str | None:
+        """Delete a checkpoint while a client removes the TTL of `PATH`."""
+        if path == other:
+            request = asyncio.run_coroutine_threadsafe(http.put(f"{URL}/ttl", json={}), loop)
+            assert request.result(60).status_code == 204
+        return delete(path, only=only)
+
+    monkeypatch.setattr(context.checkpoints, "delete", delete_slowly)
+    await housekeep(context)
+    assert not context.checkpoints.exists(other)
+    assert version_on_disk(context.checkpoints, PATH) == 1
+
+
 async def test_deleting_a_checkpoint_keeps_the_expiry_of_a_later_save(context: AppState) -> None:
     old_generation = save_version(context.checkpoints, PATH, 1).generation
     new_generation = save_version(context.checkpoints, PATH, 2).generation
