@@ -334,6 +334,7 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
         ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"extra_body": {"guided_regex": "a+"}}, "unknown field guided_regex"),
         ({"extra_body": {"chat_template_kwargs": {"shout": True}}}, "has no 'shout'"),
+        ({"extra_body": {"chat_template_kwargs": {"thinking": False}}}, "has no 'thinking'"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "differ; send one"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"n": 0}, "n=0 must lie between 1"),

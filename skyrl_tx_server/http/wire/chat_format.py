@@ -3,6 +3,7 @@ transformers is imported on first use."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,16 +146,30 @@ def _apply(
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, object]) -> None:
-    template = (
-        tokenizer.chat_template
-        if isinstance(tokenizer.chat_template, str)
-        else " ".join((tokenizer.chat_template or {}).values())
-    )
+    if not template_kwargs:
+        return
+    template = tokenizer.chat_template or {}
+    templates = (template,) if isinstance(template, str) else tuple(template.values())
+    variables = set[str]().union(*map(_variables_of, templates))
     for name in template_kwargs:
         if (
             name in ("tools", "tokenize", "add_generation_prompt", "conversation", "messages")
-            or name not in template
+            or name not in variables
         ):
             raise UserError(
                 f"chat_template_kwargs: this model's chat template has no {name[:80]!r}; leave it out"
             )
+
+
+@cache
+def _variables_of(template: str) -> set[str]:
+    """Return the variables that a chat template reads and does not always set itself."""
+    from jinja2 import Environment, TemplateError, meta
+
+    # transformers adds the tag `generation` to jinja2.
+    source = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return meta.find_undeclared_variables(environment.parse(source))
+    except TemplateError as error:
+        raise UserError(f"chat_template_kwargs: the model's chat template is not valid: {error}") from None
