@@ -9,6 +9,7 @@ This file is long because it has one method for each operation and the set-up of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -47,7 +48,7 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.errors import ConflictError, UserError
+from skyrl_tx_server.errors import ConflictError, NotFoundError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_division import divide_memory, fitting_model
@@ -365,7 +366,15 @@ class DeviceExecutor:
         saved = WeightsSaved(path=None, size_bytes=0)
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
-        self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move the model
+        try:
+            self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move the model
+        except ConflictError:
+            # Samples still use an earlier checkpoint of this name, which was deleted. Later samples would use
+            # its weights too.
+            if on_disk:
+                with contextlib.suppress(NotFoundError):
+                    yield from self._on_rank0(lambda: self._store.delete(op.weights))
+            raise
         return saved
 
     def _save_external(self, op: SaveExternal) -> Job[WeightsSaved]:

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -456,6 +456,42 @@ def test_sampler_weights_are_kept_after_a_restart(model_dir: Path, checkpoints_d
         expected = sample_one(engine, path)
     with running(model_dir, checkpoints_dir) as engine:
         assert sample_one(engine, path) == expected
+
+
+class BlockingWatcher:
+    """Blocks the engine thread at the first report of tokens until `may_continue` is set."""
+
+    streams_tokens = True
+
+    def __init__(self) -> None:
+        self.is_blocking, self.may_continue = threading.Event(), threading.Event()
+
+    def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.is_blocking.set()
+        assert self.may_continue.wait(TIMEOUT_S)
+
+    def is_waiting(self) -> bool:
+        return True
+
+
+def test_a_refused_save_of_a_snapshot_in_use_leaves_no_checkpoint(engine: Engine, checkpoints_dir: Path):
+    path, store = "tinker://a/sampler_weights/s", CheckpointStore(checkpoints_dir, "local/tiny")
+    create(engine, "a")
+    snapshot(engine, "a", path)
+    watcher = BlockingWatcher()
+    sampling = engine.submit(sample_op(path, max_tokens=100), watcher)
+    assert watcher.is_blocking.wait(TIMEOUT_S)
+    store.delete(path)
+    saving = engine.submit(SaveSampler(model_id="a", weights=path))
+    watcher.may_continue.set()
+    with pytest.raises(ConflictError, match="in use"):
+        saving.result(TIMEOUT_S)
+    assert not store.exists(path), "later samples would use the earlier weights"
+    sampling.result(TIMEOUT_S)
+    train(engine, "a")
+    snapshot(engine, "a", path)
+    snapshot(engine, "a", "latest")
+    assert sample_one(engine, path) == sample_one(engine, "latest")
 
 
 def test_a_sample_can_be_submitted_before_its_snapshot_is_saved(engine: Engine):
