@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 from skyrl_tx_server.engine.executor_protocol import (
@@ -191,6 +192,8 @@ class Engine:
                 self._watchers[self._last_request_id] = watcher
             self._scheduler.add(self._last_request_id, cast("Op", op), tenant=tenant)
             self._work.notify()
+            if isinstance(op, Sample):
+                future.add_done_callback(partial(self._remove_if_cancelled, self._last_request_id))
         return future
 
     def stats(self) -> dict[str, object]:
@@ -312,6 +315,14 @@ class Engine:
             if not is_pending:
                 self._scheduler.drop_request(request_id)
             return is_pending
+
+    def _remove_if_cancelled(self, request_id: int, future: Future[Any]) -> None:
+        """Remove a cancelled sample from the queue at once. All slots may be in use for a long time, and a
+        waiting sample occupies memory, delays the DropSnapshot of its snapshot and can cause pauses."""
+        if future.cancelled() and not self._begin(request_id):
+            with self._work:
+                self._scheduler.drop_request(request_id)
+                self._work.notify()
 
     def _requeue(self, requests: Sequence[PrefillRequest]) -> None:
         with self._work:

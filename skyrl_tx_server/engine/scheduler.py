@@ -208,7 +208,8 @@ class Scheduler:
         """Queue these requests again. The executor has no KV pages or LoRA slot for the first request until a
         sequence finishes or is paused."""
         self.requeue(prefills)
-        self._deferred = prefills[0].request_id
+        first = prefills[0].request_id
+        self._deferred = first if first in self._samples else None  # a client may have cancelled the request
 
     def prefill_continues(self, prefill: PrefillRequest) -> None:
         """Note that a chunk of the prompt was computed and that the prompt has more chunks."""

@@ -16,6 +16,7 @@ from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     Done,
+    DropSnapshot,
     ForwardBackward,
     LoraSpec,
     LossFn,
@@ -392,6 +393,22 @@ def test_a_withdrawn_operation_never_runs():
         engine.submit(optim("b")).result(TIMEOUT_S)
         assert engine.stats()["ops_pending"] == 0
     assert executor.log == ["create a", "optim b"]
+
+
+def test_a_cancelled_waiting_sample_leaves_the_queue_at_once():
+    executor = FakeExecutor(num_slots=1, gate=threading.Event())
+    with running(executor) as engine:
+        blocker = engine.submit(create("blocks the engine"))
+        kept, *cancelled = [engine.submit(sample(weights="s"), TokenRecorder()) for _ in range(4)]
+        dropped = engine.submit(DropSnapshot(weights="s"))
+        for future in cancelled:
+            assert future.cancel()
+        stats = engine.stats()
+        assert (stats["samples_waiting"], stats["ops_pending"]) == (1, 3)
+        executor.gate.set()
+        for future in (blocker, kept, dropped):
+            future.result(TIMEOUT_S)
+        assert engine.stats()["ops_pending"] == 0
 
 
 def test_stop_fails_pending_operations_with_a_clear_error():
