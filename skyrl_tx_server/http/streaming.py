@@ -72,6 +72,19 @@ async def stream_tokens(
         future.cancel()
 
 
+async def first_delta_of(request: Request, deltas: AsyncGenerator[TokenDelta]) -> TokenDelta | None:
+    """Return the first delta of `stream_tokens`. If the client disconnects first, withdraw the operation and
+    return None. Raise ServerError if the operation fails."""
+    first = asyncio.ensure_future(anext(deltas))
+    disconnected = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({first, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return first.result() if first.done() else None
+    finally:
+        disconnected.cancel()
+        first.cancel()
+
+
 async def wait_for_results(
     state: AppState, request: Request, ops: Sequence[Sample]
 ) -> list[SampleResult] | None:

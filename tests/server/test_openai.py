@@ -6,8 +6,9 @@ A `TextEngine` replaces the model and returns the texts that the test sets.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from openai.types.chat import (
     ChatCompletionMessageParam,
 )
 
-from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.operations import LoraSpec, Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.chat_format import load_tokenizer
@@ -293,6 +295,24 @@ def test_a_client_timeout_withdraws_the_request(client: openai.OpenAI, engine: T
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)
+
+
+def test_a_client_timeout_withdraws_a_waiting_stream(
+    client: openai.OpenAI, engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Future[SampleResult]()
+
+    def submit(op: Sample, watcher: Watcher) -> Future[SampleResult]:
+        engine.received.append(op)
+        return waiting
+
+    monkeypatch.setattr(engine, "submit", submit)
+    withdrawn = threading.Event()
+    waiting.add_done_callback(lambda _: withdrawn.set())
+    while not engine.received:  # a client may time out before the server has read its request
+        with pytest.raises(openai.APITimeoutError):
+            client.completions.create(model=MODEL, prompt="x", stream=True, timeout=0.3)
+    assert withdrawn.wait(10) and waiting.cancelled()
 
 
 def test_models_are_the_base_model_samplers_and_checkpoints(

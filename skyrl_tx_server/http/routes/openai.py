@@ -23,7 +23,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
-from skyrl_tx_server.http.streaming import stream_tokens, wait_for_results
+from skyrl_tx_server.http.streaming import first_delta_of, stream_tokens, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.limits import check_tokens
@@ -170,7 +170,7 @@ async def _reply(
     state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
 ) -> Reply:
     return await (
-        _streamed_reply(state, reply_format, ops[0])
+        _streamed_reply(state, request, reply_format, ops[0])
         if reply_format.sampling.stream
         else _complete_reply(state, request, reply_format, ops)
     )
@@ -205,12 +205,16 @@ async def _complete_reply(
     return body
 
 
-async def _streamed_reply(state: AppState, reply_format: ReplyFormat, op: Sample) -> Response:
+async def _streamed_reply(
+    state: AppState, request: Request, reply_format: ReplyFormat, op: Sample
+) -> Response:
     """Return a streamed response. Wait for its first tokens, so that a rejected request gets an error
     status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
-    first_delta = await anext(deltas)
+    first_delta = await first_delta_of(request, deltas)
+    if first_delta is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def events() -> AsyncIterator[str]:
         try:
