@@ -295,7 +295,8 @@ class Engine:
                 self._requeue(requests[1:])
                 self._fail_sample(requests[0].request_id, error)
         except SequencesLostError as error:
-            self._fail_all_samples(error, *(request.request_id for request in requests))
+            self._requeue(requests[error.num_requests :])
+            self._fail_all_samples(error, *(request.request_id for request in requests[: error.num_requests]))
         except Exception as error:
             self._requeue(requests[1:])
             if len(requests) > 1:  # run the first alone, so that each request fails only for its own error

@@ -78,6 +78,8 @@ class SequencesLostError(ServerError):
     """The KV cache with the state of all running sequences was lost. The executor continues with an empty
     cache."""
 
+    num_requests: int = 1  # number of requests in the prefill batch that failed
+
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
     """Mark a method that changes the state of the sampler. In a server with several ranks every rank calls

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence, PrefillResult
+from skyrl_tx_server.engine.executor_protocol import (
+    FailedSequence,
+    FinishedSequence,
+    PrefillResult,
+    SequencesLostError,
+)
 from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
@@ -60,10 +65,12 @@ class Prefiller:
                 else _unpaused(request)
                 for request, plan in zip(requests, planned, strict=False)
             ]
-        except Exception:
+        except Exception as error:
             for plan in planned:
                 if isinstance(plan, int):
                     self.pool.pause_slot(plan)
+            if isinstance(error, SequencesLostError):
+                error.num_requests = len(planned)
             raise
         finally:
             for chunk in chunks:

@@ -208,6 +208,20 @@ def test_lost_sequences_fail_only_running_samples(entry: str, error: Exception):
         assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
 
 
+def test_a_lost_cache_does_not_fail_waiting_samples():
+    executor = TwoPromptExecutor(errors={"admit other 0+1": SequencesLostError("lost")})
+    with running(executor) as engine:
+        blocker = engine.submit(create("blocks the engine until all operations are submitted"))
+        failing, *waiting = [
+            engine.submit(sample(last, weights="other" if last == 1 else None)) for last in (1, 2, 3)
+        ]
+        executor.gate.set()
+        blocker.result(TIMEOUT_S)
+        assert isinstance(failing.exception(TIMEOUT_S), SequencesLostError)
+        assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in waiting] == [3, 4]
+    assert executor.prefill_calls == [[1, 2, 3], [2, 3]]
+
+
 def test_a_sample_without_a_lora_slot_waits_for_one():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
