@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from skyrl_tx_server.engine.engine import Watcher
 from skyrl_tx_server.engine.operations import LoraSpec, Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
-from skyrl_tx_server.http.wire.chat_format import load_tokenizer
+from skyrl_tx_server.http.wire.chat_format import TextPieces, load_tokenizer
 from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content
 from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
@@ -242,6 +242,22 @@ def test_return_token_ids_adds_the_exact_token_ids(client: openai.OpenAI, engine
     ).model_dump()
     assert reply["prompt_token_ids"] == engine.received[-1].prompt.tolist()
     assert reply["choices"][0]["token_ids"][-1] == END
+
+
+@pytest.mark.parametrize("invalid", [b"\xe4", b"\xb8", b"\xf0\x9f\x98", b"\xf0\x9f\x98\x80\xc3"])
+def test_decoding_invalid_utf8_takes_linear_time(invalid: bytes) -> None:
+    num_decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return bytes(ids).decode(errors="replace")
+
+    text = b"a" + invalid * 500 + "世".encode()
+    pieces = TextPieces(decode)
+    parts = [pieces.add([byte]) for byte in text]
+    assert "".join(parts) == text.decode(errors="replace")
+    assert num_decoded < 200 * len(text)
 
 
 def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:

@@ -114,9 +114,22 @@ class TextPieces:
         for end in range(len(self._ids), max(self._done, len(self._ids) - MAX_TOKENS_PER_CHARACTER), -1):
             text = self._decode(self._ids[:end])
             if len(text) > context_length and not text.endswith(REPLACEMENT):
-                self._ids, self._done = self._ids[self._done :], end - self._done
-                return text[context_length:]
+                return self._take(end, text, context_length)
+        if len(self._ids) - self._done < 3 * MAX_TOKENS_PER_CHARACTER:
+            return ""
+        # The tokens are not valid UTF-8. The text of the first ones is final and is returned, because the
+        # time of each call would grow with the number of tokens that are held back.
+        whole = self._decode(self._ids)
+        for end in range(len(self._ids) - MAX_TOKENS_PER_CHARACTER, self._done, -1):
+            text = self._decode(self._ids[:end])
+            if whole.startswith(text):  # otherwise `end` lies in a character
+                return self._take(end, text, context_length)
         return ""
+
+    def _take(self, end: int, text: str, context_length: int) -> str:
+        """Return the part of `text` after the context. `text` is the text of the first `end` ids."""
+        self._ids, self._done = self._ids[self._done :], end - self._done
+        return text[context_length:]
 
     def flush(self) -> str:
         """Return the remaining text, including incomplete characters."""
