@@ -375,6 +375,7 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"n": 0}, "n=0 must lie between 1"),
         ({"temperature": -1}, "temperature=-1.0 must not be negative"),
+        ({"temperature": 1e-9}, "temperature=1e-09 must be 0 (greedy) or at least 1e-06"),
         ({"stop": [""]}, "stop must be a non-empty string"),
         ({"reasoning_effort": "low"}, "use chat_template_kwargs"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "role 'critic'"),

@@ -19,6 +19,9 @@ from skyrl_tx_server.http.wire.tensors import parse_cells
 MAX_SAMPLES_PER_REQUEST = 4096
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+MIN_TEMPERATURE = 1e-6
+"""The minimum temperature of a random sample. With much smaller temperatures, the rounding errors of logits
+that are divided by the temperature are so large that `logprobs_mode=processed` gives infinite logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +108,11 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     if settings.temperature < 0:
         raise UserError(
             f"sampling_params: temperature={settings.temperature} must not be negative (0 is greedy)"
+        )
+    if 0 < settings.temperature < MIN_TEMPERATURE:
+        raise UserError(
+            f"sampling_params: temperature={settings.temperature} must be 0 (greedy) or at least "
+            f"{MIN_TEMPERATURE:g}"
         )
     if settings.top_k != -1 and settings.top_k < 1:
         raise UserError(f"sampling_params: top_k={settings.top_k} must be -1 (off) or at least 1")
