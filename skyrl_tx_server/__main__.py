@@ -284,6 +284,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
         if config.num_processes > 1:
             rank_zero = lead(config, config, on_lost)
         check_snapshots(config)
+        CheckpointStore(config.checkpoints_path, config.alias).remove_interrupted_writes()
         executor = DeviceExecutor(config, rank_zero)
         engine = Engine(
             executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero),

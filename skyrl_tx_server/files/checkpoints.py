@@ -18,9 +18,12 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import os
+import re
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -44,6 +47,7 @@ from skyrl_tx_server.files.checkpoint_record import (
     RECORD_NAME,
     SCHEME,
     CheckpointInfo,
+    CheckpointKind,
     check_run_id,
     checkpoint_info,
     parse_path,
@@ -53,6 +57,10 @@ from skyrl_tx_server.files.checkpoint_record import (
 from skyrl_tx_server.files.derived import DerivedFiles
 from skyrl_tx_server.files.disk import check_count, check_quota, check_room
 
+logger = logging.getLogger(__name__)
+
+_WRITTEN_NAME = re.compile(rf"{ARRAYS_NAME.pattern}|{re.escape(RECORD_NAME)}\.[0-9a-f]{{32}}")
+"""The names of arrays files and of records that are not renamed yet."""
 _WRITE_LOCK = threading.RLock()
 """Held while a checkpoint is written or deleted. Reading needs no lock."""
 
@@ -248,6 +256,31 @@ class CheckpointStore:
                 self.derived_files.discard(leftover)
             else:
                 leftover.unlink(missing_ok=True)
+
+    def remove_interrupted_writes(self, unchanged_for_s: float = 3600.0) -> None:
+        """Remove the files of writes that were killed. A later save removes them only if it has the same
+        path. Keep the files of directories that changed in the last `unchanged_for_s` seconds, because
+        another process may be writing them."""
+        oldest = time.time() - unchanged_for_s
+        for kind in CheckpointKind:
+            for directory in self.root.glob(f"*/{kind}/*"):
+                with _WRITE_LOCK, contextlib.suppress(OSError, UserError):
+                    self._remove_interrupted_write(directory, oldest)
+
+    def _remove_interrupted_write(self, directory: Path, oldest: float) -> None:
+        path = f"{SCHEME}{'/'.join(directory.parts[-3:])}"
+        self._check_inside(path, directory)
+        files = list(directory.iterdir())
+        if max(file.lstat().st_mtime for file in (directory, *files)) > oldest:
+            return
+        keep = {RECORD_NAME}
+        if (directory / RECORD_NAME).exists():
+            keep.add(f"arrays-{self.info(path).generation}.safetensors")
+        for file in files:
+            if file.name not in keep and _WRITTEN_NAME.fullmatch(file.name):
+                logger.info("removed %s, which an interrupted save has left", file)
+                file.unlink()
+        directory.rmdir()  # fails unless the directory is empty
 
     def delete(self, path: str, *, only: str | None = None) -> str | None:
         """Delete the checkpoint atomically and return its generation.

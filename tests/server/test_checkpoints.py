@@ -66,6 +66,31 @@ def test_a_checkpoint_is_read_as_it_was_written(store: CheckpointStore):
         assert arrays[key].shape == value.shape
 
 
+def test_the_files_of_killed_writes_are_removed(store: CheckpointStore):
+    def files() -> list[str]:
+        return sorted(file.parent.name for file in store.root.glob("*/*/*/*"))
+
+    for name in ("killed", "overwritten", "recent"):
+        write(store, name)
+    killed, overwritten, recent = (
+        store.root / RUN / "weights" / name for name in ("killed", "overwritten", "recent")
+    )
+    for directory in (killed, recent):
+        (directory / RECORD_NAME).rename(directory / f"{RECORD_NAME}.{'0' * 32}")
+    for name in (f"arrays-{'0' * 32}.safetensors", "notes.txt"):
+        (overwritten / name).touch()
+    for path in (killed, *killed.iterdir(), overwritten, *overwritten.iterdir()):
+        os.utime(path, (0, 0))
+    store.remove_interrupted_writes()
+    assert files() == ["overwritten"] * 3 + ["recent"] * 2 and not killed.exists()
+    assert (overwritten / "notes.txt").exists()
+    np.testing.assert_array_equal(
+        store.read(f"tinker://{RUN}/weights/overwritten")[1]["adapter/a"], ARRAYS["adapter/a"]
+    )
+    store.remove_interrupted_writes(unchanged_for_s=-1.0)
+    assert files() == ["overwritten"] * 3
+
+
 def test_list_is_oldest_first_and_can_be_limited_to_a_run(store: CheckpointStore, tmp_path: Path):
     for name, run in [("b", RUN), ("a", RUN), ("c", "other")]:
         write(store, name, run=run)
