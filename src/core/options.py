@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import chz
 
@@ -89,6 +90,19 @@ def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
             f"{option} takes key=value pairs, not {item!r}; write {option}=key=value,other=value",
         )
     return {key: value for key, _, value in split}
+
+
+def is_http_address(text: str) -> bool:
+    """Return whether the text is an HTTP address with a host and, if it names a port, with a valid port.
+
+    >>> [is_http_address(text) for text in ("http://[::1]:8000/v1", "http://h:99999", "http://[::1", "h:80")]
+    [True, False, False, False]
+    """
+    try:
+        address = urlsplit(text)
+        return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        return False
 
 
 def is_default(options: Options, name: str) -> bool:

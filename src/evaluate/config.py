@@ -6,7 +6,7 @@ from pathlib import Path
 
 import chz
 
-from src.core.options import Options, at_least, require, share, share_or_0
+from src.core.options import Options, at_least, is_http_address, require, share, share_or_0
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.records.options import LogsOptions
 from src.rollouts.options import RolloutOptions
@@ -84,7 +84,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
             "only finished evaluations can be compared; give such a folder",
         )
         require(
-            self.base_url.startswith(("http://", "https://")),
+            is_http_address(self.base_url),
             f"base_url={self.base_url} is not an HTTP address; write base_url=http://host:port/v1",
         )
         require(

@@ -18,6 +18,7 @@ import tinker
 from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
+from src.core.options import is_http_address
 from src.core.process import deadline, in_thread
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
@@ -149,6 +150,8 @@ def health_timeout_s(options: BackendOptions) -> float:
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
     """Raise BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
+    if not is_http_address(url):
+        raise BackendError(f"{url} is not an HTTP address; write http://host:port")
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")

@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from src.core.length_limits import ContextOptions
-from src.core.options import Options, SeedOptions, above, at_least, require
+from src.core.options import Options, SeedOptions, above, at_least, is_http_address, require
 
 
 @chz.chz
@@ -100,7 +100,7 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, ContextOptions)
             return
         if self.backend == "skyrl-tx":
             require(
-                (self.skyrl_tx_url or "").startswith(("http://", "https://")),
+                is_http_address(self.skyrl_tx_url or ""),
                 "backend=skyrl-tx needs skyrl_tx_url=http://host:port",
             )
             require(
@@ -135,4 +135,9 @@ class JudgeEndpointOptions(Options):
         require(
             self.judge_base_url is None or self.judge_model is not None,
             "judge_base_url needs judge_model; add it, or remove judge_base_url",
+        )
+        require(
+            self.judge_base_url is None or is_http_address(self.judge_base_url),
+            f"judge_base_url={self.judge_base_url} is not an HTTP address; write "
+            "judge_base_url=http://host:port/v1",
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from src.core.options import is_http_address
+
 NO_SERVER = "no server answers"
 TIMEOUT_S = 5.0
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -33,6 +35,8 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
     `key` is the API key; an empty key is not sent. The reason is a clause about the server, for example
     "it is not ready yet".
     """
+    if not is_http_address(url):
+        return "its address is not an HTTP address"
     base = url.rstrip("/")
     try:
         health = httpx.get(f"{base}/api/v1/healthz", timeout=TIMEOUT_S)
@@ -65,7 +69,7 @@ def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
     function therefore creates an adapter of rank 1, and then ends the session of the adapter. The function
     does not use the SDK, which would retry for minutes.
     """
-    if httpx.URL(url).host not in LOCAL_HOSTS:
+    if not is_http_address(url) or httpx.URL(url).host not in LOCAL_HOSTS:
         return None
     adapter = {"model_seq_id": 0, "base_model": model_name, "lora_config": {"rank": 1}}
     headers = {"X-API-Key": key} if key else {}

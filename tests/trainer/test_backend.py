@@ -17,7 +17,7 @@ from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
 from src.loop.connection import update_scale
-from src.policy.backend import base_url, connect, require_key
+from src.policy.backend import base_url, check_alive, connect, require_key
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import SampleRequest
 from src.rollouts.run_events import RunEvents
@@ -184,6 +184,12 @@ async def test_an_unreachable_server_is_reported_within_seconds():
     with pytest.raises(BackendError, match=r"no server answers at http://127.0.0.1:9 "):
         async with connect(settings("http://127.0.0.1:9")):
             pass
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1", "127.0.0.1:8000"])
+async def test_an_invalid_address_is_reported_in_one_line(address):
+    with pytest.raises(BackendError, match="is not an HTTP address; write http://host:port"):
+        await check_alive(address)
 
 
 async def test_a_server_that_is_still_loading_is_reported_as_not_ready():

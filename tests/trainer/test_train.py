@@ -58,6 +58,16 @@ def clean_environment(monkeypatch, tmp_path):
         ),
         (VALID[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
         (
+            [*VALID[:3], "skyrl_tx_url=http://h:99999"],
+            2,
+            "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port",
+        ),
+        (
+            [*VALID[:3], "skyrl_tx_url=http://[::1"],
+            2,
+            "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port",
+        ),
+        (
             VALID[:2],
             2,
             "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), "

@@ -22,7 +22,7 @@ from src.analyze.doctor.run_checks import CheckedRun, run_findings
 from src.cli.command_line import parse_as
 from src.cli.environment_variables import load_environment
 from src.cli.program import run_program
-from src.core.options import Options, require
+from src.core.options import Options, is_http_address, require
 
 
 @chz.chz
@@ -46,7 +46,7 @@ class DoctorConfig(Options):
             "doctor checks a run or a server, not both; write doctor RUN or doctor skyrl_tx_url=URL",
         )
         require(
-            self.skyrl_tx_url is None or self.skyrl_tx_url.startswith(("http://", "https://")),
+            self.skyrl_tx_url is None or is_http_address(self.skyrl_tx_url),
             f"skyrl_tx_url={self.skyrl_tx_url} is not an HTTP address; write skyrl_tx_url=http://host:port",
         )
 
