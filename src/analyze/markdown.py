@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from src.core.errors import ConfigError
 from src.records.atomic_io import RUN_AGAIN, replace_text
 
 MISSING = "–"  # stands for a value that the files do not contain
@@ -33,7 +34,10 @@ def put_section(path: Path, title: str, lines: Sequence[str]) -> None:
     """Write a section to a file. It replaces the section of the same title from an earlier call."""
     start, end = f"<!-- analysis: {title} -->", f"<!-- end of analysis: {title} -->"
     section = "\n".join([start, *lines, end]) + "\n"
-    before = path.read_text() if path.is_file() else ""
+    try:
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"write_to={path} is not UTF-8 text; give another file") from error
     head, has_start, rest = before.partition(start)
     _, has_end, tail = rest.partition(end)
     if has_start and has_end:

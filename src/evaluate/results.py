@@ -165,18 +165,13 @@ def compare(
     `write_to` is the file for the comparison; None: no file is written. Raises ConfigError if the evaluations
     share no graded task.
     """
-    before, after = (
-        {task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second)
-    )
+    before, after = (tallies_by_content(results) for results in (first, second))
     common = [content for content in before if content in after]
     if not common:
         raise ConfigError(
             "no graded task has the same content in both evaluations; compare evaluations of the same tasks"
         )
-    pairs = [
-        [Tally(solved=tasks[content]["solved"], graded=tasks[content]["graded"]) for content in common]
-        for tasks in (before, after)
-    ]
+    pairs = [[tallies[content] for content in common] for tallies in (before, after)]
     comparison = compare_paired(*pairs)
     if write_to is not None:
         names = {"first_name": first["evaluated"], "second_name": second["evaluated"]}
@@ -194,6 +189,18 @@ def compare(
         f"p = {comparison.p_value:.3g} (exact sign-flip test)"
     )
     return comparison
+
+
+def tallies_by_content(results: Mapping[str, Any]) -> dict[str, Tally]:
+    """Return the graded trials of each task, by content hash. Copies of a task count as one task."""
+    tallies: dict[str, Tally] = {}
+    for task in results["tasks"]:
+        if task["graded"]:
+            before = tallies.get(task["content"], Tally(solved=0, graded=0))
+            tallies[task["content"]] = Tally(
+                solved=before.solved + task["solved"], graded=before.graded + task["graded"]
+            )
+    return tallies
 
 
 def formatted(estimate: Estimate) -> str:

@@ -259,3 +259,13 @@ def test_a_mistake_gives_a_one_line_error(
     assert main([*argv, f"write_to={tmp_path / 'e.md'}"]) == 2
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and line in error
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run" / "dumped_evals" / "global_step_1_evals"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"score": 1}\n')
+    (tmp_path / "e.md").write_bytes(b"\xff")
+    assert main([f"runs={tmp_path / 'run'}", f"write_to={tmp_path / 'e.md'}"]) == 2
+    message = f"error: write_to={tmp_path / 'e.md'} is not UTF-8 text; give another file\n"
+    assert capsys.readouterr().err == message

@@ -321,6 +321,14 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
     )
 
 
+def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
+    for name, solved in (("first", (2, 0)), ("second", (0, 0))):
+        tasks = [{"content": "c", "solved": number, "graded": 2} for number in solved]
+        (tmp_path / name).write_text(json.dumps({"evaluated": name, "tasks": tasks}))
+    assert main([f"results={tmp_path / 'first'}", f"compare_with={tmp_path / 'second'}"]) == 0
+    assert "success 50.0% -> 0.0%" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
