@@ -481,6 +481,10 @@ DOCKER_FORGERIES = {
         BY_CAT,
         f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
     ),
+    "another home folder of root": (
+        BY_INTERACTIVE_SHELL,
+        "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:/bin/bash' /etc/passwd",
+    ),
 }
 
 

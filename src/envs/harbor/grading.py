@@ -44,12 +44,14 @@ from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fr
 from src.envs.harbor.in_place import clean_in_place
 from src.envs.harbor.sandbox_files import SandboxFiles
 from src.envs.harbor.verifier_reward import verifier_reward
+from src.envs.sandbox.containers import ContainerEnvironment
 from src.envs.sandbox.environment import SandboxEnvironment
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 180.0
 PROBE_TIMEOUT_S = 30
+USERS_FILE = "/etc/passwd"
 VERIFIER_REASONS = (
     ZeroReason.VERIFIER_TIMEOUT,
     ZeroReason.NO_REWARD,
@@ -216,6 +218,9 @@ class Grading:
             # Every file in this directory must come from the verifier of the fresh environment.
             _clear(self._trial.paths.verifier_dir)
             fresh = await self._await_fresh(self._fresh)
+            has_new_users = USERS_FILE in changes.carried or USERS_FILE in changes.removed
+            if has_new_users and isinstance(fresh, ContainerEnvironment):
+                await fresh.keep_home(self._trial.task.config.verifier.user)
             await files.unpack(fresh, archive, changes)
         self.environment = fresh
 

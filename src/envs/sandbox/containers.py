@@ -108,6 +108,14 @@ class ContainerEnvironment(DockerEnvironment):
                 self._override_file.unlink(missing_ok=True)
                 self._override_file = None
 
+    async def keep_home(self, user: str | int | None) -> None:
+        """Set HOME of all later commands to the home directory that `user` has now. Otherwise the engine takes
+        HOME from /etc/passwd, which an agent can change.
+        """
+        completed = await self.exec("printenv HOME", user=user)
+        if completed.return_code == 0:
+            self._persistent_env = {"HOME": (completed.stdout or "").strip(), **self._persistent_env}
+
     @override
     def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
         """Return the directories that Harbor creates in the container and makes writable."""
