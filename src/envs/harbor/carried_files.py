@@ -44,7 +44,10 @@ STARTUP = (  # files that programs read when they start
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
         for directory in ("", "/root", "/home/*")
-        for name in ("conftest.py", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+        for name in (
+            *("conftest.py", "pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml"),
+            *("tox.ini", "setup.cfg"),
+        )
     ),
 )
 NOT_FILES_OF_THE_AGENT = (
