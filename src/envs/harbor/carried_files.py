@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -128,7 +128,7 @@ class CarryRules:
             path in self._parents or (entry.kind == "l" and re.fullmatch(r"/home/[^/]+", path))
         ):
             return False  # The entry would replace a directory that contains an excluded path.
-        in_path = str(PurePosixPath(path).parent) in self._path_directories
+        in_path = (path.rpartition("/")[0] or "/") in self._path_directories
         return not (in_path and (entry.kind == "l" or (entry.kind == "f" and entry.mode & 0o111)))
 
     def removes(self, path: str) -> bool:
@@ -136,7 +136,7 @@ class CarryRules:
         return (
             self._is_allowed(path)
             and path not in self._parents
-            and str(PurePosixPath(path).parent) not in self._path_directories
+            and (path.rpartition("/")[0] or "/") not in self._path_directories
         )
 
     def _is_allowed(self, path: str) -> bool:
@@ -223,7 +223,8 @@ class FilteredArchive:
         self._rules = rules
         self._changes = changes
         self._links = set(changes.symlinks)
-        self._files: set[str] = set()
+        self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
+        self._file_modes: dict[str, int] = {}  # of the regular files
         self.num_members = 0
         self._num_bytes = 0
 
@@ -252,33 +253,59 @@ class FilteredArchive:
         mode = member.mode if listed is None else listed.mode
         if ".." in path.split("/") or len(path.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES:
             return
+        if "\0" in f"{path}{member.linkname}":
+            return  # A forged archive: the program that unpacks it would cut the name at this byte.
+        link_target = _normalize(f"{directory}/{member.linkname}")
+        if member.islnk():
+            if link_target not in self._file_modes:
+                return
+            mode = self._file_modes[link_target]  # A hard link has the mode of its file.
         if not self._rules.carries(path, FileEntry(kind=kind, mode=mode, size=member.size)):
             return
-        if any(str(parent) in self._links for parent in PurePosixPath(path).parents):
+        if self._is_below_link(path):
             return  # Unpacking would follow the link.
         copy = tarfile.TarInfo(path.lstrip("/"))
         copy.mode = mode & 0o7777
         copy.uid, copy.gid, copy.mtime = member.uid, member.gid, int(member.mtime)
         if member.islnk():
-            target = _normalize(f"{directory}/{member.linkname}")
-            if target not in self._files:
-                return
-            copy.type, copy.linkname = tarfile.LNKTYPE, target.lstrip("/")
+            copy.type, copy.linkname = tarfile.LNKTYPE, link_target.lstrip("/")
         elif member.issym():
             if leads_to_verifier(path, member.linkname):
                 return
             copy.type, copy.linkname = tarfile.SYMTYPE, member.linkname
-            self._links.add(path)
+            self._set_link(path, True)
         elif member.isdir():
             copy.type = tarfile.DIRTYPE
-            self._links.discard(path)
+            self._set_link(path, False)
         else:
             copy.size = member.size
-            self._files.add(path)
+            self._file_modes[path] = mode
         self.num_members += 1
         self._num_bytes += copy.size
         check_limits(self.num_members, self._num_bytes)
         self._archive.addfile(copy, archive.extractfile(member) if copy.isreg() else None)
+
+    def _is_below_link(self, path: str) -> bool:
+        """Return whether a directory above `path` is a symbolic link.
+
+        An agent can nest thousands of directories, so the result for each directory is kept.
+        """
+        directories = []
+        directory = path.rpartition("/")[0]
+        while directory and directory not in self._below_link:
+            directories.append(directory)
+            directory = directory.rpartition("/")[0]
+        is_below_link = self._below_link[directory] if directory else False
+        for directory in reversed(directories):
+            is_below_link = is_below_link or directory in self._links
+            self._below_link[directory] = is_below_link
+        return is_below_link
+
+    def _set_link(self, path: str, is_link: bool) -> None:
+        if is_link != (path in self._links):
+            (self._links.add if is_link else self._links.remove)(path)
+            if path in self._below_link:
+                self._below_link.clear()
 
 
 def leads_to_verifier(path: str, target: str) -> bool:
@@ -307,6 +334,20 @@ def leads_to_verifier(path: str, target: str) -> bool:
         destination == reserved or destination.startswith(f"{reserved}/") or reserved.startswith(prefix)
         for reserved in VERIFIER_PATHS
     )
+
+
+def is_below(path: str, directories: Collection[str]) -> bool:
+    """Return whether an absolute path is below one of `directories`, which are not `/`.
+
+    >>> is_below("/a/b/c", {"/a"}), is_below("/a", {"/a"})
+    (True, False)
+    """
+    end = path.find("/", 1)
+    while end > 0:
+        if path[:end] in directories:
+            return True
+        end = path.find("/", end + 1)
+    return False
 
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:
@@ -340,7 +381,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     """Return `paths` without those that are below another path of `paths`."""
     outermost: set[str] = set()
     for path in sorted(set(paths), key=lambda path: path.count("/")):
-        if not any(str(parent) in outermost for parent in PurePosixPath(path).parents):
+        if not is_below(path, outermost):
             outermost.add(path)
     return sorted(outermost)
 

@@ -28,6 +28,7 @@ from src.envs.harbor.carried_files import (
     FileEntry,
     FilteredArchive,
     check_limits,
+    is_below,
 )
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
@@ -74,6 +75,7 @@ class DockerFiles:
         modules += [
             str(parent)
             for path in difference
+            if any(f"/{name}/" in path for name in MODULE_DIRECTORIES)
             for parent in PurePosixPath(path).parents
             if parent.name in MODULE_DIRECTORIES and difference.get(str(parent), MODIFIED) == MODIFIED
         ]
@@ -94,7 +96,7 @@ class DockerFiles:
         filtered = FilteredArchive(archive, rules, FileChanges())
         added_paths: set[str] = set()
         for path in sorted(changed):
-            if any(str(parent) in added_paths for parent in PurePosixPath(path).parents):
+            if is_below(path, added_paths):
                 continue
             if self._add(filtered, container, path, is_new=changed[path] == ADDED):
                 added_paths.add(path)

@@ -1,0 +1,61 @@
+"""`FilteredArchive` adds no file to an archive that an agent could not have created in its environment."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from collections.abc import Iterable
+
+from src.envs.harbor.carried_files import CarryRules, FileChanges, FilteredArchive
+
+RULES = CarryRules({"PATH": "/opt/tools:/usr/bin:/bin"})
+
+
+def member(name: str, *, kind: bytes = tarfile.REGTYPE, mode: int = 0o644, link: str = "") -> tarfile.TarInfo:
+    """Return a member with a pax header, which can contain any name."""
+    info = tarfile.TarInfo(name)
+    info.type, info.mode, info.linkname = kind, mode, link
+    info.pax_headers = {"path": name, **({"linkpath": link} if link else {})}
+    return info
+
+
+def carried(members: Iterable[tarfile.TarInfo]) -> dict[str, int]:
+    """Return the names and modes of the members that are carried over."""
+    source, target = io.BytesIO(), io.BytesIO()
+    with tarfile.TarFile(fileobj=source, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for info in members:
+            archive.addfile(info)
+    source.seek(0)
+    filtered = FilteredArchive(target, RULES, FileChanges())
+    filtered.add(source)
+    filtered.close()
+    target.seek(0)
+    with tarfile.open(fileobj=target) as archive:
+        return {info.name: info.mode for info in archive}
+
+
+def test_a_name_with_a_zero_byte_is_not_carried_over() -> None:
+    forged = [member("conftest.py\0x"), member("etc/profile\0x")]
+    forged.append(member("app/link", kind=tarfile.SYMTYPE, link="/tests\0x"))
+    assert carried([*forged, member("app/honest")]) == {"app/honest": 0o644}
+
+
+def test_a_hard_link_has_the_mode_of_its_file() -> None:
+    program = member("app/run", mode=0o755)
+    links = [member(name, kind=tarfile.LNKTYPE, link="app/run") for name in ("opt/tools/cat", "app/copy")]
+    assert carried([program, *links]) == {"app/run": 0o755, "app/copy": 0o755}
+
+
+def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
+    link = member("app/a", kind=tarfile.SYMTYPE, link="b")
+    directory = member("app/a", kind=tarfile.DIRTYPE, mode=0o755)
+    assert carried([link, member("app/a/x")]).keys() == {"app/a"}
+    assert carried([link, member("app/a/x"), directory, member("app/a/y")]).keys() == {"app/a", "app/a/y"}
+
+
+def test_deep_directories_do_not_take_minutes() -> None:
+    deep = "app" + "/d" * 1500
+    started = time.process_time()
+    assert len(carried(member(f"{deep}/{number}") for number in range(2000))) == 2000
+    assert time.process_time() - started < 10
