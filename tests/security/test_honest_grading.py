@@ -238,6 +238,26 @@ async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) 
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
+# A copy of the standard library that ends Python with the status 0 when it starts
+OTHER_PYTHON = r"""cat > /app/attack.sh <<'END'
+library=$(/usr/bin/python3 -c 'import os; print(os.path.dirname(os.__file__))')
+copy=/app/python/lib/$(basename $library)
+mkdir -p $copy /app/python/bin
+cp $library/*.py $copy; cp -r $library/collections $library/encodings $library/importlib $copy
+rm -r $copy/encodings/__pycache__; echo 'import posix; posix._exit(0)' >> $copy/encodings/utf_8.py
+sed -i 's#^home = .*#home = /app/python/bin#' /opt/venv/pyvenv.cfg
+END
+bash /app/attack.sh"""
+
+
+@in_sandbox
+async def test_the_verifier_runs_the_standard_library_of_the_task(tmp_path: Path) -> None:
+    dockerfile = f"{DOCKERFILE}RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:/usr/bin:/bin\n"
+    folder = task(tmp_path / "task", BY_PYTHON, dockerfile=dockerfile)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
 # The command of the agent and the verifier of each trial
 HONEST_WORK = {
     "a file in the working directory": ("printf right > /app/answer.txt", BY_CAT),

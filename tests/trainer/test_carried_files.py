@@ -7,7 +7,7 @@ import tarfile
 import time
 from collections.abc import Iterable
 
-from src.envs.harbor.carried_files import CarryRules, FileChanges, FilteredArchive
+from src.envs.harbor.carried_files import CarryRules, FileChanges, FileEntry, FilteredArchive
 
 RULES = CarryRules({"PATH": "/opt/tools:/usr/bin:/bin"})
 
@@ -52,6 +52,14 @@ def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
     directory = member("app/a", kind=tarfile.DIRTYPE, mode=0o755)
     assert carried([link, member("app/a/x")]).keys() == {"app/a"}
     assert carried([link, member("app/a/x"), directory, member("app/a/y")]).keys() == {"app/a", "app/a/y"}
+
+
+def test_the_standard_library_of_python_is_not_carried_over() -> None:
+    rules = CarryRules({"PATH": "/opt/venv/bin:/usr/bin"})
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    excluded = ("/opt/venv/pyvenv.cfg", "/opt/venv/bin/pyvenv.cfg", "/opt/venv/lib/python3.12/json/decoder.py")
+    assert not any(rules.carries(path, file) or rules.removes(path) for path in excluded)
+    assert rules.carries("/opt/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
 
 
 def test_deep_directories_do_not_take_minutes() -> None:

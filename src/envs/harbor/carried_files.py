@@ -88,7 +88,8 @@ class FileChanges:
 
 
 class CarryRules:
-    """The tables above, extended by the search paths in the environment variables of a task.
+    """The tables above, extended by the search paths in the environment variables of a task and by the
+    standard libraries of Python interpreters in these paths.
 
     >>> rules = CarryRules({"PATH": "/opt/tool/bin:/usr/bin"})
     >>> program = FileEntry(kind="f", mode=0o755, size=1)
@@ -105,11 +106,12 @@ class CarryRules:
         ]
         home = environment.get("HOME", "/root").rstrip("/")
         homes = [f"{home}/.*", f"{home}/bin"] if home else []
+        self._path_directories = {_normalize(path) for path in programs}
         patterns = [
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *homes),
             *map(_normalize, [*libraries, *modules]),
+            *(pattern for path in self._path_directories for pattern in _python_files(path)),
         ]
-        self._path_directories = {_normalize(path) for path in programs}
         self._excluded = _compile(patterns)
         self._exceptions = _compile(EXCEPTIONS)
         self._excluded_from_exceptions = _compile(EXCLUDED_FROM_EXCEPTIONS)
@@ -375,6 +377,15 @@ def _normalize(path: str) -> str:
     '/app/x'
     """
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
+
+
+def _python_files(directory: str) -> list[str]:
+    """Return the paths from which a Python interpreter in `directory` loads its standard library. pyvenv.cfg
+    names another directory for it.
+    """
+    prefix = directory.rpartition("/")[0]
+    libraries = [f"{prefix}/{name}/python3*" for name in ("lib", "lib64")]
+    return [f"{directory}/pyvenv.cfg", f"{prefix}/pyvenv.cfg", *libraries]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
