@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from src.core.errors import ConfigError
-from src.envs.sandbox.dockerfile import Copy, MakeDirectory, parse_dockerfile
+from src.envs.sandbox.dockerfile import BuildPlan, Copy, MakeDirectory, Run, parse_dockerfile
+from src.envs.sandbox.launch import BASE_ENVIRONMENT
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,20 @@ def test_a_comment_may_contain_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nWORKDIR /app\n")
     (step,) = parse_dockerfile(tmp_path / "Dockerfile").steps
     assert step == MakeDirectory(path="/app", line=3)
+
+
+def build_plan(folder: Path, dockerfile: str) -> BuildPlan:
+    (folder / "Dockerfile").write_text(dockerfile)
+    return parse_dockerfile(folder / "Dockerfile")
+
+
+def scripts(plan: BuildPlan) -> list[str]:
+    return [step.script for step in plan.steps if isinstance(step, Run)]
+
+
+def test_path_has_a_value_before_the_first_env(tmp_path: Path) -> None:
+    plan = build_plan(tmp_path, "FROM a\nENV PATH=/opt/tool:$PATH\n")
+    assert plan.environment == {"PATH": f"/opt/tool:{BASE_ENVIRONMENT['PATH']}"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from src.core.errors import ConfigError
+from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
@@ -78,7 +79,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
 
     for line, instruction, value in _instructions(path):
         try:
-            variables = {**arguments, **environment}
+            variables = {"PATH": BASE_ENVIRONMENT["PATH"], **arguments, **environment}
             match instruction:
                 case "FROM":
                     stages += 1
