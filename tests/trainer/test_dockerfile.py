@@ -74,6 +74,26 @@ def test_path_has_a_value_before_the_first_env(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "command", ("echo $((1<<3)) > /a", 'python3 -c "print(1 << EOF)"', "cat <<< word > /a")
+)
+def test_only_a_word_begins_a_here_document(tmp_path: Path, command: str) -> None:
+    plan = build_plan(tmp_path, f"FROM a\nRUN {command}\nRUN second\n")
+    assert scripts(plan) == [command, "second"]
+
+
+def test_a_here_document_ends_at_its_marker(tmp_path: Path) -> None:
+    plan = build_plan(tmp_path, "FROM a\nRUN cat <<'END' > /a\n  one\nEND\nRUN <<E\ntwo\nE\nRUN three\n")
+    assert scripts(plan) == ["cat <<'END' > /a\n  one\nEND", "two", "three"]
+
+
+def test_continued_lines_are_joined_without_a_space(tmp_path: Path) -> None:
+    text = "FROM a\nENV LIST=/a:\\\n# comment\n\n/b\nRUN echo 'x\\  \n   y'\nRUN echo z\\\\\nRUN last\n"
+    plan = build_plan(tmp_path, text)
+    assert plan.environment == {"LIST": "/a:/b"}
+    assert scripts(plan) == ["echo 'x   y'", "echo z\\\\", "last"]
+
+
+@pytest.mark.parametrize(
     "line",
     ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"),
 )

@@ -25,6 +25,10 @@ from src.envs.sandbox.shell_commands import apt_packages, commands, needs_networ
 IGNORED = frozenset(
     ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL")
 )
+CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")  # a backslash at the end of a line
+HERE_DOCUMENT_OR_QUOTED = re.compile(
+    r"""(?<!\S)\d*<<-?(['"]?)([\w.-]+)\1(?!\S)|'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL
+)
 USE_DOCKER = "use environment_type=docker for this task"
 USE_SANDBOX = "try environment_type=sandbox"
 
@@ -155,14 +159,14 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
         index += 1
         if not text or text.startswith("#"):
             continue
-        while text.endswith("\\") and index < len(lines):
-            following = lines[index].strip()
+        while CONTINUES.search(text) and index < len(lines):
+            following = lines[index]
             index += 1
-            if following and not following.startswith("#"):
-                text = text[:-1] + " " + following
+            if following.strip() and not following.lstrip().startswith("#"):
+                text = CONTINUES.sub("", text) + following
         name, *values = text.split(maxsplit=1)
         value = values[0] if values else ""
-        if name.upper() in ("RUN", "COPY", "ADD") and (marker := re.search(r"<<-?\s*(['\"]?)(\w+)\1", value)):
+        if name.upper() in ("RUN", "COPY", "ADD") and (marker := _here_document(value)):
             body = []
             while index < len(lines) and lines[index].strip() != marker.group(2):
                 body.append(lines[index])
@@ -178,6 +182,13 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
             value = "\n".join(body) if not command else f"{value}\n" + "\n".join([*body, marker.group(2)])
         instructions.append((first + 1, name.upper(), value.strip()))
     return instructions
+
+
+def _here_document(value: str) -> re.Match[str] | None:
+    """Return the match of the first word that begins a here-document. Quoted text is skipped. Group 2 of the
+    match is the end marker.
+    """
+    return next((match for match in HERE_DOCUMENT_OR_QUOTED.finditer(value) if match[2]), None)
 
 
 def _run_script(value: str) -> str:
