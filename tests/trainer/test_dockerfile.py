@@ -33,6 +33,9 @@ from src.envs.sandbox.launch import BASE_ENVIRONMENT
         ("FROM a\nADD https://example.org/x /y\n", "cannot fetch https://example.org/x"),
         ("FROM a\nADD x\n", "ADD needs a source and a destination"),
         ("FROM a\nADD x.tar.gz /y\n", "cannot unpack x.tar.gz with ADD"),
+        ('FROM a\nSHELL ["/bin/bash", "-lc"]\n', "cannot use SHELL"),
+        ("FROM a\nRUN --mount=target=/x,source=y cp /x/a /b\n", "cannot RUN with --mount=target=/x,source=y"),
+        ("FROM a\nRUN <<E\n#!/usr/bin/env awk\nE\n", "cannot run a here-document with /usr/bin/env awk"),
         ("FROM a\nONBUILD RUN true\n", "cannot follow ONBUILD"),
         ("RUN true\n", "no FROM line"),
     ],
@@ -91,6 +94,18 @@ def test_continued_lines_are_joined_without_a_space(tmp_path: Path) -> None:
     plan = build_plan(tmp_path, text)
     assert plan.environment == {"LIST": "/a:/b"}
     assert scripts(plan) == ["echo 'x   y'", "echo z\\\\", "last"]
+
+
+def test_run_uses_the_shell_of_docker(tmp_path: Path) -> None:
+    text = 'FROM a\nRUN one\nSHELL ["/bin/bash", "-o", "pipefail", "-ec"]\nRUN two\nSHELL ["sh", "-c"]\nRUN three\n'
+    plan = build_plan(tmp_path, f"{text}RUN <<E\n#!/bin/bash\nfour\nE\nRUN --mount=type=cache,target=/c five\n")
+    assert [(step.shell, step.script) for step in plan.steps if isinstance(step, Run)] == [
+        ("sh", "one"),
+        ("bash", "set -o pipefail -e\ntwo"),
+        ("sh", "three"),
+        ("bash", "#!/bin/bash\nfour"),
+        ("sh", "five"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,10 @@ RUN	apt-get update && apt-get install -y -o Dpkg::Options::=--force-confold -t s
 
     && rm -rf /var/lib/apt/lists/*
 RUN echo "$GREETING" > made.txt
+RUN echo "one\ntwo" > here.txt
+SHELL ["/bin/bash", "-c"]
 RUN <<EOF
-echo one > here.txt
-echo two >> here.txt
+[[ -s here.txt ]]
 EOF
 WORKDIR sub
 CMD ["sleep", "infinity"]

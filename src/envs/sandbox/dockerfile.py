@@ -2,7 +2,8 @@
 that need no network.
 
     FROM (any image; the host's /usr replaces it)  ARG  ENV  WORKDIR  COPY  ADD of local files  RUN  USER root
-    ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER SHELL VOLUME HEALTHCHECK STOPSIGNAL
+    SHELL with sh or bash and the options -e, -u, -x and -o pipefail
+    ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER VOLUME HEALTHCHECK STOPSIGNAL
 
 Any other instruction raises a ConfigError with the line number before the build starts.
 """
@@ -18,19 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from src.core.errors import ConfigError
+from src.envs.sandbox.bubblewrap import Shell
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
 IGNORED = frozenset(
-    ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL")
+    ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL")
 )
 CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")  # a backslash at the end of a line
 HERE_DOCUMENT_OR_QUOTED = re.compile(
     r"""(?<!\S)\d*<<-?(['"]?)([\w.-]+)\1(?!\S)|'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL
 )
+SHELL_FORM = re.compile(r"(?:\S*/)?(sh|bash)((?: -[eux]+| -[eux]*o pipefail)*) (-[eux]*c)")
 USE_DOCKER = "use environment_type=docker for this task"
 USE_SANDBOX = "try environment_type=sandbox"
+
+DEFAULT_SHELL: tuple[Shell, str] = ("sh", "")  # the shell, and a line that sets its options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +46,7 @@ class Run:
     workdir: str
     environment: Mapping[str, str]
     line: int
+    shell: Shell = "sh"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +86,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     arguments: dict[str, str] = {}
     workdir = "/"
     stages, image = 0, ""
+    shell, shell_options = DEFAULT_SHELL
 
     for line, instruction, value in _instructions(path):
         try:
@@ -106,11 +113,28 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                         raise _refusal(path, line, f"run as the user {value}")
                 case "COPY" | "ADD":
                     steps.append(_copy(path, line, value, variables, workdir, unpacks=instruction == "ADD"))
+                case "SHELL":
+                    if (form := SHELL_FORM.fullmatch(" ".join(_words(value)))) is None:
+                        raise _refusal(path, line, f"use SHELL {value}")
+                    shell, shell_options = _shell(form)
                 case "RUN":
-                    script = _run_script(value)
+                    script = _run_script(path, line, value)
                     if reason := why_not_runnable(script):
                         raise _refusal(path, line, reason)
-                    steps.append(Run(script=script, workdir=workdir, environment=variables, line=line))
+                    run_shell = shell
+                    if interpreter := re.match(r"#!\s*(.*)", script):
+                        run_shell = _interpreter_shell(path, line, interpreter[1].strip())
+                    else:
+                        script = f"{shell_options}{script}"
+                    steps.append(
+                        Run(
+                            script=script,
+                            workdir=workdir,
+                            environment=variables,
+                            line=line,
+                            shell=run_shell,
+                        )
+                    )
                 case _ if instruction in IGNORED:
                     pass
                 case _:
@@ -191,8 +215,24 @@ def _here_document(value: str) -> re.Match[str] | None:
     return next((match for match in HERE_DOCUMENT_OR_QUOTED.finditer(value) if match[2]), None)
 
 
-def _run_script(value: str) -> str:
-    while match := re.match(r"--(?:mount|network|security)=\S+\s+", value):
+def _shell(form: re.Match[str]) -> tuple[Shell, str]:
+    """Return the shell of a match of SHELL_FORM, and a line that sets its options, or an empty text."""
+    options = f"{form[2]} {form[3].removesuffix('c').rstrip('-')}".strip()
+    return "bash" if form[1] == "bash" else "sh", f"set {options}\n" if options else ""
+
+
+def _interpreter_shell(path: Path, line: int, interpreter: str) -> Shell:
+    """Return the shell that the first line of a script names. Other interpreters are refused."""
+    name = interpreter.removeprefix("/usr/bin/env ").rpartition("/")[2]
+    if name not in ("sh", "bash"):
+        raise _refusal(path, line, f"run a here-document with {interpreter}")
+    return "bash" if name == "bash" else "sh"
+
+
+def _run_script(path: Path, line: int, value: str) -> str:
+    while match := re.match(r"--(mount|network|security)=(\S+)\s+", value):
+        if match[1] == "mount" and not {"type=cache", "type=tmpfs"} & set(match[2].split(",")):
+            raise _refusal(path, line, f"RUN with {match[0].strip()}")
         value = value[match.end() :]
     if value.startswith("["):
         try:

@@ -328,7 +328,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     async def _run_build_step(self, step: Run) -> None:
         script = command_script(step.script, cwd=step.workdir, environment=step.environment)
-        completed = await self._bubblewrap.run(script)
+        completed = await self._bubblewrap.run(script, shell=step.shell)
         if completed.status != 0:
             reason = (
                 _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
