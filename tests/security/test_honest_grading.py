@@ -252,7 +252,9 @@ bash /app/attack.sh"""
 
 @in_sandbox
 async def test_the_verifier_runs_the_standard_library_of_the_task(tmp_path: Path) -> None:
-    dockerfile = f"{DOCKERFILE}RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:/usr/bin:/bin\n"
+    dockerfile = (
+        f"{DOCKERFILE}RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:/usr/bin:/bin\n"
+    )
     folder = task(tmp_path / "task", BY_PYTHON, dockerfile=dockerfile)
     outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0

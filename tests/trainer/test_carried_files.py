@@ -57,7 +57,11 @@ def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
 def test_the_standard_library_of_python_is_not_carried_over() -> None:
     rules = CarryRules({"PATH": "/opt/venv/bin:/usr/bin"})
     file = FileEntry(kind="f", mode=0o644, size=1)
-    excluded = ("/opt/venv/pyvenv.cfg", "/opt/venv/bin/pyvenv.cfg", "/opt/venv/lib/python3.12/json/decoder.py")
+    excluded = (
+        "/opt/venv/pyvenv.cfg",
+        "/opt/venv/bin/pyvenv.cfg",
+        "/opt/venv/lib/python3.12/json/decoder.py",
+    )
     assert not any(rules.carries(path, file) or rules.removes(path) for path in excluded)
     assert rules.carries("/opt/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
 

@@ -53,7 +53,7 @@ def test_copy_does_not_unpack_an_archive(tmp_path: Path) -> None:
     (tmp_path / "x.tar").touch()
     (tmp_path / "Dockerfile").write_text("FROM a\nCOPY x.tar /y\n")
     (copy,) = parse_dockerfile(tmp_path / "Dockerfile").steps
-    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=2)
+    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=2, is_one_file=True)
 
 
 def test_a_comment_may_contain_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
@@ -98,7 +98,9 @@ def test_continued_lines_are_joined_without_a_space(tmp_path: Path) -> None:
 
 def test_run_uses_the_shell_of_docker(tmp_path: Path) -> None:
     text = 'FROM a\nRUN one\nSHELL ["/bin/bash", "-o", "pipefail", "-ec"]\nRUN two\nSHELL ["sh", "-c"]\nRUN three\n'
-    plan = build_plan(tmp_path, f"{text}RUN <<E\n#!/bin/bash\nfour\nE\nRUN --mount=type=cache,target=/c five\n")
+    plan = build_plan(
+        tmp_path, f"{text}RUN <<E\n#!/bin/bash\nfour\nE\nRUN --mount=type=cache,target=/c five\n"
+    )
     assert [(step.shell, step.script) for step in plan.steps if isinstance(step, Run)] == [
         ("sh", "one"),
         ("bash", "set -o pipefail -e\ntwo"),

@@ -79,9 +79,7 @@ async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
         ).stdout == "ran\n/opt/there/deep/empty\n"
         await env.upload_file(source / "deep" / "script.sh", "/new/place/run.sh")
         await env.upload_file(source / "deep" / "script.sh", "/opt/there")
-        assert (
-            await env.exec("/new/place/run.sh; cat /opt/there/script.sh")
-        ).stdout == "ran\n#!/bin/bash\necho ran\n"
+        assert (await env.exec("/new/place/run.sh; /opt/there/script.sh")).stdout == "ran\nran\n"
         await env.download_dir("/opt/there", tmp_path / "back")
         assert (tmp_path / "back" / "deep" / "script.sh").read_text() == "#!/bin/bash\necho ran\n"
         await env.download_file("/etc/hostname", tmp_path / "name")
@@ -131,6 +129,7 @@ COPY --chmod=755 run.sh /usr/local/bin/greet
 COPY data/ ./data/
 COPY empty /srv/empty
 COPY ["data/a.txt", "copies/"]
+COPY data/a.txt /srv/app
 RUN	apt-get update && apt-get install -y -o Dpkg::Options::=--force-confold -t stable tmux bash \
 
     && rm -rf /var/lib/apt/lists/*
@@ -145,10 +144,10 @@ CMD ["sleep", "infinity"]
 """
     async with environment(tmp_path, dockerfile) as env:
         shown = await env.exec(
-            "pwd; test -d /srv/empty && cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; "
+            "pwd; test -d /srv/empty && cd ..; cat made.txt here.txt data/a.txt copies/a.txt a.txt; echo; greet; "
             "echo $GREETING"
         )
-    assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naa\nhi\nhello world\n"
+    assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naaa\nhi\nhello world\n"
 
 
 async def test_a_failing_build_step_recommends_docker(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ agent may have replaced every program. Both are therefore treated as untrusted d
 archive is checked, so even a forged archive adds only files that the agent could have created in its
 environment. The paths in `SEARCHED` and `STARTUP` are not carried over, because the programs of a verifier
 load code from them.
+
+This file is long because the tables of paths and the checks that apply them belong together.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ class Copy:
     files: tuple[tuple[Path, str], ...]
     mode: int | None  # None: keep the modes of the files
     line: int
+    is_one_file: bool = False  # If a directory has the path of the only file, the file is copied into it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,7 +279,8 @@ def _copy(
         if unpacks and source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")):
             raise _refusal(path, line, f"unpack {source} with ADD")
         files += _copied(path, line, source, PurePosixPath(workdir) / target, into_directory=into_directory)
-    return Copy(files=tuple(files), mode=mode, line=line)
+    is_one_file = len(files) == 1 and files[0][0].is_file() and not into_directory
+    return Copy(files=tuple(files), mode=mode, line=line, is_one_file=is_one_file)
 
 
 def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tuple[int | None, str]:

@@ -130,11 +130,14 @@ class SandboxEnvironment(BaseEnvironment):
                 case MakeDirectory(path=path):
                     directories.append(path)
                 case Copy():
+                    files = list(step.files)
+                    if step.is_one_file:
+                        await self._make_directories(directories)
+                        directories = []
+                        ((source, target),) = files
+                        files = [(source, await self._file_path(target, source.name))]
                     await self._upload(
-                        list(step.files),
-                        f"Dockerfile line {step.line}",
-                        mode=step.mode,
-                        directories=directories,
+                        files, f"Dockerfile line {step.line}", mode=step.mode, directories=directories
                     )
                     directories = []
                 case Run():
@@ -218,8 +221,14 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         target = str(target_path)
         name = Path(source_path).name
-        path = f"{target.rstrip('/')}/{name}" if target.endswith("/") else target
-        await self._upload([(Path(source_path), path)], path, name_in_directory=name)
+        path = f"{target}{name}" if target.endswith("/") else await self._file_path(target, name)
+        await self._upload([(Path(source_path), path)], path)
+
+    async def _file_path(self, target: str, name: str) -> str:
+        """Return the path of a file that is copied to `target`: `target`/`name` if `target` is a directory,
+        as for `cp`, else `target`.
+        """
+        return f"{target}/{name}" if await self.is_dir(target) else target
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
@@ -343,16 +352,14 @@ class SandboxEnvironment(BaseEnvironment):
         target: str,
         *,
         mode: int | None = None,
-        name_in_directory: str | None = None,
         directories: Sequence[str] = (),
         directory_mode: int | None = 0o777,
     ) -> None:
         """Create `directories` and copy host files to absolute paths in the sandbox. The error message of a
         failed copy contains `target`.
 
-        Regular files get the mode `mode`; None: they keep their modes. With `name_in_directory`, the only
-        file is copied to `target`/`name_in_directory` if `target` is a directory, as `cp` does. If
-        `directory_mode` is None, the modes of `directories` are not changed.
+        Regular files get the mode `mode`; None: they keep their modes. If `directory_mode` is None, the modes
+        of `directories` are not changed.
         """
         if not files and not directories:
             return
@@ -365,7 +372,7 @@ class SandboxEnvironment(BaseEnvironment):
         try:
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
-                commands.append(_unpack_script(inside_path, target, name_in_directory))
+                commands.append(f"tar -C / --no-same-owner --overwrite -xf {inside_path}")
             completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
@@ -375,17 +382,6 @@ class SandboxEnvironment(BaseEnvironment):
             )
         if completed.status != 0:
             raise SandboxError(f"cannot upload to {target}: {_last_line(completed.stderr)}")
-
-
-def _unpack_script(archive: str, target: str, name_in_directory: str | None) -> str:
-    script = f"tar -C / --no-same-owner --overwrite -xf {archive}"
-    if name_in_directory is None:
-        return script
-    path, name = shlex.quote(target), shlex.quote(name_in_directory)
-    return (
-        f"if [ -d {path} ]; then tar -xOf {archive} > {path}/{name}; "
-        f'else mkdir -p "$(dirname {path})" && {script}; fi'
-    )
 
 
 def environment_works(status: int, environment: BaseEnvironment) -> bool:
