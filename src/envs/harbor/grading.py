@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 180.0
 PROBE_TIMEOUT_S = 30
-USERS_FILE = "/etc/passwd"
 VERIFIER_REASONS = (
     ZeroReason.VERIFIER_TIMEOUT,
     ZeroReason.NO_REWARD,
@@ -165,8 +164,7 @@ class Grading:
         self._agent_started_at = time.time()
 
     async def _agent_ended(self, _: TrialHookEvent) -> None:
-        """Stop a sandbox that does not respond. Start the fresh environment while the agent's logs are
-        collected.
+        """Stop a sandbox that does not respond. Start the fresh environment while the logs are collected.
 
         If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. The
         answer to this request also shows that the sandbox responds.
@@ -218,8 +216,7 @@ class Grading:
             # Every file in this directory must come from the verifier of the fresh environment.
             _clear(self._trial.paths.verifier_dir)
             fresh = await self._await_fresh(self._fresh)
-            has_new_users = USERS_FILE in changes.carried or USERS_FILE in changes.removed
-            if has_new_users and isinstance(fresh, ContainerEnvironment):
+            if isinstance(fresh, ContainerEnvironment) and changes.affect("/etc/passwd"):
                 await fresh.keep_home(self._trial.task.config.verifier.user)
             await files.unpack(fresh, archive, changes)
         self.environment = fresh
