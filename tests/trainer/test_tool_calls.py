@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 
 import pytest
@@ -340,3 +341,14 @@ def test_the_failure_rate_is_a_share_of_answers_with_calls():
 def test_text_that_breaks_json_or_python_is_an_unreadable_call(answer: str) -> None:
     parsed = parse(answer, TOOLS)
     assert parsed.problem and not parsed.calls and parsed.counts["parse_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ("a" + "\n" * 80_000 + "b", f"<function=f>{'<parameter=a>' * 6000}</function>"),
+    ids=("lines", "tags"),
+)
+def test_a_repetitive_answer_is_parsed_in_linear_time(answer: str) -> None:
+    started = time.process_time()
+    parse(answer, {"f"})
+    assert time.process_time() - started < 1

@@ -26,6 +26,7 @@ FUNCTION = re.compile(
     r"(?:<tool_call>\s*)?<function=([^<>\s]+)>(.*?)(?:(</function>)(?:\s*</tool_call>)?|(?=<function=)|\Z)",
     re.DOTALL,
 )
+PARAMETER_END = "</parameter>"
 PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 # Qwen3.5 writes these values as in Python, not as in JSON.
 PYTHON_VALUES: Mapping[str, object] = {"True": True, "False": False, "None": None}
@@ -112,11 +113,14 @@ def _deepseek_call(text: str) -> WrittenCall:
 def _function_call(name: str, body: str, *, is_closed: bool, texts: Collection[str]) -> WrittenCall:
     if body.lstrip().startswith("{"):
         return WrittenCall(name=name, arguments=body.strip())
-    if not is_closed or "<parameter=" in PARAMETER.sub("", body):
+    # Without a limit, the expression would search the rest of the text once for each tag that is not closed.
+    end = body.rfind(PARAMETER_END) + len(PARAMETER_END) if PARAMETER_END in body else 0
+    if not is_closed or "<parameter=" in PARAMETER.sub("", body[:end]) + body[end:]:
         problem = f"the call of {name} is incomplete: a closing tag is missing"
         return WrittenCall(name=name, arguments={}, problem=problem)
     arguments = {
-        match[1]: match[2] if match[1] in texts else _value(match[2]) for match in PARAMETER.finditer(body)
+        match[1]: match[2] if match[1] in texts else _value(match[2])
+        for match in PARAMETER.finditer(body, 0, end)
     }
     return WrittenCall(name=name, arguments=arguments)
 

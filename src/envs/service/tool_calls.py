@@ -46,7 +46,7 @@ THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 FENCED = re.compile(r"```[a-z]*\s*(.*?)(?:```|\Z)", re.DOTALL)
 EMBEDDED = re.compile(r'[{\[]\s*(?:\{\s*)?"(?:name|arguments)"\s*:')
-REACT = re.compile(r"^\s*Action:[ \t]*(\S+)[ \t]*$\s*Action Input:[ \t]*(.*)", re.MULTILINE | re.DOTALL)
+REACT = re.compile(r"^[ \t]*Action:[ \t]*(\S+)[ \t]*$\s*Action Input:[ \t]*(.*)", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^[ \t]*([A-Za-z_]\w*)\((.*)\)[ \t]*$", re.MULTILINE)
 
 
