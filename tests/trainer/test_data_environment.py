@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from src.core.trajectory import StopReason, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
 from src.envs.data import rewards
 from src.envs.data.records import Record, read_records
-from src.envs.data.rewards import last_number, open_reward
+from src.envs.data.rewards import FunctionReward, last_number, open_reward
 from src.envs.data.rows import Columns, question_of
 from src.envs.registry import check_environment, open_task_source
 from src.envs.service import subprocess_pool
@@ -224,6 +227,39 @@ async def test_a_function_of_the_user_grades_and_replies(tmp_path: Path):
     assert result.conversation[2] == {"role": "user", "content": "Think of letters"}
     broken = await play(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
     assert (broken.reward, broken.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
+
+
+async def test_a_function_that_raises_stop_iteration_has_an_error():
+    def grade(answer: str, row: Mapping[str, object]) -> float:
+        return next(iter(()))
+
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await FunctionReward(grade).grade("", question(question="q"))
+
+
+async def test_functions_that_do_not_return_block_no_other_thread():
+    release = threading.Event()
+
+    def grade(answer: str, row: Mapping[str, object]) -> float:
+        release.wait()
+        return 1.0
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    grading = [
+        asyncio.ensure_future(FunctionReward(grade).grade("", question(question="q"))) for _ in range(3)
+    ]
+    try:
+        async with asyncio.timeout(10):
+            await asyncio.sleep(0)
+            await asyncio.to_thread(int)
+    finally:
+        release.set()
+    assert [graded.reward for graded in await asyncio.gather(*grading)] == [1.0, 1.0, 1.0]
+
+
+def test_a_number_with_a_huge_exponent_is_no_number():
+    assert last_number("1e9999999999999999999") is None
 
 
 def test_test_data_is_held_out_under_its_name(tmp_path: Path):
