@@ -261,11 +261,11 @@ class _Episode:
 
     def _record(self, turn: Turn, step_result: StepResult) -> None:
         reward = float(step_result.reward)  # NumPy scalars cannot be stored as JSON.
-        if not math.isfinite(reward):
+        if not math.isfinite(self._reward + reward):
             self._append(turn, 0.0)
             raise AgentFault(
                 ZeroReason.UNREADABLE_REWARD,
-                f"the environment returned a reward that is not finite: {reward}",
+                f"the reward {reward} of the environment, or the sum of the rewards, is not finite",
             )
         self._reward += reward
         self._metrics |= {name: float(value) for name, value in step_result.metrics.items()}

@@ -204,6 +204,15 @@ async def test_a_reward_that_is_not_finite_becomes_0(reward):
     assert {"role": "assistant", "content": "A"} in trajectory.conversation
 
 
+async def test_rewards_whose_sum_is_not_finite_become_0():
+    trajectory, _, _ = await play([saying("ok", reward=1e308), ending(1e308)], ["A", "B"])
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
+        0.0,
+        [0.0, 0.0],
+        ZeroReason.UNREADABLE_REWARD,
+    )
+
+
 async def test_a_hanging_close_is_abandoned(monkeypatch):
     class Hanging(ScriptedEnv):
         async def close(self):
