@@ -364,6 +364,20 @@ def test_a_quota_counts_a_trial_that_is_running_once(tmp_path: Path) -> None:
     assert quota.enforce(third).is_essential_only
 
 
+def test_a_quota_ignores_files_that_cannot_be_measured(tmp_path: Path) -> None:
+    ended, deep = (tmp_path / "jobs" / "step_1" / name for name in ("ended", "deep"))
+    ended.mkdir(parents=True)
+    (ended / "link").symlink_to("/etc")
+    while len(str(deep)) + 200 < 4090:
+        deep = deep / ("d" * 199)
+    deep.mkdir(parents=True)
+    directory = os.open(deep, os.O_RDONLY)
+    os.mkdir("x" * 255, dir_fd=directory)  # The kernel accepts no absolute path to this directory.
+    os.close(directory)
+    assert not JobsQuota(limit=10**9).enforce(ended).is_complete
+    assert not (ended / "link").is_symlink()
+
+
 @pytest.mark.parametrize(
     "output",
     [

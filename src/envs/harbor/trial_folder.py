@@ -14,6 +14,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,7 +138,9 @@ def _measure(jobs: Path) -> dict[Path, int]:
     sizes: Counter[Path] = Counter()
     for entry, _ in _entries(jobs):
         parts = Path(entry.path).relative_to(jobs).parts
-        sizes[jobs.joinpath(*parts[:2])] += entry.stat(follow_symlinks=False).st_size
+        # A running trial can remove or rename a file at any time, and a path can be too long for the kernel.
+        with suppress(OSError):
+            sizes[jobs.joinpath(*parts[:2])] += entry.stat(follow_symlinks=False).st_size
     return sizes
 
 
