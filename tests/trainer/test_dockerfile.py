@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from src.envs.sandbox.launch import BASE_ENVIRONMENT
         ('FROM a\nSHELL ["/bin/bash", "-lc"]\n', "cannot use SHELL"),
         ("FROM a\nRUN --mount=target=/x,source=y cp /x/a /b\n", "cannot RUN with --mount=target=/x,source=y"),
         ("FROM a\nRUN <<E\n#!/usr/bin/env awk\nE\n", "cannot run a here-document with /usr/bin/env awk"),
+        ("FROM a\nENV A=${B#c}\n", "cannot expand ${B#c}"),
         ("FROM a\nONBUILD RUN true\n", "cannot follow ONBUILD"),
         ("RUN true\n", "no FROM line"),
     ],
@@ -47,6 +49,40 @@ def test_unsupported_dockerfiles_are_refused_with_the_reason(
     path.write_text(dockerfile)
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_dockerfile(path)
+
+
+def test_add_refuses_an_archive_with_any_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "data.bin", "w:bz2") as archive:
+        archive.addfile(tarfile.TarInfo("a"))
+    (tmp_path / "zeros.bin").write_bytes(bytes(10240))
+    for name, text in (("add", "ADD data.bin /y/"), ("all", "ADD *.bin /y/")):
+        (tmp_path / name).write_text(f"FROM a\n{text}\n")
+        with pytest.raises(ConfigError, match="cannot unpack .* with ADD"):
+            parse_dockerfile(tmp_path / name)
+    plan = build_plan(tmp_path, "FROM a\nADD zeros.bin /y/\nCOPY data.bin /y/\n")
+    assert len(plan.steps) == 2
+
+
+def test_a_linked_file_is_copied_under_the_name_of_the_link(tmp_path: Path) -> None:
+    (tmp_path / "real").touch()
+    (tmp_path / "link").symlink_to("real")
+    (copy,) = build_plan(tmp_path, "FROM a\nCOPY link /y/\n").steps
+    assert isinstance(copy, Copy) and copy.files == ((tmp_path / "real", "/y/link"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${NEW:-$OLD/x}", "old/x"),
+        ("${NEW:-${NEWER:-z}}", "z"),
+        ("a${OLD:+:$OLD}", "a:old"),
+        ("${EMPTY-d}${EMPTY:-e}${NEW-f}", "ef"),
+        ("${EMPTY+g}${EMPTY:+h}${NEW+i}${OLD}$", "gold$"),
+    ],
+)
+def test_variables_are_expanded_as_in_docker(tmp_path: Path, text: str, value: str) -> None:
+    plan = build_plan(tmp_path, f"FROM a\nENV OLD=old EMPTY=\nENV VALUE={text}\n")
+    assert plan.environment["VALUE"] == value
 
 
 def test_copy_does_not_unpack_an_archive(tmp_path: Path) -> None:

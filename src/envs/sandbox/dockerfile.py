@@ -6,6 +6,8 @@ that need no network.
     ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER VOLUME HEALTHCHECK STOPSIGNAL
 
 Any other instruction raises a ConfigError with the line number before the build starts.
+
+This file is long because it is one parser.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import re
 import shlex
 import shutil
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -31,6 +34,8 @@ CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")  # a backslash at the end of a line
 HERE_DOCUMENT_OR_QUOTED = re.compile(
     r"""(?<!\S)\d*<<-?(['"]?)([\w.-]+)\1(?!\S)|'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL
 )
+# A word after an operator can contain one more level of braces.
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])((?:[^{}]|\{[^{}]*\})*))?\})")
 SHELL_FORM = re.compile(r"(?:\S*/)?(sh|bash)((?: -[eux]+| -[eux]*o pipefail)*) (-[eux]*c)")
 USE_DOCKER = "use environment_type=docker for this task"
 USE_SANDBOX = "try environment_type=sandbox"
@@ -278,7 +283,14 @@ def _copy(
             raise _refusal(path, line, f"fetch {source}")
         if unpacks and source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")):
             raise _refusal(path, line, f"unpack {source} with ADD")
-        files += _copied(path, line, source, PurePosixPath(workdir) / target, into_directory=into_directory)
+        files += _copied(
+            path,
+            line,
+            source,
+            PurePosixPath(workdir) / target,
+            into_directory=into_directory,
+            unpacks=unpacks,
+        )
     is_one_file = len(files) == 1 and files[0][0].is_file() and not into_directory
     return Copy(files=tuple(files), mode=mode, line=line, is_one_file=is_one_file)
 
@@ -299,14 +311,14 @@ def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tup
 
 
 def _copied(
-    path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool
+    path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool, unpacks: bool
 ) -> list[tuple[Path, str]]:
     """Return the files of the build context that match `source`, each with its path in the sandbox."""
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
     files: list[tuple[Path, str]] = []
-    for match in map(Path.resolve, matches):
+    for name, match in [(match.name, match.resolve()) for match in matches]:
         if not match.is_relative_to(context) or not match.exists():
             raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
         if match.is_dir():
@@ -314,11 +326,22 @@ def _copied(
             files += [
                 (item, str(PurePosixPath(target, item.relative_to(match).as_posix()))) for item in items
             ]
+        elif unpacks and _is_archive(match):
+            raise _refusal(path, line, f"unpack {source} with ADD")
         else:
-            files.append((match, str(target / match.name if into_directory or len(matches) > 1 else target)))
+            files.append((match, str(target / name if into_directory or len(matches) > 1 else target)))
     if not matches:
         raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
     return files
+
+
+def _is_archive(file: Path) -> bool:
+    """Return whether ADD unpacks a file. Docker decides by the content and not by the name."""
+    try:
+        with tarfile.open(file) as archive:
+            return archive.next() is not None
+    except Exception:  # tarfile and the modules for compression raise many types of exceptions
+        return False
 
 
 def _environment(value: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -331,17 +354,21 @@ def _environment(value: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expand $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative} as Docker does. Unknown names expand
-    to nothing.
+    """Expand $NAME, ${NAME}, ${NAME:-default}, ${NAME:+alternative}, ${NAME-default} and ${NAME+alternative} as
+    Docker does. Unknown names expand to nothing. Raises ValueError for other forms.
     """
 
     def value(match: re.Match[str]) -> str:
         plain, name, operator, word = match.groups()
-        setting = variables.get(plain or name, "")
-        if operator == ":-":
-            return setting or word
-        if operator == ":+":
-            return word if setting else ""
-        return setting
+        setting = variables.get(plain or name)
+        is_used = setting is not None if operator in ("-", "+") else bool(setting)
+        if operator in ("+", ":+"):
+            return _expand(word, variables) if is_used else ""
+        return (
+            setting if setting is not None and (is_used or not operator) else _expand(word or "", variables)
+        )
 
-    return re.sub(r"\$(?:(\w+)|\{(\w+)(?:(:[-+])([^}]*))?\})", value, text)
+    expanded = VARIABLE.sub(value, text)
+    if unknown := re.search(r"\$\{[^}]*\}?", VARIABLE.sub("", text)):
+        raise ValueError(f"the sandbox cannot expand {unknown[0]}")
+    return expanded
