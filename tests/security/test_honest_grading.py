@@ -230,6 +230,13 @@ async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) 
         tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+    folder = task(tmp_path / "verifier", BY_CAT, dockerfile=f"{DOCKERFILE}RUN mkdir /opt/tools\n")
+    variables = '[verifier.env]\nPATH = "/opt/tools:/usr/bin:/bin"\n'
+    (folder / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{variables}")
+    outcome = await play(
+        tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
+    )
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
     folder = task(tmp_path / "linked", BY_CAT, dockerfile=dockerfile)
     attack = (
         f"mkdir /app/bin; {shim('cat', directory='/app/bin')}; rm -rf /opt/tools; ln -s /app/bin /opt/tools"
@@ -505,7 +512,7 @@ DOCKER_FORGERIES = {
     ),
     "another home folder of root": (
         BY_INTERACTIVE_SHELL,
-        "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:/bin/bash' /etc/passwd",
+        "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:' /etc/passwd",
     ),
 }
 

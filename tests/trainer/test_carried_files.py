@@ -7,7 +7,13 @@ import tarfile
 import time
 from collections.abc import Iterable
 
-from src.envs.harbor.carried_files import CarryRules, FileChanges, FileEntry, FilteredArchive
+from src.envs.harbor.carried_files import (
+    CarryRules,
+    FileChanges,
+    FileEntry,
+    FilteredArchive,
+    search_variables,
+)
 
 RULES = CarryRules({"PATH": "/opt/tools:/usr/bin:/bin"})
 
@@ -64,6 +70,14 @@ def test_the_standard_library_of_python_is_not_carried_over() -> None:
     )
     assert not any(rules.carries(path, file) or rules.removes(path) for path in excluded)
     assert rules.carries("/opt/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
+
+
+def test_the_variables_of_the_verifier_count() -> None:
+    rules = CarryRules(search_variables({"PATH": "/a", "HOME": "/root"}, {"PATH": "/b", "HOME": "/app/home"}))
+    program = FileEntry(kind="f", mode=0o755, size=1)
+    excluded = ("/a/cat", "/b/cat", "/root/.bashrc", "/app/home/.bashrc", "/app/home/bin/cat")
+    assert not any(rules.carries(path, program) for path in excluded)
+    assert rules.carries("/app/cat", program)
 
 
 def test_deep_directories_do_not_take_minutes() -> None:

@@ -64,7 +64,7 @@ async def test_a_modified_directory_is_exported_without_its_files(
     monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
     monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
     exported = io.BytesIO()
-    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s"))).export(exported)
+    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
     exported.seek(0)
     with tarfile.open(fileobj=exported) as archive:
         assert [(member.name, member.isdir(), member.mode) for member in archive] == [
@@ -85,7 +85,7 @@ async def remove_with_result(monkeypatch: pytest.MonkeyPatch, exit_code: int, ou
     monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
     monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
     fresh = cast(Any, SimpleNamespace(session_id="s"))
-    await DockerFiles(fresh).unpack(fresh, io.BytesIO(), FileChanges(removed=["/app/old"]))
+    await DockerFiles(fresh, {}).unpack(fresh, io.BytesIO(), FileChanges(removed=["/app/old"]))
     return commands
 
 

@@ -57,7 +57,7 @@ def test_add_refuses_an_archive_with_any_name(tmp_path: Path) -> None:
     (tmp_path / "zeros.bin").write_bytes(bytes(10240))
     for name, text in (("add", "ADD data.bin /y/"), ("all", "ADD *.bin /y/")):
         (tmp_path / name).write_text(f"FROM a\n{text}\n")
-        with pytest.raises(ConfigError, match="cannot unpack .* with ADD"):
+        with pytest.raises(ConfigError, match=r"cannot unpack .* with ADD"):
             parse_dockerfile(tmp_path / name)
     plan = build_plan(tmp_path, "FROM a\nADD zeros.bin /y/\nCOPY data.bin /y/\n")
     assert len(plan.steps) == 2
@@ -133,7 +133,8 @@ def test_continued_lines_are_joined_without_a_space(tmp_path: Path) -> None:
 
 
 def test_run_uses_the_shell_of_docker(tmp_path: Path) -> None:
-    text = 'FROM a\nRUN one\nSHELL ["/bin/bash", "-o", "pipefail", "-ec"]\nRUN two\nSHELL ["sh", "-c"]\nRUN three\n'
+    text = 'FROM a\nRUN one\nSHELL ["/bin/bash", "-o", "pipefail", "-ec"]\nRUN two\n'
+    text += 'SHELL ["sh", "-c"]\nRUN three\n'
     plan = build_plan(
         tmp_path, f"{text}RUN <<E\n#!/bin/bash\nfour\nE\nRUN --mount=type=cache,target=/c five\n"
     )

@@ -144,7 +144,8 @@ CMD ["sleep", "infinity"]
 """
     async with environment(tmp_path, dockerfile) as env:
         shown = await env.exec(
-            "pwd; test -d /srv/empty && cd ..; cat made.txt here.txt data/a.txt copies/a.txt a.txt; echo; greet; "
+            "pwd; "
+            "test -d /srv/empty && cd ..; cat made.txt here.txt data/a.txt copies/a.txt a.txt; echo; greet; "
             "echo $GREETING"
         )
     assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naaa\nhi\nhello world\n"

@@ -109,8 +109,8 @@ class CarryRules:
         libraries = [
             path for path in environment.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")
         ]
-        home = environment.get("HOME", "/root").rstrip("/")
-        homes = [f"{home}/.*", f"{home}/bin"] if home else []
+        home_directories = [path.rstrip("/") for path in environment.get("HOME", "/root").split(":")]
+        homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
         self._path_directories = {_normalize(path) for path in programs}
         patterns = [
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *homes),
@@ -152,6 +152,15 @@ class CarryRules:
         if self._exceptions.match(path):
             return not self._excluded_from_exceptions.match(path)
         return not self._excluded.match(path)
+
+
+def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Return PATH, LD_LIBRARY_PATH and HOME with the directories of all environments, separated by colons."""
+    variables: dict[str, str] = {}
+    for name in ("PATH", "LD_LIBRARY_PATH", "HOME"):
+        if values := [environment[name] for environment in environments if name in environment]:
+            variables[name] = ":".join(values)
+    return variables
 
 
 def carry_rules(environment: Mapping[str, str], modules: Iterable[str] = ()) -> CarryRules:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     check_limits,
     is_below,
+    search_variables,
 )
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
@@ -43,8 +44,9 @@ class DockerFiles:
     The export runs no program of that container.
     """
 
-    def __init__(self, environment: BaseEnvironment) -> None:
+    def __init__(self, environment: BaseEnvironment, verifier_variables: Mapping[str, str]) -> None:
         self._environment = environment
+        self._verifier_variables = verifier_variables
         self._mounts: tuple[str, ...] = ()
 
     async def snapshot(self) -> None:
@@ -79,7 +81,7 @@ class DockerFiles:
             for parent in PurePosixPath(path).parents
             if parent.name in MODULE_DIRECTORIES and difference.get(str(parent), MODIFIED) == MODIFIED
         ]
-        rules = CarryRules(variables, set(modules))
+        rules = CarryRules(search_variables(variables, self._verifier_variables), set(modules))
         removed = [
             path
             for path, kind in difference.items()

@@ -1,5 +1,7 @@
 """The grading of a trial, in a fresh environment or in the agent's environment.
 
+This file is long because all steps of the grading share the state of one class.
+
 A fresh environment receives the agent's files but not its processes. If a task has a separate verifier
 environment, Harbor starts that environment and the verifier runs there.
 
@@ -33,11 +35,12 @@ from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_ta
 from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
+from harbor.utils.env import resolve_env_vars
 from harbor.verifier.verifier import Verifier
 
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes
+from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes, search_variables
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
@@ -144,11 +147,12 @@ class Grading:
         environment = self._trial.agent_environment
         if self._is_separate or self._method.mode is GradingMode.IN_PLACE:
             return None
+        verifier_variables = resolve_env_vars(search_variables(self._trial.task.config.verifier.env))
         if isinstance(environment, SandboxEnvironment):
-            return SandboxFiles(environment)
+            return SandboxFiles(environment, verifier_variables)
         environment_type = str(getattr(environment.type(), "value", environment.type()))
         if can_be_fresh(environment.environment_dir, environment_type) and engine_answers():
-            return DockerFiles(environment)
+            return DockerFiles(environment, verifier_variables)
         return None
 
     @property

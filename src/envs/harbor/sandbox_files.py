@@ -23,6 +23,7 @@ from src.envs.harbor.carried_files import (
     changes_between,
     module_directories,
     parse_listing,
+    search_variables,
 )
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 
@@ -48,14 +49,15 @@ UNPACK = (
 class SandboxFiles:
     """The files of one agent in its sandbox. Implements `AgentFiles`."""
 
-    def __init__(self, environment: SandboxEnvironment) -> None:
+    def __init__(self, environment: SandboxEnvironment, verifier_variables: Mapping[str, str]) -> None:
         self._environment = environment
         self._before: Mapping[str, FileEntry] = {}
-        self._rules = carry_rules(environment.environment_variables)
+        self._variables = search_variables(environment.environment_variables, verifier_variables)
+        self._rules = carry_rules(self._variables)
 
     async def snapshot(self) -> None:
         self._before = await self._list()
-        self._rules = carry_rules(self._environment.environment_variables, module_directories(self._before))
+        self._rules = carry_rules(self._variables, module_directories(self._before))
 
     async def freeze(self) -> None:
         """Kill the agent's processes. From now on, directories that Harbor uploads are not copied into the

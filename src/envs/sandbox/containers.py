@@ -109,8 +109,8 @@ class ContainerEnvironment(DockerEnvironment):
                 self._override_file = None
 
     async def keep_home(self, user: str | int | None) -> None:
-        """Set HOME of all later commands to the home directory that `user` has now. Otherwise the engine takes
-        HOME from /etc/passwd, which an agent can change.
+        """Set HOME of all later commands to the home directory that `user` has now. Otherwise the engine
+        takes HOME from /etc/passwd, which an agent can change.
         """
         completed = await self.exec("printenv HOME", user=user)
         if completed.return_code == 0:

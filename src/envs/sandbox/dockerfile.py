@@ -354,8 +354,8 @@ def _environment(value: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expand $NAME, ${NAME}, ${NAME:-default}, ${NAME:+alternative}, ${NAME-default} and ${NAME+alternative} as
-    Docker does. Unknown names expand to nothing. Raises ValueError for other forms.
+    """Expand $NAME, ${NAME}, ${NAME:-default}, ${NAME:+alternative}, ${NAME-default} and ${NAME+alternative}
+    as Docker does. Unknown names expand to nothing. Raises ValueError for other forms.
     """
 
     def value(match: re.Match[str]) -> str:
