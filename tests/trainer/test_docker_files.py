@@ -14,7 +14,7 @@ import pytest
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import FileChanges
-from src.envs.harbor.docker_files import MODIFIED, DockerFiles
+from src.envs.harbor.docker_files import ADDED, MODIFIED, DockerFiles
 
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
 
@@ -71,6 +71,64 @@ async def test_a_modified_directory_is_exported_without_its_files(
             (f"app/{name}", True, 0o755)
         ]
     assert list(changes.carried) == [f"/app/{name}"]
+
+
+class TreeContainer:
+    """A container with the files `kinds` (path -> ADDED, MODIFIED or None for unchanged) of 600 bytes. A file
+    whose name contains `link` is a hard link to /app/unchanged.
+    """
+
+    def __init__(self, kinds: Mapping[str, int | None]) -> None:
+        self.attrs = {"Config": {"Env": []}, "Mounts": []}
+        self.requests: list[str] = []
+        self._kinds = kinds
+
+    def diff(self) -> list[dict[str, object]]:
+        return [{"Path": path, "Kind": kind} for path, kind in self._kinds.items() if kind is not None]
+
+    def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, object]]:
+        self.requests.append(path)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for file in sorted(self._kinds):
+                if file != path and not file.startswith(f"{path}/"):
+                    continue
+                member = tarfile.TarInfo(file.removeprefix(path.rpartition("/")[0]).lstrip("/"))
+                if any(other.startswith(f"{file}/") for other in self._kinds):
+                    member.type = tarfile.DIRTYPE
+                elif "link" in file and file != path:
+                    member.type, member.linkname = tarfile.LNKTYPE, "app/unchanged"
+                else:
+                    member.size = 600
+                archive.addfile(member, io.BytesIO(bytes(member.size)))
+        return (data for data in [packed.getvalue()]), {}
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_many_files_of_a_directory_need_few_requests(
+    monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    changed = {"/app/tree": ADDED, "/app/tree/a": ADDED, "/app/z-link": ADDED, "/app/old": MODIFIED}
+    changed |= {f"/app/sub/{number}": ADDED for number in range(60)} | {
+        "/app": MODIFIED,
+        "/app/sub": MODIFIED,
+    }
+    unchanged = dict.fromkeys(["/app/unchanged", "/app/sub/x", *(f"/app/x{number}" for number in range(20))])
+    container = TreeContainer({**changed, **unchanged})
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    if is_large:
+        monkeypatch.setattr("src.envs.harbor.docker_files.MAX_DIRECTORY_BYTES", 110_000)
+    exported = io.BytesIO()
+    await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
+    exported.seek(0)
+    with tarfile.open(fileobj=exported) as archive:
+        assert sorted(f"/{member.name}" for member in archive) == sorted(changed)
+    assert container.requests == (
+        ["/app", "/app", "/app/old", "/app/sub", "/app/tree", "/app/z-link"]
+        if is_large
+        else ["/app", "/app/z-link"]
+    )
 
 
 async def remove_with_result(monkeypatch: pytest.MonkeyPatch, exit_code: int, output: bytes) -> list[object]:

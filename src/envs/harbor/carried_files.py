@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -242,18 +242,22 @@ class FilteredArchive:
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # of the regular files
         self.num_members = 0
+        self.unresolved_links: list[str] = []  # hard links that were not added, because their file was not
         self._num_bytes = 0
 
-    def add(self, source: IO[bytes], directory: str = "/") -> None:
-        """Add the members of the archive `source` that are carried over. Their names are relative to
-        `directory`.
+    def add(
+        self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
+    ) -> None:
+        """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
+        Their names are relative to `directory`.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
         try:
             with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
                 for member in archive:
-                    self._add(archive, member, directory)
+                    if keep(_normalize(f"{directory}/{member.name}")):
+                        self._add(archive, member, directory)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be read: {error}"
@@ -274,6 +278,7 @@ class FilteredArchive:
         link_target = _normalize(f"{directory}/{member.linkname}")
         if member.islnk():
             if link_target not in self._file_modes:
+                self.unresolved_links.append(path)
                 return
             mode = self._file_modes[link_target]  # A hard link has the mode of its file.
         if not self._rules.carries(path, FileEntry(kind=kind, mode=mode, size=member.size)):

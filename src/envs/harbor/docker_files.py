@@ -10,6 +10,7 @@ import contextlib
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -35,7 +36,17 @@ from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
 ENGINE_TIMEOUT_S = 120
+MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
+MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences of a container from its image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Selection:
+    """The paths of one export."""
+
+    paths: list[str] = field(default_factory=list)  # changed paths that are not below a path of `trees`
+    trees: set[str] = field(default_factory=set)  # new paths, with which everything below them is exported
 
 
 class DockerFiles:
@@ -96,12 +107,15 @@ class DockerFiles:
         }
         check_limits(len(changed), 0)
         filtered = FilteredArchive(archive, rules, FileChanges())
-        added_paths: set[str] = set()
+        selection = _Selection()
         for path in sorted(changed):
-            if is_below(path, added_paths):
-                continue
-            if self._add(filtered, container, path, is_new=changed[path] == ADDED):
-                added_paths.add(path)
+            if not is_below(path, selection.trees):
+                selection.paths.append(path)
+                if changed[path] == ADDED:
+                    selection.trees.add(path)
+        self._add_all(filtered, container, selection, "/", selection.paths)
+        for path in filtered.unresolved_links:
+            self._add(filtered, container, path, is_new=True)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
         return FileChanges(carried=carried, removed=removed)
@@ -113,14 +127,71 @@ class DockerFiles:
             for mount in self._mounts
         )
 
-    def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> bool:
+    def _add_all(
+        self,
+        filtered: FilteredArchive,
+        container: Any,
+        selection: _Selection,
+        directory: str,
+        paths: Sequence[str],
+    ) -> None:
+        """Add `paths`, which are `directory` and paths below it.
+
+        A request takes tens of milliseconds, so many paths are taken from one archive of their directory.
+        """
+        is_small = len(paths) <= MAX_REQUESTS
+        if not is_small and self._add_directory(filtered, container, selection, directory, paths):
+            return
+        groups: dict[str, list[str]] = {}
+        prefix = directory.rstrip("/") + "/"
+        for path in paths:
+            child = path if is_small or path == directory else prefix + path[len(prefix) :].partition("/")[0]
+            groups.setdefault(child, []).append(path)
+        for child, below in groups.items():
+            if below == [child]:
+                self._add(filtered, container, child, is_new=child in selection.trees)
+            else:
+                self._add_all(filtered, container, selection, child, below)
+
+    def _add_directory(
+        self,
+        filtered: FilteredArchive,
+        container: Any,
+        selection: _Selection,
+        directory: str,
+        paths: Sequence[str],
+    ) -> bool:
+        """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
+        if this archive is too large.
+        """
+        if directory == "/":
+            return False
+        try:
+            stream, _ = container.get_archive(directory)
+        except NotFound:
+            return False
+        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
+            for chunk in stream:
+                packed.write(chunk)
+                if packed.tell() > MAX_DIRECTORY_BYTES:
+                    return False
+            packed.seek(0)
+            exact = set(paths)
+            filtered.add(
+                packed,
+                str(PurePosixPath(directory).parent),
+                keep=lambda path: path in exact or is_below(path, selection.trees),
+            )
+        return True
+
+    def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> None:
         """Add `path` to the archive. For a directory that the image already has, add only the directory
-        itself. Return whether everything below `path` was added too.
+        itself.
         """
         try:
             stream, _ = container.get_archive(path)
         except NotFound:
-            return False
+            return
         directory = str(PurePosixPath(path).parent)
         # An open stream would prevent the engine from removing the container, so the stream is always closed.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
@@ -139,10 +210,9 @@ class DockerFiles:
                 if first is not None and first.isdir():
                     _truncate(packed, first)
                     filtered.add(packed, directory)
-                    return False
+                    return
             packed.seek(0)
             filtered.add(packed, directory)
-        return is_new
 
 
 def engine_answers() -> bool:
