@@ -63,6 +63,33 @@ def test_add_refuses_an_archive_with_any_name(tmp_path: Path) -> None:
     assert len(plan.steps) == 2
 
 
+@pytest.mark.parametrize(
+    ("patterns", "copied"),
+    [
+        ("# comment\n/answers/\n!answers/keep\n**/*.pyc\nc[0-9].md\n", {"answers/keep", "src/b.py", "cx.md"}),
+        ("*\n!src\n**/b.p?c\n", {"src/b.py"}),
+        ("", {"answers/a", "answers/keep", "src/deep/b.pyc", "src/b.py", "c1.md", "cx.md"}),
+    ],
+)
+def test_files_that_dockerignore_excludes_are_not_copied(
+    tmp_path: Path, patterns: str, copied: set[str]
+) -> None:
+    for name in ("answers/a", "answers/keep", "src/deep/b.pyc", "src/b.py", "c1.md", "cx.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".dockerignore").write_text(f"{patterns}\nDockerfile\n.dockerignore\n")
+    (copy,) = build_plan(tmp_path, "FROM a\nCOPY . /x/\n").steps
+    assert isinstance(copy, Copy)
+    assert {target.removeprefix("/x/") for source, target in copy.files if source.is_file()} == copied
+    (tmp_path / "Dockerfile.dockerignore").write_text("[z-a]\n")
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: COPY: .* is not a pattern"):
+        build_plan(tmp_path, "FROM a\nCOPY . /x\n")
+    (tmp_path / "Dockerfile.dockerignore").unlink()
+    if "answers/a" not in copied:
+        with pytest.raises(ConfigError, match="answers/a does not exist in the build context"):
+            build_plan(tmp_path, "FROM a\nCOPY answers/a /x\n")
+
+
 def test_a_linked_file_is_copied_under_the_name_of_the_link(tmp_path: Path) -> None:
     (tmp_path / "real").touch()
     (tmp_path / "link").symlink_to("real")

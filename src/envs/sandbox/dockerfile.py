@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 
 from src.core.errors import ConfigError
 from src.envs.sandbox.bubblewrap import Shell
+from src.envs.sandbox.dockerignore import ignore_rules
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
@@ -315,14 +316,19 @@ def _copied(
 ) -> list[tuple[Path, str]]:
     """Return the files of the build context that match `source`, each with its path in the sandbox."""
     context = path.parent.resolve()
+    is_excluded = ignore_rules(path)
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
     files: list[tuple[Path, str]] = []
     for name, match in [(match.name, match.resolve()) for match in matches]:
-        if not match.is_relative_to(context) or not match.exists():
+        if (
+            not match.is_relative_to(context)
+            or not match.exists()
+            or (match.is_file() and is_excluded(match))
+        ):
             raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
         if match.is_dir():
-            items = sorted(match.rglob("*")) or [match]
+            items = [item for item in sorted(match.rglob("*")) if not is_excluded(item)] or [match]
             files += [
                 (item, str(PurePosixPath(target, item.relative_to(match).as_posix()))) for item in items
             ]
