@@ -116,8 +116,8 @@ class EndpointUserModel:
             tools=tools,
         )
         calls = (
-            f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>'
-            for call in reply.tool_calls
+            f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+            for name, arguments in ((call["name"], call["arguments"] or "{}") for call in reply.tool_calls)
         )
         return reply.text + "".join(calls)
 
