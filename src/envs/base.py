@@ -34,14 +34,22 @@ class Trial(Protocol):
 async def run_with_timeout(
     trial: Trial, policy: Policy, task: Task, timeout_s: float | None
 ) -> Trajectory | TrialFailure:
-    """Run a trial. A trial that does not finish within `timeout_s` (None: two hours) is a failure."""
+    """Run a trial. A trial that does not finish within `timeout_s` (None: two hours), or that a call inside
+    it cancels, is a failure."""
     timeout_s = timeout_s or DEFAULT_DEADLINE_S
+    playing = asyncio.ensure_future(trial.run(policy))
     try:
-        async with asyncio.timeout(timeout_s):
-            return await trial.run(policy)
-    except TimeoutError:
-        message = f"not finished after {timeout_s:g} s"
-        return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
+        await asyncio.wait({playing}, timeout=timeout_s)
+        if playing.done() and not playing.cancelled():
+            return playing.result()
+        kind, message = FailureKind.TIMEOUT, f"not finished after {timeout_s:g} s"
+        if playing.cancelled():
+            kind, message = FailureKind.HARBOR, "a call inside the trial cancelled the trial"
+        return TrialFailure(task_id=task.id, kind=kind, message=message)
+    finally:
+        if not playing.done():
+            playing.cancel()
+            await asyncio.wait({playing})
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -12,7 +13,9 @@ from rich.console import Console
 
 from src.cli.command_line import parse_as
 from src.core.errors import ConfigError
+from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs import try_env
+from src.envs.base import run_with_timeout
 from src.envs.try_env import TryConfig
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
@@ -165,3 +168,34 @@ async def test_a_trial_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, tmp
 async def test_a_mistake_gives_a_one_line_error(options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         await run_try_env(*options)
+
+
+class CancellingTrial:
+    """A trial that raises CancelledError without being cancelled, or that does not end."""
+
+    def __init__(self, *, does_end: bool) -> None:
+        self.was_cancelled = False
+        self._does_end = does_end
+
+    async def run(self, policy: object) -> Trajectory | TrialFailure:
+        if self._does_end:
+            raise asyncio.CancelledError
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        raise AssertionError("unreachable")
+
+
+async def test_a_trial_that_is_cancelled_from_inside_is_a_failure():
+    played = Task(id="a", path=Path("a"), instruction="i")
+    result = await run_with_timeout(CancellingTrial(does_end=True), FakePolicy(byte_chat(), []), played, 60)
+    assert isinstance(result, TrialFailure) and result.kind is FailureKind.HARBOR
+
+
+async def test_a_trial_is_cancelled_at_its_deadline():
+    played, trial = Task(id="a", path=Path("a"), instruction="i"), CancellingTrial(does_end=False)
+    result = await run_with_timeout(trial, FakePolicy(byte_chat(), []), played, 0.01)
+    assert isinstance(result, TrialFailure) and result.kind is FailureKind.TIMEOUT
+    assert trial.was_cancelled
