@@ -192,8 +192,7 @@ class Engine:
                 self._watchers[self._last_request_id] = watcher
             self._scheduler.add(self._last_request_id, cast("Op", op), tenant=tenant)
             self._work.notify()
-            if isinstance(op, Sample):
-                future.add_done_callback(partial(self._remove_if_cancelled, self._last_request_id))
+            future.add_done_callback(partial(self._remove_if_cancelled, self._last_request_id))
         return future
 
     def stats(self) -> dict[str, object]:
@@ -318,11 +317,11 @@ class Engine:
             return is_pending
 
     def _remove_if_cancelled(self, request_id: int, future: Future[Any]) -> None:
-        """Remove a cancelled sample from the queue at once. All slots may be in use for a long time, and a
-        waiting sample occupies memory, delays the DropSnapshot of its snapshot and can cause pauses."""
+        """Remove a cancelled operation from its queue at once. Its turn may come late, and until then it
+        occupies memory. A sample also delays the DropSnapshot of its snapshot and can cause pauses."""
         if future.cancelled() and not self._begin(request_id):
             with self._work:
-                self._scheduler.drop_request(request_id)
+                self._scheduler.cancel(request_id)
                 self._work.notify()
 
     def _requeue(self, requests: Sequence[PrefillRequest]) -> None:

@@ -24,6 +24,7 @@ class OperationQueue:
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
+        self._queue_names: dict[int, str] = {}  # request_id -> name of the queue of the operation
         # Tenant -> names of its queues. The round-robin order is the order of the tenants and of the names.
         self._order: dict[str, dict[str, None]] = {}
         # Maps a snapshot to the request_ids of the operations that save it.
@@ -37,6 +38,7 @@ class OperationQueue:
         if name not in self._queues:
             self._queues[name] = _ModelQueue(tenant=tenant)
             self._order.setdefault(tenant, {})[name] = None
+        self._queue_names[request_id] = name
         self._queues[name].steps.append(OperationStep(request_id=request_id, op=op))
         if isinstance(op, SaveSampler):
             self._saves[op.weights][request_id] = None
@@ -56,12 +58,19 @@ class OperationQueue:
         names[name] = None
         self._order[tenant] = names
 
+    def waiting(self, request_id: int) -> OperationStep | None:
+        """Return an operation that has not ended, or None."""
+        queue = self._queues.get(self._queue_names.get(request_id, ""))
+        return queue and next((step for step in queue.steps if step.request_id == request_id), None)
+
     def finish(self, step: OperationStep) -> None:
-        """Remove the operation of `step`, which has ended. The next operation of its model can then run."""
-        name = _queue_name(step.op)
+        """Remove the operation of `step`, which has ended or was cancelled. Ignore an operation that was
+        removed already. The next operation of its model can then run."""
+        name = self._queue_names.pop(step.request_id, None)
+        if name is None:
+            return
         queue = self._queues[name]
-        assert queue.steps[0].request_id == step.request_id
-        queue.steps.popleft()
+        queue.steps.remove(step)
         if not queue.steps:
             del self._queues[name], self._order[queue.tenant][name]
             if not self._order[queue.tenant]:

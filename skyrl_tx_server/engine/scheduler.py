@@ -199,6 +199,15 @@ class Scheduler:
         if isinstance(step.op, SaveSampler):
             self._samples.snapshot_saved(step.op.weights)
 
+    def cancel(self, request_id: int) -> None:
+        """Remove an operation that was cancelled before it started. Ignore an operation that was removed
+        already."""
+        step = self._operations.waiting(request_id)
+        if step is None:
+            self.drop_request(request_id)
+        else:
+            self.finish(step)
+
     def requeue(self, prefills: Sequence[PrefillRequest]) -> None:
         """Queue these requests again, at their previous places."""
         for prefill in reversed(prefills):

@@ -26,6 +26,7 @@ from skyrl_tx_server.engine.operations import (
     Sample,
     SampleResult,
     SamplingSettings,
+    SaveSampler,
     TrainDatum,
 )
 from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
@@ -423,6 +424,24 @@ def test_a_cancelled_waiting_sample_leaves_the_queue_at_once():
         for future in (blocker, kept, dropped):
             future.result(TIMEOUT_S)
         assert engine.stats()["ops_pending"] == 0
+
+
+def test_a_cancelled_operation_leaves_the_queue_at_once():
+    executor = FakeExecutor(gate=threading.Event())
+    with running(executor) as engine:
+        blocker = engine.submit(create("a"))
+        kept, *cancelled = [engine.submit(op) for op in (optim("a"), train("a", 1), optim("a"))]
+        saved = engine.submit(SaveSampler(model_id="a", weights="s"))
+        waiting = engine.submit(sample(weights="s"))
+        for future in (*cancelled, saved):
+            assert future.cancel()
+        stats = engine.stats()
+        assert (stats["steps_waiting"], stats["samples_waiting"], stats["ops_pending"]) == (2, 1, 3)
+        executor.gate.set()
+        for future in (blocker, kept, waiting):
+            future.result(TIMEOUT_S)
+        assert engine.stats()["ops_pending"] == 0
+    assert [entry for entry in executor.log if entry.endswith(" a")] == ["create a", "optim a"]
 
 
 def test_stop_fails_pending_operations_with_a_clear_error():
