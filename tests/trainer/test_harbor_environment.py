@@ -104,6 +104,11 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(key: str) -> None:
             environment_options({key: text})
 
 
+def test_an_option_that_the_sandbox_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="environment_type=sandbox has no option auto_mounting; its"):
+        harbor_tasks(environment_kwargs=["auto_mounting=true"])
+
+
 NO_ENGINE = "no engine answers"
 NO_SANDBOX = "bubblewrap cannot start"
 
@@ -136,6 +141,19 @@ def test_auto_uses_the_sandbox_for_tasks_that_docker_refuses(
     with pytest.raises(ConfigError) as error:
         harbor_tasks(environment_type="docker")
     assert str(error.value) == f"{reason}; try environment_type=sandbox"
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [("size=2", "Unknown option 'size'"), ("auto_mounting=true", "does not support automatic host mounts")],
+)
+def test_an_option_that_docker_does_not_have_is_refused(
+    machine: Callable[..., None], option: str, reason: str
+) -> None:
+    machine(engine=None, sandbox=None)
+    with pytest.raises(ConfigError, match=reason) as error:
+        harbor_tasks(environment_type="docker", environment_kwargs=[option])
+    assert "\n" not in str(error.value)
 
 
 def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from src.core.errors import BackendError, ConfigError
-from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
+from src.envs.harbor.agent import TrainingTerminus2
 from src.policy.sampling_policy import SampleRequest
 from src.records.dumps import conversation
 from tests.fakes.harbor_trials import (
@@ -198,6 +199,18 @@ async def test_a_backend_error_is_a_failure(tmp_path: Path) -> None:
         trial_name=outcome.trial_name,
     )
     assert len(policy.prompts) == 2, "the SDK retries, not the trial"
+    result = json.loads((tmp_path / "jobs" / outcome.trial_name / "result.json").read_text())
+    assert (result["exception_info"]["exception_type"], result["verifier"]) == ("BackendError", None)
+
+
+async def test_an_unexpected_error_of_the_agent_is_not_graded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingTerminus2, "_normal_stop_reason", lambda _: 1 / 0)
+    outcome, _ = await play(tmp_path, SOLUTION)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.AGENT_ERROR)
+    assert outcome.zero_detail == "ZeroDivisionError: division by zero"
 
 
 class UnansweredPolicy(ScriptedPolicy):
@@ -265,6 +278,17 @@ async def test_files_of_the_agent_in_tests_are_removed(tmp_path: Path) -> None:
     assert outcome.reward == 1.0
 
 
+async def test_test_files_that_harborignore_names_are_not_uploaded(tmp_path: Path) -> None:
+    folder = variant(
+        tmp_path, test="[ -e /tests/kept ] && [ ! -e /tests/notes.md ] && echo 1 > /logs/verifier/reward.txt"
+    )
+    for name, text in (("kept", ""), ("notes.md", ""), (".harborignore", "*.md\n")):
+        (folder / "tests" / name).write_text(text)
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 1.0
+
+
 async def test_a_verifier_can_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
     folder = variant(
         tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
@@ -284,7 +308,10 @@ def test_the_dockerfile_of_a_verifier_is_checked(tmp_path: Path) -> None:
 
 
 async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\n')
+    folder = variant(
+        tmp_path,
+        task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\ncpus = 0.5\n',
+    )
     (folder / "environment" / "Dockerfile").unlink()
     (folder / "environment" / "word.txt").write_text("hello\n")
     outcome, _ = await play(

@@ -51,6 +51,17 @@ pytestmark = in_sandbox
             ),
             "no allow list",
         ),
+        (
+            lambda folder: (folder / "task.toml").write_text(
+                '[[environment.mcp_servers]]\nname = "search"\nurl = "http://a/mcp"\n'
+                'transport = "streamable-http"\nheaders = { X-Team = "b" }\n'
+            ),
+            "the MCP server 'search' has headers, which Terminus-2 does not send",
+        ),
+        (
+            lambda folder: (folder / "tests" / ".harborignore").write_text("*.sh\n"),
+            "Required task input is excluded by .harborignore: tests/test.sh",
+        ),
     ],
 )
 def test_a_broken_task_folder_gives_a_one_line_error(tmp_path: Path, change: object, message: str) -> None:

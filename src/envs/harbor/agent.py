@@ -97,6 +97,7 @@ def tool_fields(conversation: Sequence[Message]) -> dict[int, Message]:
 class TrainingTerminus2(Terminus2):
     """Terminus-2 with the `TinkerLLM` of the session whose key is in `llm_kwargs`."""
 
+    MODEL_CONNECTION = None  # Harbor looks for no endpoint and no API key of the model.
     session: AgentSession
 
     @override

@@ -8,10 +8,9 @@ from __future__ import annotations
 from harbor.constants import MAIN_SERVICE_NAME
 from harbor.environments.base import BaseEnvironment
 from harbor.environments.factory import EnvironmentFactory
-from harbor.models.task.verifier_mode import VerifierEnvironmentMode
 from harbor.models.trial.config import ServiceVolumeBind, ServiceVolumeConfig
 from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
-from harbor.trial.network_policy import resolve_trial_network_plan
+from harbor.trial.network_policy import resolve_verifier_phase_policy
 from harbor.trial.trial import Trial
 
 
@@ -21,23 +20,19 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
     `role` is the suffix of the session id of the environment. The verifier, agent and artifacts directories
     of `paths` are mounted in the environment.
     """
-    plan = resolve_trial_network_plan(
-        trial.task.config,
-        trial.config.agent,
-        trial.config.environment,
-        None,
-        verifier_mode=VerifierEnvironmentMode.SHARED,
-    )
+    config = trial.task.config
     return EnvironmentFactory.create_environment_from_config(
         config=trial.config.environment,
         environment_dir=trial.task.paths.environment_dir,
         environment_name=trial.task.short_name,
         session_id=f"{trial.config.trial_name}__{role}",
         trial_paths=paths,
-        task_env_config=trial.task.config.environment.model_copy(deep=True),
+        task_env_config=config.environment.model_copy(deep=True),
         logger=trial.logger,
         mounts=_log_mounts(paths, EnvironmentPaths.for_os(trial.agent_environment.os)),
-        network_policy=plan.verifier_phase,
+        network_policy=resolve_verifier_phase_policy(
+            config, baseline=config.environment.resolve_baseline()
+        ),
     )
 
 

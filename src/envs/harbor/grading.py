@@ -38,7 +38,7 @@ from harbor.trial.trial import Trial
 from harbor.utils.env import resolve_env_vars
 from harbor.verifier.verifier import Verifier
 
-from src.core.errors import AgentFault, SandboxError
+from src.core.errors import AgentFault, SandboxError, VerifierError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes, search_variables
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
@@ -60,6 +60,7 @@ VERIFIER_REASONS = (
     ZeroReason.UNREADABLE_REWARD,
     ZeroReason.VERIFIER_ERROR,
 )
+GRADED_ENDS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")  # exceptions with which an agent is graded
 MIN_FREE_BYTES = 64 * 2**20  # With fewer free bytes, the disk of the host counts as full.
 
 
@@ -194,6 +195,10 @@ class Grading:
         started = time.monotonic()
         if self.fault is not None:
             raise self.fault
+        info = self._trial.result.exception_info
+        if info is not None and info.exception_type not in GRADED_ENDS:
+            # Harbor 0.26 would run the verifier. The recorded exception remains the result of the trial.
+            raise VerifierError(f"a trial whose agent ended with {info.exception_type} is not graded")
         try:
             if self._files is not None:
                 await self._carry_over(self._files)

@@ -93,6 +93,7 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
     if not (folder / "task.toml").is_file():
         raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
     _require_single_step_on_linux(folder)
+    _refuse_mcp_headers(folder)
     if not (folder / "instruction.md").is_file():
         raise ConfigError(f"{folder}: no instruction.md; is this a Harbor task folder?")
     if not (folder / "tests" / "test.sh").is_file():
@@ -134,6 +135,18 @@ def _require_single_step_on_linux(folder: Path) -> None:
             f"{folder}: [environment].os = windows, but trials run on Linux only; "
             f"{USE_HARBOR} on a Windows host"
         )
+
+
+def _refuse_mcp_headers(folder: Path) -> None:
+    """Refuse MCP servers with HTTP headers, which Terminus-2 does not forward."""
+    environment = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8")).get("environment")
+    servers = environment.get("mcp_servers") if isinstance(environment, dict) else None
+    for server in servers if isinstance(servers, list) else ():
+        if isinstance(server, dict) and server.get("headers"):
+            raise ConfigError(
+                f"{folder}/task.toml: the MCP server {server.get('name')!r} has headers, which Terminus-2 "
+                f"does not send; remove them, or {USE_HARBOR} and an agent that sends them"
+            )
 
 
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:

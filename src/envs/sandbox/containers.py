@@ -69,6 +69,7 @@ class ContainerEnvironment(DockerEnvironment):
         self._mounts = [mount for mount in self._mounts if mount not in binds]
         self._shared_logs = binds if self._environment_docker_compose_path.exists() else []
         self._mounts += [_as_volume(mount) for mount in self._shared_logs]
+        self._host_mounts = self._mounts  # Harbor writes these mounts to the compose file since 0.26
 
     @property
     @override

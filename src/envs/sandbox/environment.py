@@ -85,11 +85,12 @@ class SandboxEnvironment(BaseEnvironment):
     @classmethod
     @override
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities | None:
-        return EnvironmentResourceCapabilities(memory_limit=True)
+        # The sandbox limits no CPUs, so task.toml may give any number of them.
+        return EnvironmentResourceCapabilities(memory_limit=True, fractional_cpus=True)
 
     @classmethod
     @override
-    def preflight(cls) -> None:
+    def preflight(cls, kwargs: dict[str, Any] | None = None) -> None:
         if missing := missing_packages():
             raise SandboxError(f"the sandbox needs these packages; install them: {' '.join(missing)}")
 
