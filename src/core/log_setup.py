@@ -8,7 +8,10 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-THIRD_PARTIES = ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3")
+THIRD_PARTIES = (
+    *("httpx", "httpx2", "httpcore", "httpcore2"),
+    *("LiteLLM", "harbor", "openai", "tinker", "urllib3"),
+)
 # Environment variable -> the logger that it sets to DEBUG if its value is 1.
 DEBUG_VARIABLES = {
     "DEBUG_PARSER": "src.envs.service.tool_calls",
