@@ -3,7 +3,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -21,20 +21,20 @@ from src.policy.sampling_policy import SampleRequest
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 
 
-def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
-    transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+def endpoint(answer: Callable[[httpx2.Request], httpx2.Response]) -> ChatEndpoint:
+    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
     return ChatEndpoint(
         openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big"
     )
 
 
-def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
+def policy(answer: Callable[[httpx2.Request], httpx2.Response]) -> EndpointPolicy:
     return EndpointPolicy(endpoint(answer))
 
 
-def reply(content: str | None, finish: str = "stop") -> httpx.Response:
+def reply(content: str | None, finish: str = "stop") -> httpx2.Response:
     choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content}}
-    return httpx.Response(
+    return httpx2.Response(
         200, json={"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice]}
     )
 
@@ -51,7 +51,7 @@ async def test_a_conversation_reaches_the_endpoint_as_messages():
     """The codec removes its control characters, \\x02 and \\x03, from the text of messages."""
     chat, requests = endpoint_chat(), []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request: httpx2.Request) -> httpx2.Response:
         requests.append(json.loads(request.content))
         return reply("sure \x02thing")
 
@@ -95,7 +95,7 @@ async def test_a_reply_without_content_is_an_empty_completion():
 
 
 async def test_a_failing_endpoint_is_a_backend_error():
-    failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
+    failing = policy(lambda _: httpx2.Response(500, json={"error": {"message": "out of order"}}))
     with pytest.raises(BackendError, match="sampling from big: InternalServerError"):
         await failing.sample(
             SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
@@ -123,8 +123,8 @@ async def test_an_unreachable_endpoint_is_reported_in_one_line():
     ],
 )
 async def test_a_refused_model_list_is_reported_with_its_status(monkeypatch, status, error, message):
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, json={}))
-    client = httpx.AsyncClient(transport=transport)
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(status, json={}))
+    client = httpx2.AsyncClient(transport=transport)
     monkeypatch.setattr(openai, "AsyncOpenAI", partial(openai.AsyncOpenAI, http_client=client))
     with pytest.raises(error, match=message):
         async with connect_endpoint("http://h/v1", "m"):
@@ -140,7 +140,7 @@ async def test_an_endpoint_gets_tools_and_reports_token_counts():
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     requests = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request: httpx2.Request) -> httpx2.Response:
         requests.append(json.loads(request.content))
         choice = {
             "index": 0,
@@ -156,7 +156,7 @@ async def test_an_endpoint_gets_tools_and_reports_token_counts():
             "choices": [choice],
             "usage": usage,
         }
-        return httpx.Response(200, json=body)
+        return httpx2.Response(200, json=body)
 
     chat_reply = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])
     assert requests == [{"model": "big", "messages": MESSAGES[:1], "temperature": 0, "tools": [tool]}]

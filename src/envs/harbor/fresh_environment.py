@@ -30,9 +30,7 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
         task_env_config=config.environment.model_copy(deep=True),
         logger=trial.logger,
         mounts=_log_mounts(paths, EnvironmentPaths.for_os(trial.agent_environment.os)),
-        network_policy=resolve_verifier_phase_policy(
-            config, baseline=config.environment.resolve_baseline()
-        ),
+        network_policy=resolve_verifier_phase_policy(config, baseline=config.environment.resolve_baseline()),
     )
 
 
