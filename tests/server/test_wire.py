@@ -602,6 +602,7 @@ def test_adam_has_the_defaults_of_tinker_and_reads_every_field() -> None:
     [
         ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}, "use AdamW"),
         ({"adam_params": {"learning_rate": -1}}, "negative"),
+        ({"adam_params": {"learning_rate": None}}, "learning_rate must be a finite number, got null, NaN or"),
         ({"adam_params": {"beta1": 1}}, r"\[0, 1\)"),
         ({"adam_params": {"amsgrad": True}}, "unknown field amsgrad"),
     ],

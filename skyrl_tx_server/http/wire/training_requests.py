@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     TrainDatum,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import JsonReader, is_finite_number, quoted
+from skyrl_tx_server.http.wire.json_reader import JsonReader, is_finite_number, listed, quoted
 from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_tokens, parse_model_input
 from skyrl_tx_server.http.wire.tensors import dense_array, parse_tensor
 
@@ -114,7 +114,12 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
             f"optimizer {quoted(optimizer_params.get('type'))} is not supported by this server; use AdamW "
             f"(tinker.AdamParams)"
         )
-    params = JsonReader(fields.mapping("adam_params"), "adam_params")
+    sent = fields.mapping("adam_params")
+    if not_finite := sorted(name for name, value in sent.items() if value is None):
+        raise UserError(  # the SDK writes NaN and infinity as null
+            f"adam_params: {listed(not_finite)} must be a finite number, got null, NaN or infinity"
+        )
+    params = JsonReader(sent, "adam_params")
     defaults = asdict(AdamSettings())
     adam = AdamSettings(**{name: params.number(name, default) for name, default in defaults.items()})
     params.finish(ignored=("type",))
