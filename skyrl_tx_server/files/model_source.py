@@ -19,6 +19,12 @@ def is_gguf(base_model: str) -> bool:
     return base_model in PACKAGED or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
+def is_path(base_model: str) -> bool:
+    """Return whether `base_model` can only be a path, because names on the Hugging Face hub have at most one
+    slash and do not begin with `.`, `~` or `/`."""
+    return base_model.startswith((".", "~", "/")) or base_model.count("/") > 1
+
+
 def converted_directory(base_model: str) -> Path:
     """Return a model directory in Hugging Face format, converted from the GGUF file that `base_model` names.
     The file is converted if the directory is not in the cache of converted files (`gguf_model.CACHE`).

@@ -5,7 +5,8 @@ This file is long because reading and writing use one description of the tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
@@ -25,7 +26,7 @@ from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
 from skyrl_tx_server.files.json_file import read_json_object, write_json
-from skyrl_tx_server.files.model_source import converted_directory, is_gguf
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf, is_path
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
 from skyrl_tx_server.model.families.table import stacks_of
@@ -45,6 +46,8 @@ from skyrl_tx_server.model.transformer import Params
 
 PEFT_PREFIX = "base_model.model."
 KEY_VALUE_HEADS = "key-value heads"
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+LFS_POINTER = b"version https://git-lfs"
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes that are read without scales, as safetensors names them."""
 
@@ -61,7 +64,7 @@ def resolve_model(base_model: str) -> Path:
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path
-    if path.is_absolute() or base_model.startswith((".", "~")) or base_model.count("/") > 1:
+    if is_path(base_model):
         raise ConfigError(
             f"base_model={base_model}: no such directory; give a model directory, a GGUF file or a name on "
             "the Hugging Face hub"
@@ -325,21 +328,27 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
             "of a model with safetensors files"
         )
     try:
-        opened = {path: files.enter_context(safe_open(model_dir / path, framework="np")) for path in paths}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{model_dir}: cannot read the weights: {error}") from None
+        opened = {path: files.enter_context(_opened(model_dir / path)) for path in paths}
+    except OSError as error:
+        raise ConfigError(
+            f"{model_dir}: cannot read the weights: {error}; download the model again"
+        ) from None
 
     fp8_files = {path: Fp8File(model_dir / path) for path in paths}
     config_file = model_dir / "config.json"
     config = read_json_object(config_file) if config_file.exists() else {}
     block = block_size(config, config_file)
+    _refuse_further_layers(config_file, config, file_of or opened[paths[0]].keys())
 
     def read_part(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
         file = file_of.get(name, paths[0])
         try:
             tensor = opened[file].get_slice(name)
         except SafetensorError:
-            raise ConfigError(f"{model_dir}: the weights have no tensor {name}") from None
+            raise ConfigError(
+                f"{model_dir}: the weights have no tensor {name}; use the config.json that belongs to these "
+                "weights"
+            ) from None
         if tuple(tensor.get_shape()) != shape:
             raise ConfigError(
                 f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, but config.json implies "
@@ -361,6 +370,32 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
         return tensor[part]
 
     return read_part
+
+
+def _opened(path: Path) -> safe_open:
+    """Open a safetensors file. Raises OSError with the name of the file if it is missing or damaged."""
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        with path.open("rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+        reason = "the file is a pointer of Git LFS (`git lfs pull` replaces it)" if is_pointer else error
+        raise OSError(f"{path.name}: {reason}") from None
+
+
+def _refuse_further_layers(config_file: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ConfigError if the weights have more layers than config.json states. The layers for multi-token
+    prediction, which follow the others, are allowed."""
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return
+    num_allowed = num_layers + (config.get("num_nextn_predict_layers") or 0)
+    stored = max((int(match[1]) + 1 for name in names if (match := LAYER_NAME.match(name))), default=0)
+    if stored > num_allowed:
+        raise ConfigError(
+            f"{config_file}: num_hidden_layers={num_layers}, but the weights have {stored} layers; use the "
+            "config.json that belongs to these weights"
+        )
 
 
 def _read_field(

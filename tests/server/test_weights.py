@@ -106,9 +106,38 @@ def test_a_missing_or_misshapen_tensor_is_refused(tmp_path) -> None:
         ConfigError, match=r"model\.norm\.weight has shape \(7,\), but config\.json implies \(40,\)"
     ):
         load_params(tmp_path, config, "float32")
-    (tmp_path / "model.safetensors").write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match="cannot read the weights"):
-        load_params(tmp_path, config, "float32")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"not a model", "Error while deserializing header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "the file is a pointer of Git LFS"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, content: bytes, reason: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"cannot read the weights: model.safetensors: {reason}"):
+        load_params(tmp_path, load_model_config(FIXTURES / "tied"), "float32")
+
+
+@pytest.mark.parametrize("num_prediction_layers", [0, 1])
+def test_weights_with_further_layers_are_refused(tmp_path, num_prediction_layers: int) -> None:
+    config = load_model_config(FIXTURES / "tied")
+    save_model(load_params(FIXTURES / "tied", config, "float32"), config, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    layers = {
+        "num_hidden_layers": config.num_layers - 1,
+        "num_nextn_predict_layers": num_prediction_layers,
+        "layer_types": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content | layers))
+    smaller = replace(config, num_layers=config.num_layers - 1)
+    if num_prediction_layers:
+        load_params(tmp_path, smaller, "float32")
+        return
+    with pytest.raises(ConfigError, match=f"but the weights have {config.num_layers} layers; use the config"):
+        load_params(tmp_path, smaller, "float32")
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
