@@ -79,13 +79,11 @@ class SequenceState:
         """Append sampled tokens. Return (number of tokens in the result, reason) if the sequence is complete,
         otherwise None.
 
-        Raises UserError if a logprob is NaN, which means that the weights have diverged.
+        Raises UserError if a logprob is NaN, which means that the weights have diverged
+        or that the model is damaged.
         """
         if np.isnan(logprobs).any():
-            raise UserError(
-                f"sampling from {self.weights or 'the base model'}: the probabilities are NaN, because the "
-                "weights have diverged; load an earlier checkpoint and lower the learning rate"
-            )
+            raise UserError(_nan_message(self.weights))
         self.tokens += tokens
         self.logprobs += logprobs
         length = len(self.tokens)
@@ -118,6 +116,19 @@ def batch_settings(sequences: Sequence[SequenceState | None], vocab_size: int) -
             settings.top_k[slot] = min(top_k, vocab_size) if top_k > 0 else vocab_size
             settings.top_p[slot] = sequence.settings.top_p
     return settings
+
+
+def _nan_message(weights: str | None) -> str:
+    if weights is None:
+        return (
+            "sampling from the base model: the probabilities are NaN, because its files are damaged or its "
+            "numbers are too large for the dtype of the server; download the model again, or start the "
+            "server with dtype=float32"
+        )
+    return (
+        f"sampling from {weights}: the probabilities are NaN, because the weights have diverged; load an "
+        "earlier checkpoint and lower the learning rate"
+    )
 
 
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:

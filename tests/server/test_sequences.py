@@ -63,8 +63,18 @@ def test_a_sequence_ends_at_a_stop_token_or_at_max_tokens() -> None:
         StopReason.LENGTH,
     ) and ends.cached_tokens.tolist() == [0, 1, 2, 3, 1, 2]
     assert sequence().extend([1, 7], [-1.0, -1.0], None) == (2, StopReason.STOP)
-    with pytest.raises(UserError, match="base model: the probabilities are NaN"):
-        sequence().extend([1, 2], [-1.0, float("nan")], None)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cause"),
+    [
+        (None, "sampling from the base model: the probabilities are NaN, because its files are damaged or"),
+        ("trained", "sampling from trained: the probabilities are NaN, because the weights have diverged"),
+    ],
+)
+def test_nan_is_an_error_with_a_cause_that_fits_the_weights(weights: str | None, cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        sequence(weights=weights).extend([1, 2], [-1.0, float("nan")], None)
 
 
 def test_a_stop_string_ends_at_the_token_that_completes_it() -> None:
