@@ -10,7 +10,7 @@ from netrc import NetrcParseError, netrc
 from pathlib import Path
 
 from skyrl_tx_server.config.engine_options import model_alias
-from skyrl_tx_server.files.model_source import converted_directory, is_gguf
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf, is_path
 from src.core.errors import ConfigError
 from src.core.length_limits import fitted_lengths
 
@@ -56,12 +56,18 @@ class NamedModel:
 def named_model(model_name: str) -> NamedModel:
     """Return the names of a model. `model_name` is a directory, a GGUF file, a packaged model or a hub id.
 
-    Raises the server's ConfigError for a GGUF file that cannot be converted.
+    Raises ConfigError for a directory that does not exist, and the server's ConfigError for a GGUF file that
+    cannot be converted.
     """
     if is_gguf(model_name):
         tokenizer = str(converted_directory(model_name))
     elif Path(model_name).expanduser().is_dir():
         tokenizer = model_name
+    elif is_path(model_name):
+        raise ConfigError(
+            f"model_name={model_name}: no such directory; give a model directory, a GGUF file or a name on "
+            "the Hugging Face hub"
+        )
     else:
         return NamedModel(base_model=model_name, served_name=model_name, tokenizer=None)
     return NamedModel(base_model=model_name, served_name=model_alias(model_name, None), tokenizer=tokenizer)

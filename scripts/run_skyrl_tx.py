@@ -52,6 +52,7 @@ from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
 from src.cli.command_line import help_words, parse, parse_as, print_help, with_present_names
 from src.cli.config_file import with_config_files
+from src.cli.environment_variables import set_library_variables
 from src.cli.saved_options import (
     SERVER_FILE,
     SFT_SUFFIX,
@@ -95,6 +96,7 @@ CONFIG_CLASSES = {
 def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
+    set_library_variables()
     if (topics := help_words(argv)) is not None:
         if topics:
             return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
@@ -407,7 +409,8 @@ def check_options(options: dict[str, str]) -> TrainerConfig:
     """Return the configuration of the trainer for these options. Call this function before a server is
     started, because it raises the ConfigError that the trainer would raise.
 
-    Harbor tasks are checked while the server starts (`start_server`), because importing Harbor takes seconds.
+    The tokenizer and Harbor tasks are checked while the server starts (`start_server`), because the imports
+    take seconds.
     """
     config = parse(trainer_arguments(options))
     if config.env != "harbor":
@@ -486,8 +489,8 @@ def start_server(
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. Exits with the error of the server if it fails.
 
-    While the server starts, the Harbor tasks of the run `to_check` are checked. If they are invalid, the
-    server is stopped and ConfigError is raised.
+    While the server starts, the tokenizer and the Harbor tasks of the run `to_check` are checked. If they are
+    invalid, the server is stopped and ConfigError is raised.
 
     `server_folder`, which only this user can read, receives the log, the key and the arguments of the server.
     The server reads the key from its environment, because every user can read arguments.
@@ -519,11 +522,9 @@ def start_server(
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     started = time.monotonic()
-    if to_check is not None and to_check.env == "harbor":
-        from src.envs.harbor.environment import check_harbor  # the import of Harbor takes seconds
-
+    if to_check is not None:
         try:
-            check_harbor(to_check)
+            check_slowly(to_check)
         except ConfigError:
             stop(server)
             raise
@@ -543,6 +544,19 @@ def start_server(
     ready = [line for line in log_lines(log_file, log_start) if "server ready" in line]
     print_message(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
     return server
+
+
+def check_slowly(config: TrainerConfig) -> None:
+    """Check what needs imports that take seconds: the tokenizer, if it is in a local directory, and Harbor
+    tasks. Raises ConfigError."""
+    if config.tokenizer is not None and Path(config.tokenizer).expanduser().is_dir():
+        from src.policy.chat import load_tokenizer
+
+        load_tokenizer(config.tokenizer)
+    if config.env == "harbor":
+        from src.envs.harbor.environment import check_harbor
+
+        check_harbor(config)
 
 
 def in_trainer_names(line: str) -> str:

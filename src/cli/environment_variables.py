@@ -23,6 +23,11 @@ def load_environment(argv: Sequence[str]) -> None:
     if "backend=skyrl-tx" in argv:
         load_dotenv(Path(".env.skyrl-tx"))
         os.environ.setdefault("TINKER_TELEMETRY", "0")
+    set_library_variables()
+
+
+def set_library_variables() -> None:
+    """Set the environment variables that libraries read when they are imported, unless they are set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Without this variable, transformers warns that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

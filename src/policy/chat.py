@@ -262,8 +262,8 @@ class Chat:
         return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
-def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
-    """Load the tokenizer of a local directory or a hub id, and return its chat format.
+def load_tokenizer(model_name: str) -> ChatTokenizer:
+    """Load the tokenizer of a local directory or a hub id.
 
     Raises ConfigError if there is no tokenizer or no chat template.
     """
@@ -280,11 +280,22 @@ def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
                 f"no tokenizer in {name} ({_first_line(missing)}); give tokenizer=DIR_OR_HUB_ID"
             ) from missing
         tokenizer = _from_hub(name)
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers made an empty tokenizer
+        raise ConfigError(f"no tokenizer in {name}: it has no tokenizer files; give tokenizer=DIR_OR_HUB_ID")
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an "
             "instruct model"
         )
+    return tokenizer
+
+
+def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
+    """Load the tokenizer of a local directory or a hub id, and return its chat format.
+
+    Raises ConfigError if there is no tokenizer or no chat template.
+    """
+    tokenizer = load_tokenizer(model_name)
     if model_name.removesuffix("/").endswith("-Base"):
         logger.warning(
             "%s is a base model, which was not trained on the tools and turns of its chat template; use "

@@ -247,6 +247,20 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
     assert [server.poll() is not None for server in stopped] == [True]
 
 
+def test_a_missing_tokenizer_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((run_skyrl_tx.QUICKSTART / "model" / "config.json").read_text())
+    options = ["model_name=local/model", f"tokenizer={tmp_path}", "data=x.jsonl", "reward=number"]
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*: it has no tokenizer files"):
+        run_skyrl_tx.check_slowly(parse([*options, "skyrl_tx_url=http://127.0.0.1:9", "backend=skyrl-tx"]))
+
+
+@pytest.mark.parametrize("name", ["/none/model", "./none", "a/b/c"])
+def test_a_missing_model_directory_is_refused(name: str, trained, capfd) -> None:
+    assert main([f"model_name={name}", "tasks_dir=."]) == 2
+    assert f"model_name={name}: no such directory; give a model directory" in capfd.readouterr().err
+    assert not trained
+
+
 def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatch) -> None:
     monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
     assert main(["tasks_dir=tasks"]) == main(["quickstart=terminal"]) == 0
