@@ -13,6 +13,7 @@ from pathlib import Path
 
 import chz
 
+from src.core.errors import ConfigError
 from src.core.length_limits import fitted_lengths
 from src.policy.options import BackendOptions
 from src.policy.running_server import ServedModels, find_server, tokenizer_folder
@@ -51,7 +52,8 @@ def fitted_to_server[Config: BackendOptions](
     """Return `config` with lengths that fit the context of a skyrl-tx server, and print them.
 
     `lengths` has the values of `context_limit` and of the other lengths of the program. Lengths in `argv` are
-    kept. Nothing is changed if the context is large enough or `argv` has context_limit.
+    kept. Nothing is changed if the context is large enough or `argv` has context_limit. Raises ConfigError if
+    a length in `argv` does not fit.
     """
     values = values_of(argv)
     set_by_user = {name: value for name, value in values.items() if _is_set(values, name)}
@@ -70,7 +72,10 @@ def fitted_to_server[Config: BackendOptions](
     changes = {name: value for name, value in fitted.items() if name in lengths}
     shown = " ".join(f"{name}={value}" for name, value in changes.items())
     print(f"note: fitted to the server's context of {context} tokens: {shown}", file=sys.stderr)
-    return chz.replace(config, **changes)
+    try:
+        return chz.replace(config, **changes)
+    except ValueError as error:  # an option of the user does not fit
+        raise ConfigError(str(error)) from error
 
 
 def values_of(argv: Sequence[str]) -> dict[str, str]:

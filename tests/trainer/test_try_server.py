@@ -92,6 +92,22 @@ async def test_lengths_of_the_user_are_kept(typed: list[str], added: list[str]):
     assert await fitted(*typed, context=2048) == added
 
 
+async def test_a_length_of_the_user_that_does_not_fit_is_refused():
+    with server({"org/model": 2048}) as url:
+        command = [
+            "tasks_dir=.",
+            "model_name=org/model",
+            OUR_BACKEND,
+            f"skyrl_tx_url={url}",
+            "max_tokens=4000",
+        ]
+        config = parse_as(TryConfig, command)
+        with pytest.raises(
+            ConfigError, match="max_tokens=4000 leaves no room for a prompt in context_limit="
+        ):
+            fitted_to_server(config, command, config.lengths_to_fit)
+
+
 async def test_the_lengths_of_terminus_2_fit_together():
     with server({"org/model": 2048}) as url:
         command = ["tasks_dir=.", "model_name=org/model", OUR_BACKEND, f"skyrl_tx_url={url}"]
