@@ -101,13 +101,14 @@ def lock_run_dir(path: Path) -> Generator[None]:
     """Lock the folder while the block runs. Raises ConfigError if another process uses the folder.
 
     Raises StorageError if the lock file cannot be written.
-    The lock file is next to the folder, because the folder may be deleted. If the parent is not writable, the
-    lock file is in the folder. The kernel releases the lock when the process ends. On a file system without
-    locks, a warning is logged.
+    The lock file is next to the folder, because the folder may be deleted. If only the folder is writable,
+    the lock file is in the folder. The kernel releases the lock when the process ends. On a file system
+    without locks, a warning is logged.
     """
     try:
         make_parents(path)
-        lock = path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK) else path / ".lock"
+        is_inside = path.is_dir() and not os.access(path.parent, os.W_OK)
+        lock = path / ".lock" if is_inside else path.with_name(f".{path.name}.lock")
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StorageError(
@@ -139,6 +140,8 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
         return RunFolder(path=path, checkpoint=None, delete_first=False)
+    if not path.is_dir():
+        raise ConfigError(f"log_path {path} is not a folder; give another log_path")
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
     if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet

@@ -3,6 +3,7 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
 from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
+from src.records.run_folder import lock_run_dir
 from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
@@ -332,6 +334,19 @@ async def test_a_run_folder_in_use_is_refused(tmp_path, behavior):
     await running
     assert [record["step"] for record in first.lines("metrics.jsonl")] == [0, 1, 2]
     await second.go("behavior_if_log_dir_exists=delete")
+
+
+def test_the_lock_of_a_new_folder_is_next_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # so that opening the lock file gives the reason
+    with lock_run_dir(tmp_path / "new"):
+        assert (tmp_path / ".new.lock").exists()
+
+
+async def test_a_file_is_refused_as_a_run_folder(tmp_path):
+    bench = Bench(tmp_path)
+    bench.path.write_text("")
+    with pytest.raises(ConfigError, match="is not a folder; give another log_path"):
+        await bench.go()
 
 
 async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
