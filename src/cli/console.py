@@ -84,9 +84,9 @@ class Display:
         """Print one line for the first failure of each kind, and for the first trial of each graded-zero
         reason in GRADING_ERROR_REASONS.
         """
-        failures = [(str(failure.kind), failure.message, "not graded") for failure in group.failures]
+        failures = [(str(failure.kind), failure.message, "ungraded trial") for failure in group.failures]
         failures += [
-            (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")
+            (str(trajectory.zero_reason), trajectory.zero_detail, "trial with reward 0")
             for trajectory in group.trajectories
             if trajectory.zero_reason in GRADING_ERROR_REASONS
         ]
@@ -95,8 +95,7 @@ class Display:
                 self._shown_failures.add(kind)
                 first_line = (message.splitlines() or [""])[0]
                 self.say(
-                    f"  first trial with {kind} ({result}): {group.task.id}: {first_line}; "
-                    "logs.log has the traceback"
+                    f"  first {result} ({kind}): {group.task.id}: {first_line}; logs.log has the traceback"
                 )
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:

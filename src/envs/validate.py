@@ -84,7 +84,7 @@ def run(config: ValidateConfig) -> int:
     num_unsound = sum(result.is_unsound for result in results)
     num_unknown = len(results) - num_sound - num_unsound
     unknown = f", {num_unknown} without solution" if num_unknown else ""
-    print(f"{len(results)} tasks in {kind}: {num_sound} sound, {num_unsound} unsound{unknown}")
+    print(f"tasks in {kind}: {num_sound} sound, {num_unsound} unsound{unknown}")
     return 1 if num_unsound else 0
 
 

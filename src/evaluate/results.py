@@ -185,7 +185,7 @@ def compare(
         f"success {comparison.first:.1%} -> {comparison.second:.1%}, "
         f"difference {100 * difference.value:+.1f} points "
         f"[{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]; "
-        f"{comparison.num_better} tasks better, {comparison.num_worse} worse; "
+        f"tasks: {comparison.num_better} better, {comparison.num_worse} worse; "
         f"p = {comparison.p_value:.3g} (exact sign-flip test)"
     )
     return comparison

@@ -217,15 +217,21 @@ def training_signal_line(name: str, variances: Sequence[float]) -> str:
     A group of four trials has the variance 0.25 with two successes, and 0.1875 with one success.
 
     >>> training_signal_line("retail", [0.1875, 0.0])
-    'training signal of retail: rewards differ within groups in 50% of 2 steps, mean variance 0.0938'
+    'training signal of retail: rewards differ within a group in 1 of 2 steps, mean variance 0.0938'
+    >>> training_signal_line("retail", [2e-7])
+    'training signal of retail: rewards differ within a group in 1 of 1 step, mean variance 2e-07'
     """
     num_steps = len(variances)
-    share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
-    steps = f"{share:.0%} of {counted(num_steps, 'step')}"
-    verdict = "" if share >= MIN_SIGNAL else "; the tasks are too hard or too easy for this model"
+    num_with_signal, mean = sum(variance > 0 for variance in variances), sum(variances) / num_steps
+    steps = f"{num_with_signal} of {counted(num_steps, 'step')}"
+    verdict = (
+        ""
+        if num_with_signal / num_steps >= MIN_SIGNAL
+        else "; the tasks are too hard or too easy for this model"
+    )
     return (
-        f"training signal of {name}: rewards differ within groups in {steps}, mean variance "
-        f"{mean:.4f}{verdict}"
+        f"training signal of {name}: rewards differ within a group in {steps}, mean variance "
+        f"{mean:.3g}{verdict}"
     )
 
 

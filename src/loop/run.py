@@ -24,6 +24,7 @@ from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
 from src.loop import outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
+from src.loop.outcome import counted
 from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
@@ -126,8 +127,8 @@ async def train(
     batches = schedule(source.train, config)
     steps_done = folder.steps_done
     events.say(
-        f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; {len(batches)} steps; "
-        f"loss_fn={config.loss_fn}"
+        f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; "
+        f"{counted(len(batches), 'step')}; loss_fn={config.loss_fn}"
     )
     if folder.checkpoint is not None:
         events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")

@@ -30,7 +30,7 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
+    assert "tasks: 40 to train on, 3 held out; 1 step" in done.stdout
     # Refusing is the correct answer to one of the three tasks.
     assert "points); an agent that does nothing: 33.3%" in done.stdout
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

@@ -226,7 +226,7 @@ def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
     """Run Test 2 of the documents in sandboxes, with short trials and three trials of each held-out task."""
     command = (TRAIN + SINGLE_TASK).replace("environment_type=docker", "environment_type=sandbox").rstrip()
     printed = reader.run(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
-    assert "tasks: 1 to train on, 1 held out; 1 steps" in printed and "done: 1 step in" in printed, printed
+    assert "tasks: 1 to train on, 1 held out; 1 step" in printed and "done: 1 step in" in printed, printed
     [folder] = (path for path in (reader.clone / "runs" / "test2").iterdir() if path.is_dir())
     return folder
 

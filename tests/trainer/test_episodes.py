@@ -191,11 +191,11 @@ async def test_a_run_reports_the_signal_of_each_domain(tmp_path):
     run = EpisodesRun(tmp_path)
     metrics = await run.trained("n_epochs=3", "eval_every=0", "temperature=1")
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
-    share = sum(variance > 0 for variance in variances) / 3
+    num_with_signal = sum(variance > 0 for variance in variances)
     lines, mean = run.text.getvalue().splitlines(), sum(variances) / 3
     expected = (
-        f"training signal of retail: rewards differ within groups in {share:.0%} of 3 steps, "
-        f"mean variance {mean:.4f}"
+        f"training signal of retail: rewards differ within a group in {num_with_signal} of 3 steps, "
+        f"mean variance {mean:.3g}"
     )
     assert any(line.startswith(expected) for line in lines)
     assert all(f"training signal of {name}: " in run.text.getvalue() for name in ("all tasks", "airline"))

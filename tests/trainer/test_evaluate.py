@@ -305,7 +305,7 @@ async def test_two_checkpoints_are_compared_task_by_task(tmp_path):
     assert (comparison["first_name"], comparison["second_name"]) == ("m", "tinker://r/sampler_weights/2")
     assert bench.opened == ["tinker://r/sampler_weights/2", None]
     assert "success 25.0% -> 75.0%, difference +50.0 points" in bench.text.getvalue()
-    assert "8 tasks better, 0 worse; p = 0.00781 (exact sign-flip test)" in bench.text.getvalue()
+    assert "tasks: 8 better, 0 worse; p = 0.00781 (exact sign-flip test)" in bench.text.getvalue()
 
 
 def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):

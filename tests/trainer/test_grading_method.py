@@ -187,7 +187,7 @@ def test_validate_records_which_tasks_are_graded_in_place(
         "ok   program: oracle 1.0, nop 0.0, graded in place",
         "ok   service: oracle 1.0, nop 0.0, graded in place with the agent's processes",
         f"grading methods recorded in {tmp_path / RECORD_NAME}",
-        "3 tasks in sandbox: 3 sound, 0 unsound",
+        "tasks in sandbox: 3 sound, 0 unsound",
     ]
     records = json.loads((tmp_path / RECORD_NAME).read_text())
     assert {name: record["sandbox"] for name, record in records.items()} == {

@@ -153,7 +153,7 @@ async def test_a_broken_environment_ends_the_run_with_its_line(tmp_path):
     message = r"none of the 16 training trials could be graded, .* e.g. say-0\d: ZeroDivisionError: by zero"
     with pytest.raises(NothingTrainedError, match=message):
         await bench.go()
-    assert bench.text.getvalue().count("first trial with env_error (reward 0): say-0") == 1
+    assert bench.text.getvalue().count("first trial with reward 0 (env_error): say-0") == 1
 
 
 async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):

@@ -126,7 +126,7 @@ def test_validate_does_not_fail_a_task_without_a_solution(
     first, second, *_, total = capsys.readouterr().out.splitlines()
     assert first.startswith("--   no-solution: nop 0.0; no solution/solve.sh")
     assert second.startswith("ok   sound: oracle 1.0, nop 0.0")
-    assert total == "2 tasks in sandbox: 1 sound, 0 unsound, 1 without solution"
+    assert total == "tasks in sandbox: 1 sound, 0 unsound, 1 without solution"
     task(tmp_path / "tasks", "given-away", solution=False)
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
     assert capsys.readouterr().out.splitlines()[0].startswith("BAD  given-away:")
