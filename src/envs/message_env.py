@@ -174,6 +174,7 @@ class _Episode:
     async def play(self) -> None:
         reset_result = await self._env.start()
         self.failure_kind = FailureKind.ENV_ERROR
+        _require_type(self._env, "start", reset_result, ResetResult)
         messages, tools = native_or_described_tools(reset_result, self._settings)
         self.conversation += messages
         prompt_ids: Sequence[int] = self._chat.render(self.conversation, tools=tools)
@@ -188,6 +189,7 @@ class _Episode:
             turn = await self._sample(prompt_ids, max_tokens=max_tokens)
             answer = self._chat.decode(turn.completion_ids)
             step_result = await self._step(turn, answer)
+            _require_type(self._env, "step", step_result, StepResult)
             start = len(self.conversation)
             self._tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
             self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
@@ -294,6 +296,14 @@ def native_or_described_tools(
     if not tools or (reset_result.use_native_tool_calling and settings.use_native_tool_calling):
         return messages, tools
     return with_described_tools(messages, tools), ()
+
+
+def _require_type(env: MessageEnv, method: str, result: object, kind: type) -> None:
+    """Raise TypeError if a method of an environment has returned another type than `kind`."""
+    if not isinstance(result, kind):
+        raise TypeError(
+            f"{method} of {type(env).__name__} returned {type(result).__name__}, not {kind.__name__}"
+        )
 
 
 def turn_seed(seed: int, number: int) -> int:

@@ -169,6 +169,12 @@ async def test_an_error_that_no_answer_can_cause_is_a_failure(error):
     assert failure.kind == FailureKind.ENV_ERROR
 
 
+async def test_a_step_without_a_result_is_a_failure_that_names_it():
+    failure, _, _ = await fail([cast(StepResult, None)], ["A"])
+    assert failure.kind == FailureKind.ENV_ERROR
+    assert failure.message.startswith("TypeError: step of ScriptedEnv returned NoneType, not StepResult")
+
+
 async def test_a_message_that_is_not_json_is_a_failure():
     class Broken(ScriptedEnv):
         async def step(self, answer: str) -> StepResult:
