@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from scripts.docs.troubleshooting import page
+from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from src.analyze.doctor import machine_checks, run_checks
 from src.analyze.doctor.__main__ import main
@@ -212,6 +213,15 @@ def test_a_server_is_asked_for_its_health(tmp_path: Path) -> None:
     with serving(StartupState(state=fake_context(tmp_path))) as url:
         assert not machine_checks.server(f"{url}/").is_problem
     assert machine_checks.server("http://127.0.0.1:9").measured.startswith("no server answers at http://127")
+
+
+def test_a_refused_key_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+    settings = HttpSettings(model_dir=None, api_key="tml-right")
+    with serving(StartupState(state=fake_context(tmp_path, settings=settings))) as url:
+        finding = machine_checks.server(url)
+    assert finding.measured == f"{url}: it refuses the key; set TINKER_API_KEY to the key of the server"
+    assert finding.command == "export TINKER_API_KEY=tml-..."
 
 
 def test_the_machine_is_checked_without_a_run(
