@@ -30,6 +30,7 @@ from rich.text import Text
 
 from src.cli.console import message_text, terminal
 from src.cli.program import run_program
+from src.cli.saved_options import program_of
 from src.core.errors import ConfigError
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.played_groups import SOLVED
@@ -107,6 +108,10 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} has no {CONFIG_FILE}; give the folder of a run")
     trials = recorded_trials(folder)
+    if not trials and program_of(run) == "src.sft":
+        raise ConfigError(
+            f"{folder.name} is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"
+        )
     if selected is None:
         yield overview(trials)
         return

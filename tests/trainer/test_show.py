@@ -118,10 +118,13 @@ def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
         (["RUN", "c"], "has no step, task or trial 'c'; agent-trainer show"),
         (["RUN/none"], "has no config.json; give the folder of a run"),
         (["RUN", "a__1", "eval_000001"], "has no step, task or trial 'a__1' in eval_000001; agent-trainer"),
+        (["RUN/sft"], "sft is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"),
         ([], "show takes 1 to 3 arguments, not 0; write show RUN"),
     ],
 )
 def test_a_mistake_gives_a_one_line_error(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):
+    (run / "sft").mkdir()
+    (run / "sft" / "config.json").write_text('{"train_on": "all_tokens"}')
     assert show.main([argument.replace("RUN", str(run)) for argument in arguments]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
