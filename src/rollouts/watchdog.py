@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from math import inf
 
 from src.core.errors import BackendError, ServerLost
 from src.core.trajectory import Turn
@@ -21,6 +22,7 @@ from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, Sa
 logger = logging.getLogger(__name__)
 
 CHECK_PERIOD_S = 5.0
+WARNING_PERIOD_S = 30.0
 
 
 class Watchdog:
@@ -82,20 +84,26 @@ async def _check_health(
     # The time of the first failed check since the last answer. The time of the last answer is not used,
     # because a suspension of this process would then count as time without an answer.
     failing_since: float | None = None
+    warned_at = -inf
     while not lost.done():
         await asyncio.sleep(min(CHECK_PERIOD_S, options.heartbeat_timeout_s / 4))
         checked_at = now()
         try:
             await check()
-            failing_since = None
+            failing_since, warned_at = None, -inf
         except ServerLost as error:
             lost.set_result(str(error))
         except Exception as error:
             failing_since = failing_since or checked_at
             silent_s = now() - failing_since
-            logger.warning(
-                "the server did not pass a health check (%s); no answer for %.0f s", error, silent_s
-            )
+            if now() - warned_at >= WARNING_PERIOD_S:
+                warned_at = now()
+                logger.warning(
+                    "no answer from the server for %.0f s of heartbeat_timeout_s=%g: %s",
+                    silent_s,
+                    options.heartbeat_timeout_s,
+                    error,
+                )
             if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
                     f"the server has not answered for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "

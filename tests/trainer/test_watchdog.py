@@ -86,6 +86,18 @@ async def test_a_few_failed_probes_do_not_end_the_run():
 
 
 @in_virtual_time
+async def test_a_silent_server_is_reported_every_30_seconds(caplog):
+    options = WatchdogOptions(heartbeat_timeout_s=70, request_timeout_s=600)
+    async with watching(no_answer, options) as watchdog:
+        with pytest.raises(ServerLost):
+            await watchdog.guard(asyncio.Event().wait(), "playing")
+    assert caplog.messages == [
+        f"no answer from the server for {silent_s} s of heartbeat_timeout_s=70: no server answers"
+        for silent_s in (0, 30, 60)
+    ]
+
+
+@in_virtual_time
 async def test_errors_and_cancellation_pass_through_the_watchdog():
     cancelled_waits = []
     async with watching(alive, SETTINGS) as watchdog:
