@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from src.core.errors import ConfigError
@@ -64,6 +72,14 @@ class ChatMessage(BaseModel):
     content: Annotated[str, BeforeValidator(_joined_text)] = ""
     tool_calls: list[Call] | None = None
     trainable: bool = False  # whether train_on=customized trains this message
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_content(cls, message: object) -> object:
+        is_call = isinstance(message, Mapping) and bool(message.get("tool_calls"))
+        if isinstance(message, Mapping) and message.get("content") is None and not is_call:
+            raise ValueError("content is missing or null, which only a message with tool_calls may have")
+        return message
 
 
 class ChatLine(BaseModel):
