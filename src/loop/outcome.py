@@ -194,10 +194,13 @@ def last_lines(
 
 def resume_command(log_path: Path) -> str:
     """Return the command that continues a run, for the working directory of this process."""
+    return shlex.join([agent_trainer(), "resume", str(log_path)])
+
+
+def agent_trainer() -> str:
+    """Return the path of the program `agent-trainer`, for the working directory of this process."""
     program = Path(sys.executable).with_name("agent-trainer")
-    if program.is_relative_to(Path.cwd()):
-        program = program.relative_to(Path.cwd())
-    return shlex.join([str(program), "resume", str(log_path)])
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def training_signal_lines(variances: Mapping[str, Sequence[float]]) -> list[str]:

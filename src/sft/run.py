@@ -16,7 +16,7 @@ from src.core.process import in_thread
 from src.evaluate.training_events import TrainingEvents
 from src.learning.supervised import SupervisedLearner
 from src.loop.connection import Connect, Connector, Dependencies, update_scale
-from src.loop.outcome import counted, last_lines
+from src.loop.outcome import agent_trainer, counted, last_lines
 from src.loop.run import journal_of_run, shows_resume_command
 from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
@@ -147,7 +147,7 @@ def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
     if checkpoint is not None:
         lines += [
             f"sampler checkpoint: {checkpoint.sampler_path}",
-            f"RL from these weights: python -m src.train load_checkpoint_path={checkpoint.state_path} "
+            f"RL from these weights: {agent_trainer()} train load_checkpoint_path={checkpoint.state_path} "
             f"load_optimizer=false lora_rank={config.lora_rank} ...",
         ]
     steps = max(recorded(metrics_file, "progress/batch"), default=0)

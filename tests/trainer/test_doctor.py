@@ -17,6 +17,7 @@ from src.analyze.doctor.__main__ import main
 from src.analyze.doctor.problems import PROBLEMS, Finding, ProblemName
 from src.analyze.doctor.run_checks import CheckedRun, run_findings
 from src.cli.agent_trainer import command_line
+from src.loop.outcome import agent_trainer
 from tests.fakes.server import fake_context, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +131,7 @@ def test_each_problem_is_reported_without_other_problems(
     assert finding.name == name and finding.measured.startswith(measured) and "\n" not in finding.measured
     assert finding.command == f"agent-trainer {command.format(run=path)}"
     assert finding.lines()[1].strip() == PROBLEMS[name].meaning
+    assert finding.lines()[2].strip() == f"type: {agent_trainer()} {command.format(run=path)}"
 
 
 @pytest.mark.parametrize(

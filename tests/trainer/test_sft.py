@@ -130,6 +130,11 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         (GOOD + '{"prompt": 1}\n', r"chats.jsonl, line 2: messages: Field required"),
         (GOOD + '{"messages": []}\n', r"chats.jsonl, line 2: messages: List should have at least 1 item"),
         (GOOD.replace("user", "customer"), r"line 1: messages.0.role: Input should be 'system', 'user'"),
+        (
+            GOOD.replace('"b"', "null"),
+            r"line 1: messages.1: content is missing or null, which only a message",
+        ),
+        (GOOD.replace('"content": "b"', '"text": "b"'), r"line 1: messages.1: content is missing or null"),
         (GOOD.replace('"b"', "1"), r"line 1: messages.1.content: Input should be a valid string"),
         (GOOD.replace('"b"', '[{"type": "image"}]'), r"line 1: messages.1.content: Input should be a valid"),
         (
@@ -221,7 +226,7 @@ async def test_a_run_lowers_the_held_out_nll_and_saves(tmp_path: Path) -> None:
     text = run.text.getvalue()
     assert "chats: 7 to train on (28 trained tokens), 2 held out; 12 steps, learning rate 5" in text
     assert "held-out NLL: 5.7038 before" in text
-    assert "python -m src.train load_checkpoint_path=tinker://m/weights/000012" in text
+    assert "agent-trainer train load_checkpoint_path=tinker://m/weights/000012" in text
 
 
 async def test_a_resumed_run_continues_with_its_optimizer(tmp_path: Path) -> None:

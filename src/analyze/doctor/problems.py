@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from src.loop.outcome import agent_trainer
+
 MIN_STEPS = 9  # a trend compares the first and the last third of the steps: at least 3 values each
 NOISE_ERRORS = 2.0  # a difference below 2 standard errors is not significant at the usual level of 5 %
 SATURATED = 0.95  # share of the largest reward; a mean reward above this share can hardly rise
@@ -128,7 +130,9 @@ class Finding:
         if self.problem is not None:
             lines.append(f"{'':8}{self.problem.meaning}")
         if self.is_problem:
-            lines.append(f"{'':8}type: {self.command}")
+            program, space, rest = self.command.partition(" ")
+            command = f"{agent_trainer()}{space}{rest}" if program == "agent-trainer" else self.command
+            lines.append(f"{'':8}type: {command}")
         return lines
 
 
