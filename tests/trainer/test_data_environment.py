@@ -212,6 +212,8 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    if answer == row['answer']:\n        return {'reward': 1, 'hints': 0}\n"
         "    return {'reward': 0.25, 'message': 'Think of ' + row['hint']}\n"
         "def broken(answer, row):\n    return 1 / 0\n"
+        "def nothing(answer, row):\n    pass\n"
+        "def no_reward(answer, row):\n    return {'score': 1}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -227,6 +229,10 @@ async def test_a_function_of_the_user_grades_and_replies(tmp_path: Path):
     assert result.conversation[2] == {"role": "user", "content": "Think of letters"}
     broken = await play(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
     assert (broken.reward, broken.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
+    for name, returned in (("nothing", "None"), ("no_reward", "{'score': 1}")):
+        result = await play(opened(f"data={path}", f"reward=my_rewards:{name}", "eval_split=0"), "a")
+        expected = f"TypeError: the function of reward= returned {returned}; return a number, or a mapping"
+        assert result.zero_detail.startswith(expected)
 
 
 async def test_a_function_that_raises_stop_iteration_has_an_error():
@@ -321,6 +327,11 @@ NO_QUESTION = (
             '{"question": "a", "answer": "("}',
             ["reward=regex"],
             "FILE:1: the answer '(' is not a regular expression",
+        ),
+        (
+            '{"question": "a", "answer": "1", "id": "x"}\n{"question": "b", "answer": "1", "id": "x"}',
+            [],
+            "FILE:2: the id x is also the id of FILE:1; change one of them",
         ),
         ("\n", [], "FILE has no rows; give a file with at least one row"),
         (

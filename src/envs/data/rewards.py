@@ -209,7 +209,14 @@ class FunctionReward:
         if isawaitable(result):
             result = await result
         values = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        reward, message = float(values.pop("reward")), str(values.pop("message", None) or "")
+        try:
+            reward = float(values.pop("reward"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"the function of reward= returned {result!r:.80}; return a number, or a mapping with "
+                "`reward`"
+            ) from error
+        message = str(values.pop("message", None) or "")
         return Graded(
             reward=reward,
             message=message,

@@ -101,9 +101,11 @@ def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> li
     row is left out.
 
     The id of a task is the id in its row, or else the name of the file and the number of the record. `name`
-    is the domain in metrics; if it is empty, the domain in the row is used.
+    is the domain in metrics; if it is empty, the domain in the row is used. Raises ConfigError if two tasks
+    have the same id.
     """
     tasks: dict[tuple[str, str | None], Task] = {}
+    where_of: dict[str, str] = {}  # id of a task -> file and line
     for question in questions:
         values = question.record.values
         row_id = next((values[column] for column in ID_COLUMNS if values.get(column) is not None), None)
@@ -115,7 +117,15 @@ def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> li
             domain=name or str(domain),
             row={"question": question},
         )
-        tasks.setdefault((question.text, question.reference), task)
+        if (question.text, question.reference) in tasks:
+            continue
+        if task.id in where_of:
+            raise ConfigError(
+                f"{question.record.where}: the id {task.id} is also the id of {where_of[task.id]}; change "
+                "one of them"
+            )
+        tasks[question.text, question.reference] = task
+        where_of[task.id] = question.record.where
     return list(tasks.values())
 
 
