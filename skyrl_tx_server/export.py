@@ -1,8 +1,8 @@
 """Export checkpoints to PEFT and Hugging Face format, and import PEFT adapters.
 
-    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR
-    python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
-    python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
+    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR python -m
+    skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR python -m
+    skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
 The commands do not need a running server, and can be used while a server runs. `adapter --help` lists all
 options of the command `adapter`.
@@ -175,15 +175,15 @@ def _run(command: str, argv: Sequence[str]) -> str:
 def _read(
     checkpoints_dir: str, path: str, *, base_hash: str | None
 ) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-    """Return a checkpoint of any base model. Raise UserError if `base_hash` is given and is not the
-    fingerprint of the checkpoint's base model."""
+    """Return the record and the arrays of the checkpoint `path`. The name of its base model is not checked.
+    Raise UserError if `base_hash` is given and is not the fingerprint of its base model."""
     root = Path(checkpoints_dir).expanduser()
     try:
         info = CheckpointStore(root, "").info(path)
     except NotFoundError as error:
         raise NotFoundError(
             f"{error} in checkpoints_dir={checkpoints_dir}; pass the server's checkpoints_dir "
-            "(quick starts use RUN.server/checkpoints)"
+            "(run_skyrl_tx.sh stores checkpoints in <run folder>.server/checkpoints)"
         ) from None
     return CheckpointStore(root, info.base_model, base_hash).read(path)
 

@@ -86,8 +86,9 @@ def _next_pause(
 def _sequence_of_largest_account(
     queue: SampleQueue, plan: SlotPlan
 ) -> tuple[float, tuple[Request, int] | None]:
-    """Among the tenants with a sequence that may be paused, choose the tenant with the largest account.
-    Return this account and the sequence to pause, or (0, None) if no sequence may be paused."""
+    """Among the tenants with a sequence that may be paused, choose the tenant with the largest account
+    (`scheduler`), after the changes in `plan`. Return this account and the sequence to pause, or (0, None) if
+    no sequence may be paused."""
     running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
         sequence = _sequence_to_pause(queue, tenant.running.values(), plan)

@@ -182,15 +182,15 @@ def _is_new_loss_position(sequence: TreeSequence) -> np.ndarray:
     return is_new
 
 
-def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> list[np.ndarray]:
-    """Return the loss positions [N] int32 of each sequence. `order[i]` is the final index of the loss
-    position that was created as number i."""
+def _loss_positions(sequences: Sequence[TreeSequence], final_index: np.ndarray) -> list[np.ndarray]:
+    """Return the loss positions [N] int32 of each sequence. `final_index[i]` is the index, after sorting, of
+    the i-th new loss position of the stream."""
     by_sequence: list[np.ndarray] = []
     created = 0
     for sequence in sequences:
         is_new = _is_new_loss_position(sequence)
         positions = np.zeros(len(is_new), np.int32)
-        positions[is_new] = order[created : created + is_new.sum()]
+        positions[is_new] = final_index[created : created + is_new.sum()]
         if sequence.num_shared:
             shared = np.flatnonzero(sequence.shares_loss)
             positions[shared] = by_sequence[-1][shared]

@@ -34,8 +34,8 @@ class Trial(Protocol):
 async def run_with_timeout(
     trial: Trial, policy: Policy, task: Task, timeout_s: float | None
 ) -> Trajectory | TrialFailure:
-    """Run a trial. A trial that does not finish within `timeout_s` (None: two hours), or that a call inside
-    it cancels, is a failure."""
+    """Run a trial. Return a TrialFailure if the trial does not finish within `timeout_s` (None: two hours),
+    or if a call inside the trial cancels the trial."""
     timeout_s = timeout_s or DEFAULT_DEADLINE_S
     playing = asyncio.ensure_future(trial.run(policy))
     try:
@@ -57,10 +57,11 @@ class DeadlineAware(Protocol):
     """A trial that can determine whether its agent caused the trial to exceed its deadline."""
 
     def timeout_result(self) -> Trajectory | None:
-        """Return a trajectory with the reward 0 and a graded-zero reason. The caller calls this method if
-        `run` has reached the deadline, and then cancels `run`.
+        """Return a trajectory with the reward 0 and a graded-zero reason, or None if the agent used at most
+        half of the time of the trial. The timeout is then an infrastructure failure.
 
-        Returns None if the agent did not use most of the time. The timeout is then an infrastructure failure.
+        `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
+        cancels `run`.
         """
         ...
 

@@ -98,8 +98,8 @@ def require_trained(log_path: Path) -> None:
     else:
         mean = sum(rewards) / max(1, len(rewards))
         cause = (
-            f"the rewards of every group are equal (mean {shown_reward(mean)}); choose easier or harder "
-            "tasks, another reward or a larger group_size"
+            f"in every group, all trials have the same reward (mean of all trials {shown_reward(mean)}); "
+            "choose easier or harder tasks, another reward or a larger group_size"
         )
     raise NothingTrainedError(f"nothing was trained in {counted(len(num_updates), 'step')}: {cause}")
 
@@ -193,12 +193,12 @@ def last_lines(
 
 
 def resume_command(log_path: Path) -> str:
-    """Return the command that continues a run, for the working directory of this process."""
+    """Return the command that continues a run. Its paths may be relative to the working directory."""
     return shlex.join([agent_trainer(), "resume", str(log_path)])
 
 
 def agent_trainer() -> str:
-    """Return the path of the program `agent-trainer`, for the working directory of this process."""
+    """Return the path of the program `agent-trainer`, relative to the working directory if it is below it."""
     program = Path(sys.executable).with_name("agent-trainer")
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 

@@ -107,7 +107,7 @@ class TinkerBackend:
         """Check the endpoint with plain HTTP requests, because the SDK would retry for minutes."""
         url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
-        if self._key is None:  # the SDK does not expose its stored credentials, so no request can use them
+        if self._key is None:  # only the SDK can use its stored credentials, so `get_info` cannot be sent
             return
         body = {"type": "get_info", "model_id": self.training_client.model_id}
         reply = await request(f"{url}/api/v1/get_info", key=self._key, body=body, timeout_s=timeout_s)

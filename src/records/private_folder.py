@@ -3,7 +3,7 @@ an API key.
 
 In a folder that every user can write to, such as the temporary folder, another user may have created an entry
 of the same name. An existing entry must therefore be a folder of this user or of root, and not a symbolic
-link. A new folder is private.
+link. A new folder in such a folder is private. The folder that `make_private` creates is always private.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The checkpoint of the second step is removed, so a resume trains this step again on the stored rollouts.
     """
     path = tmp_path_factory.mktemp("half") / "run"
-    with suppress(NothingTrainedError):  # raised if the rewards of every group are equal
+    with suppress(NothingTrainedError):  # raised if all trials of every group have the same reward
         asyncio.run(BanditRun(path).go(*OPTIONS, "max_steps=2"))
     first, _ = (path / "checkpoints.jsonl").read_text().splitlines(keepends=True)
     (path / "checkpoints.jsonl").write_text(first)

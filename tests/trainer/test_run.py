@@ -135,7 +135,8 @@ async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
 
     bench = Bench(tmp_path, play=reward_half)
     with pytest.raises(
-        NothingTrainedError, match=r"in 2 steps: the rewards of every group are equal \(mean 0.5"
+        NothingTrainedError,
+        match=r"in 2 steps: in every group, all trials have the same reward \(mean of all trials 0.5",
     ):
         await bench.go("eval_before_train=false")
     assert bench.lines("journal.jsonl")[-1]["state"] == "nothing_trained"

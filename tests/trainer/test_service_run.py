@@ -67,7 +67,7 @@ async def test_a_run_with_native_tools_and_a_judge(
         "judge_model=j",
         "judge_base_url=http://h:1/v1",
     ]
-    with pytest.raises(NothingTrainedError, match="the rewards of every group are equal"):
+    with pytest.raises(NothingTrainedError, match="in every group, all trials have the same reward"):
         await run.go(*argv)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])

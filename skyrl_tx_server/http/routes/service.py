@@ -45,7 +45,7 @@ async def dynamic_config(state: AppState, request: Request) -> Reply:
 
 
 async def telemetry(state: AppState, request: Request) -> Reply:
-    """Discard telemetry; the server sends nothing to other machines."""
+    """Discard the telemetry of the SDK. The server does not forward it."""
     await read_body(state, request)
     return {"status": "accepted"}
 

@@ -19,7 +19,7 @@ def _refuse(message: str) -> Handler:
 
 
 _ACCOUNTS = "this server has no accounts and does not implement this call"
-_FLAG = "this server does not implement this call, which the reply to client/config disables in the SDK"
+_FLAG = "this server does not implement this call; the reply to client/config tells the SDK not to use it"
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"
 

@@ -1,7 +1,8 @@
 """A session with an MCP server over streamable HTTP (modelcontextprotocol.io, revision 2025-06-18).
 
 This module uses httpx instead of the package `mcp`, because that package neither reports the HTTP status nor
-limits the size of a response. A trial needs both to distinguish a failed call from a failed server.
+limits the size of a response. A trial needs the HTTP status to distinguish a failed call from a failed
+server. A response that exceeds the limit counts as a failed call.
 """
 
 from __future__ import annotations

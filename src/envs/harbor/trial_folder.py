@@ -72,7 +72,8 @@ class JobsQuota:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s: jobs_quota_gb=%g is used up; further trials keep only their results, rewards and logs",
+                "%s: the files of a trial would exceed jobs_quota_gb=%g; such trials keep only their "
+                "results, rewards and logs",
                 jobs,
                 self.limit / 2**30,
             )
@@ -134,7 +135,8 @@ def keep_essential(folder: Path) -> FolderSummary:
 
 
 def _measure(jobs: Path) -> dict[Path, int]:
-    """Return the bytes in the folder of each trial, `jobs/STEP/TRIAL`, and of each other entry of `jobs`."""
+    """Return the bytes of each entry of `jobs` and of each entry of a step folder, by path. The bytes of a
+    trial folder, `jobs/STEP/TRIAL`, include all entries below it."""
     sizes: Counter[Path] = Counter()
     for entry, _ in _entries(jobs):
         parts = Path(entry.path).relative_to(jobs).parts
