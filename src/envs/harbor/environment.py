@@ -37,9 +37,6 @@ OWN_ENVIRONMENTS = {
 }
 """`environment_type` -> import path of the class that runs the environment in place of Harbor's class."""
 
-SANDBOX_OPTIONS = ("network",)
-"""The names in `environment_kwargs` that are arguments of `SandboxEnvironment`."""
-
 
 def new_run_label() -> str:
     """Return a label for the objects that a run creates outside the run folder: sandbox directories,
@@ -278,20 +275,8 @@ def resolve_environment_type(name: str) -> str:
 def trial_environment(
     environment_type: str, environment_kwargs: Mapping[str, str], *, run_label: str
 ) -> dict[str, object]:
-    """Return the fields of Harbor's EnvironmentConfig for the trials of a run.
-
-    Raises ConfigError for a name in `environment_kwargs` that the sandbox does not have. Harbor checks the
-    names for Docker.
-    """
+    """Return the fields of Harbor's EnvironmentConfig for the trials of a run."""
     options = environment_options(environment_kwargs)
-    if environment_type == "sandbox":
-        kwargs = options["kwargs"]
-        assert isinstance(kwargs, dict)
-        if unknown := kwargs.keys() - set(SANDBOX_OPTIONS):
-            raise ConfigError(
-                f"environment_kwargs: environment_type=sandbox has no option {min(unknown)}; its options are "
-                "network, memory_mb, storage_mb, grading and keep_processes"
-            )
     if (import_path := OWN_ENVIRONMENTS.get(environment_type)) is None:
         options["type"] = environment_type
     else:

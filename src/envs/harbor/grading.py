@@ -38,7 +38,7 @@ from harbor.trial.trial import Trial
 from harbor.utils.env import resolve_env_vars
 from harbor.verifier.verifier import Verifier
 
-from src.core.errors import AgentFault, SandboxError, VerifierError
+from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes, search_variables
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
@@ -46,6 +46,7 @@ from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
 from src.envs.harbor.sandbox_files import SandboxFiles
+from src.envs.harbor.trial_result import require_graded_end
 from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.sandbox.containers import ContainerEnvironment
 from src.envs.sandbox.environment import SandboxEnvironment
@@ -60,7 +61,6 @@ VERIFIER_REASONS = (
     ZeroReason.UNREADABLE_REWARD,
     ZeroReason.VERIFIER_ERROR,
 )
-GRADED_ENDS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")  # exceptions with which an agent is graded
 MIN_FREE_BYTES = 64 * 2**20  # With fewer free bytes, the disk of the host counts as full.
 
 
@@ -195,10 +195,7 @@ class Grading:
         started = time.monotonic()
         if self.fault is not None:
             raise self.fault
-        info = self._trial.result.exception_info
-        if info is not None and info.exception_type not in GRADED_ENDS:
-            # Harbor 0.26 would run the verifier. The recorded exception remains the result of the trial.
-            raise VerifierError(f"a trial whose agent ended with {info.exception_type} is not graded")
+        require_graded_end(self._trial.result)
         try:
             if self._files is not None:
                 await self._carry_over(self._files)

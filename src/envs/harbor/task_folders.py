@@ -38,6 +38,8 @@ from src.envs.sandbox.task_requirements import (
 # the task can run, but probably not as its author intended.
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run it with `harbor run`"
+SANDBOX_ARGUMENTS = ("run_label", "network")
+"""The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +152,18 @@ def _refuse_mcp_headers(folder: Path) -> None:
 
 
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
-    """Return the check for environments of a type. `options` are fields of Harbor's EnvironmentConfig."""
+    """Return the check for environments of a type. `options` are fields of Harbor's EnvironmentConfig.
+
+    Raises ConfigError for a name in `environment_kwargs` that the sandbox does not have. Harbor checks the
+    names for Docker.
+    """
+    kwargs = options.get("kwargs")
+    unknown = kwargs.keys() - set(SANDBOX_ARGUMENTS) if isinstance(kwargs, Mapping) else ()
+    if environment_type == "sandbox" and unknown:
+        raise ConfigError(
+            f"environment_kwargs: environment_type=sandbox has no option {min(unknown)}; its options are "
+            "network, memory_mb, storage_mb, grading and keep_processes"
+        )
     return partial(
         check_for_sandbox if environment_type == "sandbox" else check_for_containers, options=options
     )

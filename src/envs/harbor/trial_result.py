@@ -7,13 +7,14 @@ import logging
 
 from harbor.models.trial.result import TimingInfo, TrialResult
 
-from src.core.errors import SandboxError, TrainerError
+from src.core.errors import SandboxError, TrainerError, VerifierError
 from src.core.trajectory import FailureKind, ZeroReason
 
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 60.0
 NO_STDERR = ". Stderr: None. "  # the end of Harbor's message about a failed Docker command
+GRADED_ENDS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")  # exceptions with which an agent is graded
 ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "VerifierTimeoutError": ZeroReason.VERIFIER_TIMEOUT,
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
@@ -55,6 +56,17 @@ async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: flo
 def timed_out(result: TrialResult) -> bool:
     """Return whether the agent reached its own time limit."""
     return result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
+
+
+def require_graded_end(result: TrialResult) -> None:
+    """Raise VerifierError if the agent ended with an exception that is not in GRADED_ENDS.
+
+    Harbor 0.24 does not run the verifier of such a trial, but Harbor 0.26 does. The recorded exception
+    remains the result of the trial.
+    """
+    info = result.exception_info
+    if info is not None and info.exception_type not in GRADED_ENDS:
+        raise VerifierError(f"a trial whose agent ended with {info.exception_type} is not graded")
 
 
 def failure_kind(result: TrialResult, agent_error: TrainerError | None) -> FailureKind:
