@@ -14,7 +14,6 @@ Exit status: 0, 1 (no trial could be graded, or the environment raised an error 
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,8 +37,8 @@ from src.cli.program import run_program
 from src.core.errors import BackendError, ConfigError
 from src.core.options import at_least, require
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
-from src.core.token_ids import TokenIds
-from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
+from src.core.trajectory import Task, Trajectory, TrajectoryGroup, TrialFailure, ZeroReason
+from src.envs.answering_policy import AnsweringPolicy, scripted
 from src.envs.base import TaskSource, close_quietly, run_with_timeout
 from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
@@ -49,8 +48,8 @@ from src.envs.try_server import with_backend, with_local_server
 from src.learning.played_groups import SOLVED
 from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
-from src.policy.openai_client import END, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
-from src.policy.sampling_policy import Policy, SampleRequest
+from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
+from src.policy.sampling_policy import Policy
 from src.policy.served_model import fitted_to_server, with_served_model
 from src.records.checkpoints import sampler_path
 
@@ -130,37 +129,6 @@ class TryConfig(HarborOptions, TauBenchOptions):
             self.uses_backend or not self.use_native_tool_calling,
             "use_native_tool_calling needs the chat template of a model at a Tinker endpoint; remove it",
         )
-
-
-class AnsweringPolicy:
-    """A policy whose answers come from `answer`, a function of the messages so far. Implements `Policy`."""
-
-    def __init__(self, answer: Callable[[Sequence[dict[str, str]]], str]) -> None:
-        self.version = 0
-        self._answer = answer
-        self._codec = MessageCodec()
-
-    async def sample(self, request: SampleRequest) -> Turn:
-        text = await asyncio.to_thread(self._answer, self._codec.messages(request.prompt_ids))
-        ids = self._codec.encode(text.replace(END, "") + END, add_special_tokens=False)
-        completion = ids[: request.max_tokens]
-        return Turn(
-            prompt_ids=TokenIds.wrap(request.prompt_ids),
-            completion_ids=completion,
-            logprobs=[math.nan] * len(completion),
-            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
-            policy_version=0,
-        )
-
-
-def scripted(lines: Sequence[str]) -> Policy:
-    """Return a policy that answers with the lines in order and repeats the last one."""
-
-    def answer(messages: Sequence[dict[str, str]]) -> str:
-        num_answers = sum(message["role"] == "assistant" for message in messages)
-        return lines[min(num_answers, len(lines) - 1)]
-
-    return AnsweringPolicy(answer)
 
 
 def typed(console: Console) -> Policy:

@@ -1,0 +1,43 @@
+"""Policies whose answers are texts instead of samples of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from src.core.token_ids import TokenIds
+from src.core.trajectory import StopReason, Turn
+from src.policy.openai_client import END, MessageCodec
+from src.policy.sampling_policy import Policy, SampleRequest
+
+
+class AnsweringPolicy:
+    """A policy whose answers come from `answer`, a function of the messages so far. Implements `Policy`."""
+
+    def __init__(self, answer: Callable[[Sequence[dict[str, str]]], str]) -> None:
+        self.version = 0
+        self._answer = answer
+        self._codec = MessageCodec()
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        text = await asyncio.to_thread(self._answer, self._codec.messages(request.prompt_ids))
+        ids = self._codec.encode(text.replace(END, "") + END, add_special_tokens=False)
+        completion = ids[: request.max_tokens]
+        return Turn(
+            prompt_ids=TokenIds.wrap(request.prompt_ids),
+            completion_ids=completion,
+            logprobs=[math.nan] * len(completion),
+            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
+            policy_version=0,
+        )
+
+
+def scripted(lines: Sequence[str]) -> Policy:
+    """Return a policy that answers with the lines in order and repeats the last one."""
+
+    def answer(messages: Sequence[dict[str, str]]) -> str:
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        return lines[min(num_answers, len(lines) - 1)]
+
+    return AnsweringPolicy(answer)
