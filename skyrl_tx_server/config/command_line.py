@@ -108,7 +108,8 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     for name, key in keys_to_add.items():
         if key.lower() in _NONE:
             raise ConfigError(
-                f"{name}: {key!r} is not a key; for a server without this key, unset {SECRETS[name]}"
+                f"{name}: {key!r} is not a key; for a server without this key, unset {SECRETS[name]} and "
+                f"remove {name}_file"
             )
     return [*argv, *(f"{name}={value}" for name, value in keys_to_add.items())]
 

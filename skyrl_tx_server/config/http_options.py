@@ -28,9 +28,9 @@ class HttpOptions(TenantOptions):
         default=None,
         repr=False,
         doc="Key, beginning with tml-, that requests must have, except requests with the key of a tenant, "
-        "health checks and downloads by a URL of the server. If neither api_key nor api_keys_file is set, "
-        "every client that reaches the port is accepted. Pass the key in the environment variable "
-        "SKYRL_TX_API_KEY or by api_key_file",
+        "health checks and downloads from a URL that the server issued. If neither api_key nor "
+        "api_keys_file is set, every client that reaches the port is accepted. Pass the key in the "
+        "environment variable SKYRL_TX_API_KEY or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,

@@ -54,7 +54,7 @@ class ProcessOptions(BoundedOptions):
     def _check_processes(self) -> None:
         if (self.coordinator_address is None) != (self.num_processes == 1):
             raise ConfigError(
-                "coordinator_address and num_processes: a server of several processes needs both"
+                "coordinator_address and num_processes: set both for a server of several processes, or none"
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(

@@ -247,8 +247,8 @@ class ExternalSampling:
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its logprobs of "
                 f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per "
-                "token. It runs another base model, does not apply the adapter, or returns logprobs "
-                "after temperature; start it as in docs/external-sampler.md"
+                "token. The sampler runs another base model, does not apply the adapter, or returns "
+                "logprobs to which the temperature was applied; start it as in docs/external-sampler.md"
             )
         return diff.num_tokens
 

@@ -247,7 +247,7 @@ def _returned_sample(token_ids: Sequence[int], logprobs: Sequence[float], finish
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
         raise ValueError("the token ids are not a non-empty list of integers")
     if values.shape != tokens.shape:
-        raise ValueError(f"it has {len(tokens)} token ids, but {values.size} logprobs")
+        raise ValueError(f"a sample has {len(tokens)} token ids, but {values.size} logprobs")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
         raise ValueError("a logprob is not a finite number")
     return ReturnedSample(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)

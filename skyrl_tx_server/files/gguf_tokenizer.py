@@ -70,7 +70,9 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
         )
     parts = [merge.split(" ") for merge in _list(file, "merges", str)]
     if any(len(pair) != 2 for pair in parts):
-        raise ConfigError(f"{file.path}: tokenizer.ggml.merges are not pairs of tokens")
+        raise ConfigError(
+            f"{file.path}: an entry of tokenizer.ggml.merges is not a pair of tokens separated by one space"
+        )
     merges = [(left, right) for left, right in parts]
     vocabulary = {token: number for number, token in reversed(list(enumerate(tokens)))}
     try:
@@ -107,7 +109,7 @@ def _tokens(file: GgufFile) -> list[str]:
     for name, value in file.metadata.items():
         is_token = name.startswith("tokenizer.ggml.") and name.endswith("_token_id")
         if is_token and not (isinstance(value, int) and 0 <= value < len(tokens)):
-            raise ConfigError(f"{file.path}: {name} is {str(value)[:80]}, there are {len(tokens)} tokens")
+            raise ConfigError(f"{file.path}: {name} is {str(value)[:80]}, but must be 0 to {len(tokens) - 1}")
     return tokens
 
 

@@ -180,7 +180,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
     """Return the config for a program with few tokens: matrices stay on their devices, and `fsdp` divides
-    products as `tensor` does. Gathering the matrices would send all weights at every decode step."""
+    the outputs of products. Gathering the matrices would send all weights at every decode step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 

@@ -55,7 +55,7 @@ class DecodeLayout:
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
-    # the values of `LoraIndices.max_loras`; None: programs do not depend on the LoRA slots in use
+    # values of `LoraIndices.max_loras`; None: programs do not depend on the number of LoRA slots in use
     adapter_counts: tuple[int, ...] | None
     host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p filters
 

@@ -1,4 +1,4 @@
-"""`agent-trainer COMMAND ...`: one program for the commands of this project.
+"""`agent-trainer COMMAND ...`: one program for most commands of this project.
 
 Each command replaces this process by a Python process that runs a module of the table `MODULES` with the
 same arguments. `evaluate RUN`, `chat RUN` and `resume RUN` add the options of the run. If the launcher

@@ -92,7 +92,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.resume_path": "write load_checkpoint_path=PATH",
     "trainer.ckpt_path": _CHECKPOINTS,
     "trainer.max_ckpts_to_keep": _CHECKPOINTS,
-    "trainer.hf_save_interval": "export a checkpoint with python -m skyrl_tx_server.export; remove it",
+    "trainer.hf_save_interval": "remove it; python -m skyrl_tx_server.export exports a checkpoint",
     "trainer.critic": _NO_CRITIC,
     "trainer.critic_mini_batch_size": _NO_CRITIC,
     "trainer.ref": "the base model is the reference; write kl_penalty_coef=... for a KL penalty",

@@ -90,12 +90,12 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         require(
             not self.use_native_tool_calling,
             "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
-            "remove one of them",
+            "remove use_native_tool_calling or base_url",
         )
         require(
             not self.enable_thinking,
             "enable_thinking needs the model's own chat template, which base_url does not give; "
-            "remove one of them",
+            "remove enable_thinking or base_url",
         )
 
 

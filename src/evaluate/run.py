@@ -212,8 +212,8 @@ def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
         return [*source.train, *source.eval]
     if not source.eval:
         raise ConfigError(
-            f"{config.held_out_of} holds out no tasks; use python -m src.evaluate, which evaluates the tasks "
-            "in tasks= or all tasks"
+            f"{config.held_out_of} holds out no tasks; without held_out_of, python -m src.evaluate "
+            "evaluates the tasks in tasks= or all tasks"
         )
     return list(source.eval)
 

@@ -62,9 +62,10 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
     Metric("dynamic_sampling/replaced_groups", COUNT, SUM, "Bad groups replaced by copies of good groups."),
     Metric("dynamic_sampling/surplus_groups", COUNT, SUM,
         "Good groups beyond the batch size, which are not trained."),
-    Metric("reward/zeroed_by_non_stop", COUNT, SUM, "Rewards above 0 removed by `zero_reward_on_non_stop`."),
+    Metric("reward/zeroed_by_non_stop", COUNT, SUM,
+        "Rewards above 0 that `zero_reward_on_non_stop` set to 0."),
     Metric("reward/zeroed_by_length", COUNT, SUM,
-        "Rewards above 0 removed by `zero_reward_on_length_threshold`."),
+        "Rewards above 0 that `zero_reward_on_length_threshold` set to 0."),
 )
 
 UPDATE_METRICS: tuple[Metric[Any], ...] = (

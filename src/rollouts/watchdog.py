@@ -99,7 +99,7 @@ async def _check_health(
             if now() - warned_at >= WARNING_PERIOD_S:
                 warned_at = now()
                 logger.warning(
-                    "no answer from the server for %.0f s of heartbeat_timeout_s=%g: %s",
+                    "health checks have failed for %.0f s; the run stops after heartbeat_timeout_s=%g: %s",
                     silent_s,
                     options.heartbeat_timeout_s,
                     error,

@@ -86,7 +86,7 @@ TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tenso
         (["base_model=x", "api_key=secret"], "must begin with tml-"),
         (
             ["base_model=x", "num_processes=2"],
-            "coordinator_address and num_processes: a server of several processes needs both",
+            "coordinator_address and num_processes: set both for a server of several processes, or none",
         ),
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
         (

@@ -38,7 +38,7 @@ from src.envs.sandbox.launch import BASE_ENVIRONMENT
         ("FROM a\nRUN --mount=target=/x,source=y cp /x/a /b\n", "cannot RUN with --mount=target=/x,source=y"),
         ("FROM a\nRUN <<E\n#!/usr/bin/env awk\nE\n", "cannot run a here-document with /usr/bin/env awk"),
         ("FROM a\nENV A=${B#c}\n", "cannot expand ${B#c}"),
-        ("FROM a\nONBUILD RUN true\n", "cannot follow ONBUILD"),
+        ("FROM a\nONBUILD RUN true\n", "cannot execute ONBUILD"),
         ("RUN true\n", "no FROM line"),
     ],
 )

@@ -36,8 +36,8 @@ TASKS = [
 
 
 THINKING = (
-    "error: enable_thinking needs the model's own chat template, which base_url does not give; remove one of "
-    "them"
+    "error: enable_thinking needs the model's own chat template, which base_url does not give; remove "
+    "enable_thinking or base_url"
 )
 ONE_POLICY = (
     "error: compare_with=base is not the folder of a finished evaluation; with base_url, only finished "
@@ -383,5 +383,5 @@ def test_the_held_out_tasks_of_a_run_are_evaluated(tmp_path):
     source = FakeTasks(train=TASKS[:5], eval=TASKS[5:])
     config = parse_as(EvaluateConfig, [*SERVER, f"held_out_of={tmp_path}"])
     assert evaluated_tasks(source, config) == TASKS[5:]
-    with pytest.raises(ConfigError, match="holds out no tasks; use"):
+    with pytest.raises(ConfigError, match="holds out no tasks; without held_out_of"):
         evaluated_tasks(FakeTasks(train=TASKS), config)

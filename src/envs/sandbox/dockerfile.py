@@ -145,7 +145,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case _ if instruction in IGNORED:
                     pass
                 case _:
-                    raise _refusal(path, line, f"follow {instruction}")
+                    raise _refusal(path, line, f"execute {instruction}")
         except ConfigError:
             raise
         except (OSError, ValueError) as error:

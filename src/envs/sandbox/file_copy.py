@@ -93,12 +93,12 @@ class TrialDownloads:
         )
 
     def unpack(self, archive: Readable, target: Path, remaining: DownloadBudget) -> bool:
-        """Call `unpack` and record the files that it wrote. Blocks."""
+        """Call `unpack` and record the files that it wrote. This method blocks its thread."""
         return unpack(archive, target, remaining, self.downloaded)
 
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """Return the files of a host directory that were not downloaded, each with its path below `target`.
-        Blocks.
+        This method blocks its thread.
         """
         return [
             (path, inside)

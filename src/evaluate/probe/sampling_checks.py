@@ -78,7 +78,7 @@ def check_seed(probe: Probe) -> str:
 def check_temperature(probe: Probe) -> str:
     sampler = probe.base_sampler()
     greedy = [list(probe.sample(sampler, temperature=0.0, seed=seed).tokens) for seed in (1, 2)]
-    expect(greedy[0] == greedy[1], "temperature 0 depends on the seed")
+    expect(greedy[0] == greedy[1], "at temperature 0, the sampled tokens depend on the seed")
     means = {}
     for temperature in (0.2, 3.0):
         tokens = list(probe.sample(sampler, temperature=temperature, seed=3).tokens)
