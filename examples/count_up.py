@@ -1,4 +1,4 @@
-"""A message environment in which the agent counts up: it must answer each number with the next number.
+"""A message environment in which the agent counts up: each answer must be the next number.
 
 ./run_skyrl_tx.sh model_name=datasets/quickstart/model env=examples.count_up:open_count_up max_turns=4
 """

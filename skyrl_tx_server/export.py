@@ -1,8 +1,8 @@
 """Export checkpoints to PEFT and Hugging Face format, and import PEFT adapters.
 
-    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR python -m
-    skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR python -m
-    skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
+    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR
+    python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
+    python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://RUN/weights/NAME
 
 The commands do not need a running server, and can be used while a server runs. `adapter --help` lists all
 options of the command `adapter`.

@@ -460,6 +460,6 @@ class Engine:
     def _deliver(self, request_id: int, resolve: Callable[[Future[Any]], None]) -> None:
         with self._work:
             future = self._futures.pop(request_id, None)
-            self._watchers.pop(request_id, None)  # present if a sequence failed before it started
+            self._watchers.pop(request_id, None)  # present if a `Sample` failed before it started
         if future is not None:  # None: `abandon` has resolved it already
             resolve(future)

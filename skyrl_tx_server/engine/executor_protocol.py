@@ -78,7 +78,7 @@ class SequencesLostError(ServerError):
     """The KV cache with the state of all running sequences was lost. The executor continues with an empty
     cache."""
 
-    num_requests: int = 1  # number of requests in the prefill batch that failed
+    num_requests: int = 1  # number of requests in the failed prefill batch
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
@@ -102,7 +102,7 @@ class Sampler(Protocol):
 
     @property
     def max_partial_prefill_tokens(self) -> int:
-        """The maximum total length, in tokens, of the prompts of which only some chunks are computed."""
+        """The maximum total length, in tokens, of all partly computed prompts."""
         ...
 
     @property
@@ -142,8 +142,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def pause(self, sequences: Collection[tuple[int, int]]) -> None:
-        """Free the slots of these sequences, each given as (request_id, index), until they are prefilled
-        again. No decode steps may be in flight."""
+        """Remove these sequences, each given as (request_id, index), from their slots until `prefill`
+        unpauses them. No decode dispatch may be in flight."""
         ...
 
     @on_all_ranks

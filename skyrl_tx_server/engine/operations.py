@@ -87,7 +87,7 @@ class SamplingSettings:
     seed: int | None = None  # None: random; sample i of a request uses fold_in(seed, i)
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    stop_at_eos: bool = True  # False if the client passed `stop`
+    stop_at_eos: bool = True  # False if a Tinker client passed `stop`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,7 @@ class UnloadModel(Operation["Done"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropSnapshot(Operation["Done"]):
-    """Free a sampler snapshot in memory as soon as no running sample uses it. Result: `Done`."""
+    """Free a sampler snapshot in memory as soon as no earlier `Sample` operation needs it. Result: `Done`."""
 
     weights: str
 

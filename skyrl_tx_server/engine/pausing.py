@@ -14,7 +14,7 @@ MIN_DISPATCHES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPause:
-    """Sample `index` of `request` is paused, and its slot goes to `waiter`."""
+    """The sequence `index` of `request` is paused, and its slot goes to `waiter`."""
 
     request: Request
     index: int

@@ -14,8 +14,8 @@ Each rule has a test:
   decode dispatch between two chunks, the slots that waiting sequences could use are idle. The dispatch
   therefore waits until the cost of its idle slots is at most MAX_IDLE_SHARE of the time that prefill batches
   with an unfinished prompt have taken since the last dispatch (`_prefill_budget`).
-- In a prefill batch, the first request is followed by requests whose prompt needs no chunks, and then by
-  requests whose prompt may need chunks.
+- In a prefill batch, the first request is followed by requests whose prompt has at most CHUNK_TOKENS tokens
+  or is already computed, and then by requests with a longer prompt.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
 - A `Sample` operation waits until its snapshot is saved. A `DropSnapshot` waits until its snapshot is saved
@@ -33,12 +33,12 @@ Slots and prefill work are shared fairly, first between tenants and then between
   2 * SLOT_UNITS. A sequence decodes for at least MIN_DISPATCHES dispatches before it is paused. The paused
   sequences of a request get slots before its other waiting sequences.
 - If no slot is free, a sequence is also paused in the cases of the next three rules. If a KV page or a LoRA
-  slot is missing, these rules do not apply.
+  slot is missing, these rules pause no sequence.
 - For a small request (at most SMALL_TOKENS completion tokens in total), a sequence of the tenant with the
   largest account is paused if the account of the waiting tenant is at most the mean of the units charged to
   the other waiting tenants. If no other tenant waits, the account must be at least SLOT_UNITS units below the
-  largest account. This rule applies only while the small requests of the waiting tenant have less than a
-  quarter of the slots. Small requests therefore wait for a few dispatches only.
+  largest account. With this rule, small requests wait for only a few dispatches. The rule applies only while
+  the small requests of the waiting tenant have less than a quarter of the slots.
 - Within a tenant, requests get slots in submission order. Each request gets SEQUENCES_PER_ROUND slots before
   any request gets more. A sequence of a request with more than SEQUENCES_PER_ROUND slots is paused for a
   request of the same tenant that has at least two slots fewer.

@@ -2,7 +2,8 @@
 
 A failed operation leaves a model as it was, with one exception: an optimizer step whose result is not finite
 drops the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old buffers when
-the operation has succeeded. The optimizer step does not donate its inputs. A failed step keeps them.
+the operation has succeeded. The optimizer step does not donate its inputs, so the model can keep them if the
+step fails.
 
 This file is long because it has one method for each operation and the set-up of the device state.
 """
@@ -369,8 +370,8 @@ class DeviceExecutor:
         try:
             self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move the model
         except ConflictError:
-            # Samples still use an earlier checkpoint of this name, which was deleted. Later samples would use
-            # its weights too.
+            # Sequences still use the snapshot of a deleted checkpoint with this name. If the new checkpoint
+            # were kept, later samples of it would use the old snapshot.
             if on_disk:
                 with contextlib.suppress(NotFoundError):
                     yield from self._on_rank0(lambda: self._store.delete(op.weights))

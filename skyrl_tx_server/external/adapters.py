@@ -42,7 +42,8 @@ class ExternalAdapter:
 
 
 class ExternalAdapters:
-    """The snapshots that the external sampler has loaded or can load. All methods run on the event loop."""
+    """The snapshots that the external sampler has loaded or can load. All methods except `_write` run on the
+    event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The index of training runs, expiry times of checkpoints and public checkpoints, kept across restarts.
+"""The index of training runs, of public checkpoints and of the expiry times of checkpoints. It is kept across
+restarts.
 
 Each line of `<checkpoints_dir>/ledger.jsonl` is a JSON object with one fact: a training run, the expiry time
 of a checkpoint, or whether a checkpoint is public. A line replaces earlier lines of the same kind about the

@@ -159,7 +159,7 @@ def mix_experts(
     `layer` is given, both weights are stacked over layers, and `layer` is the index of the layer. If `fsdp`
     is a mesh axis, it divides the outputs of both weights: the outputs of `gate_up` are gathered, the outputs
     of `down` stay divided. `modules` are the LoRA weights of both: one adapter (A [E, in, ...]), or all LoRA
-    slots and the slot of each sequence (A [slots, layers, E, ...]). None: no adapter.
+    slots and the LoRA slot of each sequence (A [slots, layers, E, ...]). None: no adapter.
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -172,7 +172,7 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:  # Each tile has one slot. On a CPU, tiles of one assignment avoid padding, which costs time there.
+    else:  # Each tile has one LoRA slot. On a CPU, tiles of one assignment avoid padding, which costs time.
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)

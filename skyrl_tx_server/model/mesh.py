@@ -10,8 +10,8 @@ Before the products of a layer, training gathers the matrices that `fsdp` divide
 than the activations of the layer's tokens. Sampling leaves matrices in place (`weight_stationary`) and sends
 the activations of its few tokens.
 
-Routers and adapters are replicated on every device, except the factors of experts, which are on the devices
-of their experts. If `config.mesh` is None, there is one device and no array is sharded.
+Routers and adapters are replicated on every device, except the LoRA factors of experts, which are on the
+devices of their experts. If `config.mesh` is None, there is one device and no array is sharded.
 
 Several processes may share a mesh, each with the same number of devices. The first axes then divide the
 processes, and the last axes the devices of each process.

@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeSpec:
-        """The rotary embedding that config.json describes."""
+        """The rotary embedding of the model, with its context extension."""
         return RopeSpec(dim=self.rope_dim, theta=self.rope_theta, scaling=self.rope_scaling)
 
     @property

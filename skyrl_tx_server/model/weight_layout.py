@@ -39,12 +39,11 @@ type Shape = tuple[int, ...]
 def with_weight_layout(
     config: ModelConfig, *, dtype: np.dtype, num_slots: int, max_lora_rank: int
 ) -> ModelConfig:
-    """Return the configuration with `inputs_first` set if the layout [inputs, outputs] is faster and the test
-    products have the same bits for all widths of decode batches and all sizes of tile batches. A decode
-    batch has at most `num_slots` sequences.
+    """Return the configuration with `inputs_first` set if the test products have the same bits for all widths
+    of decode batches and all sizes of tile batches. A decode batch has at most `num_slots` sequences.
 
-    The layout is used only for float32 models on one CPU, without latent attention and with projections of at
-    least MIN_BYTES together.
+    The layout [inputs, outputs] is used only for float32 models on one CPU, without latent attention and with
+    projections of at least MIN_BYTES together.
     """
     if on_gpu() or config.mesh is not None or config.latent is not None or dtype != np.float32:
         return config

@@ -143,7 +143,8 @@ class AdapterCache:
             self._pins[weights] -= 1
 
     def release(self, weights: str | None) -> None:
-        """Remove a reference that `retain` added, after the sequence has been pinned again or has ended."""
+        """Remove a reference that `retain` added, after the snapshot has been pinned again or the sequence
+        has ended."""
         if weights is not None:
             self._retained[weights] -= 1
             self._drop_if_unused(weights)

@@ -53,10 +53,10 @@ class PageAllocator:
         limit: int,
         free_slots: Mapping[PrefixCache, Sequence[int]],
     ) -> tuple[Prefix, PrefixCache]:
-        """Return the longest cached prefix of `tokens`, of at most `limit` tokens, and the cache of its rank.
+        """Choose a rank. Return its longest cached prefix of `tokens[:limit]`, and its cache.
 
         The rank with the fewest prefill tiles left to compute is chosen. Among equal ranks, the rank with the
-        most free slots is chosen. The prefix is empty if it does not save a whole tile.
+        most free slots is chosen. The prefix is empty if it does not reduce the number of tiles.
         """
         prefixes = {cache: cache.find(weights, tokens[:limit]) for cache in self.caches}
         tiles_left = {cache: num_tiles(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}

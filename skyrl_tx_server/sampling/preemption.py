@@ -84,8 +84,8 @@ class SequencePool:
             self.slots[slot] = sequence
 
     def compact(self) -> None:
-        """Move the sequences of each data-parallel rank to its first slots, so that a narrow batch can hold
-        them. No dispatch may be in flight."""
+        """Move the sequences of each data-parallel rank to its first slots, so that a decode batch with fewer
+        slots can hold them. No dispatch may be in flight."""
         per_rank = self._pages.size.slots
         for first in range(0, len(self.slots), per_rank):
             running = [sequence for sequence in self.slots[first : first + per_rank] if sequence is not None]

@@ -67,7 +67,7 @@ class PrefillLayout:
     table_width: int  # number of entries of a block table
     max_copies: int  # maximum number of page copies before the computation; also the maximum after it
     vocab_size: int
-    # the values of `LoraIndices.max_loras`; None: programs do not depend on the LoRA slots in use
+    # the values of `LoraIndices.max_loras`; None: programs do not depend on the number of LoRA slots in use
     adapter_counts: tuple[int, ...] | None = None
 
     def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[TileBatch, BatchSettings]]:

@@ -146,11 +146,14 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
 def _fill_streams(
     trees: Sequence[PrefixTree], shapes: Sequence[BucketShape], limit: BucketShape
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
-    """Distribute trees over streams, and yield (shape, stream). The shape is the longest one, up to `limit`,
-    that every tree fits into and of which the trees fill at least MIN_FILL of a batch. Yield the streams that
-    are filled to MIN_FILL, and repeat this with the trees of the other streams. If no stream is filled to
-    MIN_FILL, yield all streams. If there is no such shape, distribute the trees over streams of the shortest
-    shape that every tree fits into, and yield all streams."""
+    """Distribute trees over streams, and yield (shape, stream).
+
+    A shape is usable if each tree fits into one of its streams. Choose the longest usable shape, up to
+    `limit`, for which the trees fill at least MIN_FILL of one batch. Yield the streams that are filled to
+    MIN_FILL, and repeat these steps with the trees of the other streams. If no stream is filled to MIN_FILL,
+    yield all streams. If the trees are too few for every usable shape up to `limit`, distribute them over
+    streams of the shortest usable shape, and yield all streams.
+    """
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]

@@ -1,5 +1,5 @@
-"""env=openenv: environments behind an OpenEnv server, played in messages through the client of the package
-`openenv`.
+"""env=openenv: environments behind an OpenEnv server. The agent exchanges messages with such an environment
+through the client of the package `openenv`.
 
     environment_kwargs=url=http://localhost:8000,tasks=64,action=message,observation=echoed_message
 

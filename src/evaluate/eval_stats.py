@@ -129,7 +129,8 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
     that of the exact sign-flip test, whose null hypothesis is that the success rates do not differ.
     """
-    from scipy.stats import t  # takes a second to import, which training runs do not need
+    # The import takes a second, and training runs do not need scipy.
+    from scipy.stats import t
 
     pairs = [(a, b) for a, b in zip(first_P, second_P, strict=True) if a.graded and b.graded]
     assert pairs, "no task was graded under both policies"

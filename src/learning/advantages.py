@@ -131,8 +131,8 @@ def token_weights(
     Here a sequence is one example: all tokens of a trajectory, or of one turn with `step_wise_trajectories`.
     `num_tokens_S` has the number of trained tokens of each sequence. A masked sequence has 0 trained tokens
     and still counts as one of the S sequences. `prompts_S` names the prompt of each sequence. Only
-    `prompt_mean` uses the prompts: it computes the mean over the tokens of each prompt, and then the mean
-    over the prompts.
+    `prompt_mean` uses the prompts: it computes the mean over the trained tokens of all sequences with the
+    same prompt, and then the mean over the prompts.
 
     >>> token_weights([2, 6], prompts_S=["a", "a"], reduction="token_mean", max_sequence_length=10)
     [0.125, 0.125]

@@ -35,10 +35,10 @@ class TrainedTokens:
 class Learner:
     """Sends datums and optimizer steps to one training client.
 
-    `update_scale` multiplies the learning rate and divides the weight decay. While B is small, the change of
-    A has little effect, and this has the same effect on `alpha / rank * B @ A` as multiplying alpha by
-    `update_scale`, because Adam's step does not depend on the size of the gradient. The decay per step does
-    not change.
+    `update_scale` multiplies the learning rate and divides the weight decay, so the decay per step does not
+    change. Adam's step does not depend on the size of the gradient. A larger learning rate of B therefore has
+    the same effect on `alpha / rank * B @ A` as an alpha that is larger by the same factor. The change of A
+    has little effect while B is small.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ def reported_metrics(
 def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_steps: int) -> float:
     """Return the rate of one step: a linear warm-up to `highest` over `lr_warmup_steps`, then the schedule.
 
-    The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
-    and 1/4 of the rate. All substeps of a batch have the same rate.
+    The schedules `linear` and `cosine` would reach 0 one step after the last: 4 steps of `linear` without
+    warm-up have 1, 3/4, 1/2 and 1/4 of the rate. All substeps of a batch have the same rate.
     """
     warmup = options.lr_warmup_steps
     if step <= warmup:

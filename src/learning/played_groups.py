@@ -87,9 +87,10 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
 
 
 def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the share of answers with a tool call that could not be parsed, and the number of repairs.
+    """Return the parse failure rate and the number of repairs.
 
-    In an environment that does not count the answers with a tool call, every turn counts as one.
+    The rate is the number of answers that could not be parsed, divided by the number of answers with a tool
+    call. If an environment does not count the answers with a tool call, the divisor is the number of turns.
     """
     counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
     if not counted:

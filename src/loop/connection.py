@@ -63,8 +63,8 @@ async def open_dependencies(
 def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
     """Return the factor of the learning rate: lora_alpha / server_alpha, or 1 without `lora_alpha`.
 
-    An adapter changes the model's weights in proportion to its alpha, so this factor has the effect of
-    `lora_alpha`.
+    An adapter changes the model's weights in proportion to its alpha. This factor has approximately the
+    effect of `lora_alpha` (see `Learner`).
     """
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
@@ -131,8 +131,9 @@ class Connector[Config: LoopOptions, Source]:
     ) -> None:
         """Run the training. After each loss of the server, call `train` again from the last checkpoint.
 
-        Raises the BackendError of the loss if no trial was graded and no step was trained for the first time
-        since the previous loss. Raises ServerLost at the first loss if `reconnect_timeout_s` is 0.
+        Raises the BackendError of a loss if the run has made no progress since the previous loss. A graded
+        trial and a step that is trained for the first time are progress. Raises ServerLost at the first loss
+        if `reconnect_timeout_s` is 0.
         """
         progress = -1
         while True:

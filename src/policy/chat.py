@@ -160,9 +160,9 @@ class Chat:
                 "give tokenizer=DIR_OR_HUB_ID with another chat template"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
-        # The ids of `answer` are a part of the ids of `text`, because the tokenizer may add a leading space
-        # to an answer that is encoded alone. `answer` is encoded alone only if the ids of `text` do not begin
-        # with the ids of `prompt`.
+        # The ids of the answer are taken from the ids of `text`, because the tokenizer may add a leading
+        # space to an answer that is encoded alone. `answer` is encoded alone only if the ids of `text` do not
+        # begin with the ids of `prompt`.
         ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
         turn_ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
         if not turn_ends:

@@ -178,7 +178,7 @@ def _has_role(message: object) -> bool:
 
 
 def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
-    """Remove the text of special tokens from the content. A completion is decoded with this text."""
+    """Remove special tokens from the content, because the content of an answer contains them as text."""
     content = message.get("content")
     return (
         {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)

@@ -155,7 +155,8 @@ class BatchCollector:
         return StepBatch(played=sampled.played, to_learn=sampled.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """Take as many groups as the batch has tasks, in the order in which they end.
+        """Take one group for each task of the batch, in the order in which the groups end. Take fewer groups
+        if the pipeline has no more groups for the step, because tasks are quarantined.
 
         If an earlier process has recorded the groups of this step in the journal, take the same groups.
         """

@@ -28,7 +28,7 @@ from src.rollouts.options import RolloutOptions
 logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts, before `back_off` adds up to 50 %
+LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts; `back_off` increases it by 0 to 50 %
 # An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}

@@ -73,8 +73,8 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # The kinds "snapshot" and "inflight" both save the current weights: "inflight" permits newer weights, but
-    # does not require them.
+    # The kinds "snapshot" and "inflight" both save the current weights. A sampler of the kind "inflight" may
+    # also use weights that are saved later, but it does not have to.
     kind = fields.optional_text("kind")
     fields.finish(ignored=("type",))
     if kind not in (None, "snapshot", "inflight"):

@@ -117,8 +117,8 @@ class TextPieces:
                 return self._take(end, text, context_length)
         if len(self._ids) - self._done < 3 * MAX_TOKENS_PER_CHARACTER:
             return ""
-        # The tokens are not valid UTF-8. The text of the first ones is final and is returned, because the
-        # time of each call would grow with the number of tokens that are held back.
+        # The tokens are not valid UTF-8. Return the text of the first tokens, which later tokens cannot
+        # change. Otherwise more and more tokens would be held back, and each call would take longer.
         whole = self._decode(self._ids)
         for end in range(len(self._ids) - MAX_TOKENS_PER_CHARACTER, self._done, -1):
             text = self._decode(self._ids[:end])

@@ -113,7 +113,7 @@ def check_dimensions(shape: Sequence[int], where: str) -> None:
 
 
 def parse_cells(body: object, where: str) -> CsrMatrix:
-    """Return a two-dimensional JSON TensorData, dense or sparse. Raise UserError if it is invalid."""
+    """Parse a two-dimensional JSON TensorData, dense or sparse. Raise UserError if it is invalid."""
     tensor = parse_tensor(body, where)
     if isinstance(tensor, CsrMatrix):
         return tensor

@@ -15,8 +15,8 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM
 from skyrl_tx_server.model.kernels.products import product
 
 OUTPUTS, INPUTS = 128, 64
-"""The maximum numbers of outputs and inputs of the block of a weight that a kernel program multiplies at a
-time."""
+"""A kernel program multiplies by a weight in blocks. These are the maximum numbers of outputs and inputs of a
+block."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:

@@ -8,9 +8,10 @@ program reads tiles one after the other in a fixed order, so results are bit-ide
 are summed in float32.
 
 A GPU starts the programs of a grid in order. The index of the first axis of the grid changes fastest. In a
-long sequence, the last queries attend to the most keys, and the most queries attend to the first keys. The
-grids therefore begin with the last tile of queries of all heads, or with the first tile of keys of all heads.
-The longest programs then run first, and all multiprocessors finish at about the same time.
+long sequence, the last queries attend to more keys than other queries, and more queries attend to the first
+keys than to other keys. The grids therefore begin with the last tile of queries of all heads, or with the
+first tile of keys of all heads. The longest programs then run first, and all multiprocessors finish at about
+the same time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 needs no further compilation.
 
 A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. The factors
-of each part are padded to the rank `max_lora_rank`. Padding and untrained parts are zero in both A and B.
-They stay zero, because the gradient of A is proportional to B, and the gradient of B to A.
+of each part are padded to the rank `max_lora_rank`. The padding and the factors of untrained projections are
+zero in both A and B. They stay zero, because the gradient of each factor is proportional to the other
+factor.
 
 For the factors of experts, the rank of the adapter and `max_lora_rank` are divided by the number of experts
 that each token uses (`operations.expert_rank`). Routers have no adapter.
@@ -94,7 +95,8 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     """Return a new adapter in host memory. A is uniform in +-1/sqrt(in), drawn from `spec.seed`, and B is
     zero.
 
-    Each projection has its own random stream, so its values do not depend on which other parts are trained.
+    Each projection has its own random stream, so its values do not depend on which other projections are
+    trained.
     """
     seeds = np.random.SeedSequence(spec.seed)
 

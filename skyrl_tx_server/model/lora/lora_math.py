@@ -158,8 +158,8 @@ def project(
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
     if module is not None and on_gpu() and config.mesh is None:
-        # On a GPU, the product with `weight` adds this delta. If there were one delta for each part, XLA
-        # would copy each part.
+        # On a GPU, XLA adds this delta as a step of the matrix product with `weight`. If there were one delta
+        # for each part, XLA would copy each part.
         if uses_decode_kernel(config, x, module):
             return split_parts(fused + decode_delta(x, module), widths, 1)
         if module.indices is None or module.indices.max_loras == 1:

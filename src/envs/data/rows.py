@@ -52,7 +52,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The text of all messages except system messages. It identifies repeated rows."""
+        """The text of all messages except system messages. Repeated rows have equal texts and references."""
         texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
         return "\n".join([*texts, *self.follow_ups])
 

@@ -399,8 +399,8 @@ def _normalize(path: str) -> str:
 
 
 def _python_files(directory: str) -> list[str]:
-    """Return the paths from which a Python interpreter in `directory` loads its standard library. pyvenv.cfg
-    names another directory for it.
+    """Return the paths from which a Python interpreter in `directory` loads its standard library, and the
+    paths of pyvenv.cfg, a file that can name another directory of the standard library.
     """
     prefix = directory.rpartition("/")[0]
     libraries = [f"{prefix}/{name}/python3*" for name in ("lib", "lib64")]

@@ -207,7 +207,7 @@ class HarborTasks:
         """Do nothing: trials share no resources."""
 
     async def noop_reward(self, task: Task) -> float | None:
-        """Return None: `src.envs.validate` checks that an agent that does nothing has the reward 0."""
+        """Return None: this reward is not measured. `src.envs.validate` checks for each task that it is 0."""
         return None
 
     def batch_ended(self, directory: Path) -> None:

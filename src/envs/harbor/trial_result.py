@@ -14,15 +14,16 @@ logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 60.0
 NO_STDERR = ". Stderr: None. "  # the end of Harbor's message about a failed Docker command
-GRADED_ENDS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")  # exceptions with which an agent is graded
+# A trial whose agent ended with one of these exceptions is graded.
+GRADED_ENDS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")
 ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "VerifierTimeoutError": ZeroReason.VERIFIER_TIMEOUT,
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    # `Grading` stores an AgentFault of its own steps in `Grading.fault` if the agent has acted. The reason of
-    # this fault takes precedence. Any other AgentFault after the agent has acted comes from TrainingVerifier,
-    # which could not read the reward file.
+    # Applies to an AgentFault of TrainingVerifier, which could not read the reward file. An AgentFault of a
+    # step of `Grading` after the agent's end is in `Grading.fault`, and `Grading.attribute` uses the reason
+    # of this fault instead.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,

@@ -62,7 +62,7 @@ class Copy:
     files: tuple[tuple[Path, str], ...]
     mode: int | None  # None: keep the modes of the files
     line: int
-    is_one_file: bool = False  # If a directory has the path of the only file, the file is copied into it.
+    is_one_file: bool = False  # True: if the path in the sandbox is a directory, the file is copied into it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

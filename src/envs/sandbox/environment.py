@@ -122,8 +122,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def _build(self) -> None:
         """Run the steps of the build plan.
 
-        Every command starts a shell, so the directories are collected and created together: with the upload
-        of the next `Copy`, or with a separate command before the next `Run` and after the last step.
+        Every command starts a shell, so the directories are collected and created together. A `Copy` creates
+        them with its upload. Before a `Copy` with `is_one_file`, before a `Run` and after the last step, a
+        separate command creates them.
         """
         directories = [*self._mount_targets(), self._workdir]
         for step in self._plan.steps:
@@ -411,8 +412,8 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
     """Write a tar archive to `host_path`. `files` contains host files and their absolute paths in the
-    sandbox. The members belong to root. Regular files get the mode `mode`; None: they keep their modes.
-    Blocks.
+    sandbox. The members belong to root. Regular files get the mode `mode`; None: they keep their modes. This
+    function blocks its thread.
     """
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, path in files:

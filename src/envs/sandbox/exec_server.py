@@ -17,7 +17,7 @@ has these pipes, so no command can report the status of another one:
     stat NUMBER PATH   report the `PathKind` of PATH, a path in hexadecimal
     ready              the first answer: the program has started
     exit NUMBER STATUS the answer to run (the exit status of the command), stat (the kind) and killall (0)
-    failed NUMBER WHY  the answer to run if the command could not be started
+    failed NUMBER WHY  the answer to run if no process could be created
 
 The program is written in Perl, because perl-base is an essential package of Debian and Ubuntu, starts in 3 ms
 and can make system calls without a module. Python takes 15 ms to start and may be absent from /usr. A shell

@@ -57,8 +57,8 @@ class SandboxUser:
         ]
 
     def grant_access(self, path: Path | str, mode: int) -> None:
-        """Give this user the permissions that `mode` gives to the group. The trainer stays the owner of the
-        file.
+        """Set the group of `path` to the group of this user, and the permissions to `mode`. The trainer stays
+        the owner. If this user is the user of the trainer, set only the owner's permissions of `mode`.
         """
         if self.uid is None:
             os.chmod(path, mode & 0o700)

@@ -64,7 +64,7 @@ def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]])
     """Return the calls of the form `<function=f>...</function>`, or None if there are none.
 
     `text_parameters` maps each tool to the parameters whose value is text. The values of other parameters are
-    JSON, or text if they are not valid JSON.
+    converted if they are JSON or in PYTHON_VALUES. Otherwise they are text.
 
     >>> written = function_calls("<function=f><parameter=n>1</parameter></function>", text_parameters={})
     >>> written.calls[0].arguments

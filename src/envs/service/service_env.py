@@ -56,9 +56,10 @@ class ServiceEpisode(Protocol):
         ...
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Execute `calls`. Text beside calls is not delivered.
+        """Execute `calls`. If there are calls, `content` is not passed to the user simulator.
 
-        Without calls, `content` is passed to the user simulator. In env=fleet, `content` is the final answer.
+        Without calls, `content` is passed to the user simulator. In env=fleet, `content` is then the final
+        answer.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""A pool of worker processes, for the episodes of tau2-bench and for the comparisons of env=data.
+"""A pool of worker processes, which play the episodes of tau2-bench and compare answers with references in
+env=data.
 
 Requests and replies are JSON lines, and every request has a deadline. A worker answers one request at a time.
 

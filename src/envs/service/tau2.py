@@ -292,7 +292,8 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
 
 
 def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
-    """Set `Task.grading` for a partial grading. Such a grading is part of metric names and needs no judge."""
+    """Set `Task.grading` unless `grading` is `all`. Metric names then contain it, and no task needs a
+    judge."""
     return (
         list(tasks)
         if grading == "all"

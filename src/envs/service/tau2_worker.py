@@ -48,7 +48,7 @@ class JudgeRequest(Exception):
 
 
 class JudgeError(Exception):
-    """The reply of the judge contains no valid verdicts."""
+    """The reply of the judge does not contain one valid verdict for each assertion."""
 
 
 class ScriptedParticipant:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
-    load_environment(["backend=skyrl-tx"])  # the key may be in either .env file
+    load_environment(["backend=skyrl-tx"])  # the key may be in .env or .env.skyrl-tx
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # some checks cause errors on purpose
     console = terminal()
     try:
