@@ -131,8 +131,8 @@ class Chat:
         including the end of the turn.
 
         Raises ValueError if the rendered message cannot be a completion of the generation prompt (for
-        example, it begins with a thought and the prompt switches thinking off), or if the template does not
-        end the turn after the message.
+        example, it begins with a thought and the prompt switches thinking off), if the template does not
+        render the reasoning, or if it does not end the turn after the message.
 
         >>> chat.decode(chat.answer_ids({"role": "assistant", "content": "Yes."}))
         'Yes.'
@@ -158,6 +158,11 @@ class Chat:
             raise ValueError(
                 "the chat template does not render this message as a continuation of its generation prompt; "
                 "give tokenizer=DIR_OR_HUB_ID with another chat template"
+            )
+        if str(message.get("reasoning_content") or "").strip() not in answer:
+            raise ValueError(
+                "the chat template does not render reasoning_content; remove it, or give "
+                "tokenizer=DIR_OR_HUB_ID with a chat template that renders it"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
         # The ids of the answer are taken from the ids of `text`, because the tokenizer may add a leading

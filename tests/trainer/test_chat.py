@@ -131,6 +131,13 @@ def test_only_chat_calls_the_template():
     assert calls == ["chat.py"]
 
 
+def test_reasoning_that_the_template_leaves_out_is_refused():
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "\nbecause\n"}
+    with pytest.raises(ValueError, match="does not render reasoning_content; remove it"):
+        Chat(byte_tokenizer()).answer_ids(answer)
+    assert Chat(byte_tokenizer()).answer_ids(answer | {"reasoning_content": ""})
+
+
 @pytest.mark.parametrize(
     ("template", "reasoning", "reason"),
     [
