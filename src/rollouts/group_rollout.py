@@ -111,7 +111,10 @@ class Rollouts:
             try:
                 async with asyncio.timeout(self._options.trial_timeout_s or DEFAULT_DEADLINE_S):
                     self._noop_rewards[task.id] = await self._source.noop_reward(task)
-            except Exception as error:  # an environment can raise any exception
+            except (Exception, asyncio.CancelledError) as error:  # an environment can raise any exception
+                this_task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and this_task and this_task.cancelling():
+                    raise  # the run was cancelled, and not a call inside the environment
                 logger.warning(
                     "%s: the reward of an agent that does nothing could not be measured: %s: %s",
                     task.id,

@@ -311,6 +311,32 @@ async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, cap
     )
 
 
+@pytest.mark.parametrize("is_run_cancelled", [False, True])
+async def test_a_noop_trial_that_cancels_itself_is_not_measured(tmp_path, is_run_cancelled):
+    started = asyncio.Event()
+
+    async def noop_reward(task):
+        started.set()
+        if is_run_cancelled:
+            await asyncio.Event().wait()
+        raise asyncio.CancelledError
+
+    source = FakeTasks(train=(A,))
+    source.noop_reward = noop_reward
+    settings = RolloutOptions(
+        n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
+    )
+    rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
+    measuring = asyncio.create_task(rollouts.noop_rewards([A]))
+    await started.wait()
+    if is_run_cancelled:
+        measuring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await measuring
+    else:
+        assert await measuring == {}
+
+
 async def test_a_trial_that_cancels_itself_fails_alone(tmp_path):
     async def cancelled(trial, policy):
         if trial.task is A:
