@@ -54,14 +54,14 @@ class EngineOptions(TenantOptions):
     model_alias: str | None = chz.field(
         default=None,
         doc="org/name by which clients refer to the model; default: the hub id, or "
-        "local/<name of the directory, or of the file without .gguf>",
+        "local/<name of the directory, of the file without .gguf, or of a base_model without a slash>",
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Directory of the tinker:// checkpoints")
     checkpoint_quota_gb: float | None = chz.field(
         default=None,
         metadata=positive(1e9),
-        doc="Refuse to save if all checkpoints together would be larger than this, in GiB; default: the free "
-        "space of the disk",
+        doc="Refuse to save if all checkpoints together would be larger than this, in GiB; default: no "
+        "quota. A checkpoint that does not fit into the free space of the disk is always refused",
     )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla",
@@ -102,7 +102,9 @@ class EngineOptions(TenantOptions):
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
         "max_context_length tokens for each of max_num_seqs sequences, or fewer if these do not fit into "
-        "memory. If no KV page is free, the youngest sequence of the tenant with the most pages is preempted",
+        "memory. If max_num_seqs is not set, this size is computed for 256 sequences on a GPU whose kernels "
+        "read the KV pages in place, otherwise for 32. If no KV page is free, the youngest sequence of the "
+        "tenant with the most pages is preempted",
     )
     gpu_memory_utilization: float = chz.field(
         default=0.92,
@@ -209,9 +211,9 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias` if `alias` is not None, otherwise the hub id of the model. A
-    directory has the name local/<directory>, and a file local/<file without .gguf>, with `-` instead of
-    `:`."""
+    """Return the org/name of a model: `alias` if `alias` is not None. Otherwise, a directory has the name
+    local/<directory>, a file local/<file without .gguf>, and a `base_model` without a slash
+    local/<base_model>, with `-` instead of `:`. Any other `base_model` is a hub id and is the name."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()

@@ -1,7 +1,7 @@
 """Converts flags of SkyRL's tx server and of vLLM, `--name value`, to options of this server, `name=value`.
 
-A flag that has the name of an option sets this option. An argument `name=value` without dashes is converted
-too if `name` is in `OPTION_OF_FLAG` or `WITHOUT_EFFECT`.
+A flag that has the name of an option sets this option. An argument `name=value` without dashes is treated
+like a flag if `name` is in `OPTION_OF_FLAG` or `WITHOUT_EFFECT`. Flags in `WITHOUT_EFFECT` are removed.
 """
 
 from __future__ import annotations

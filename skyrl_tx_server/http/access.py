@@ -88,7 +88,7 @@ def _check_page(policy: AccessPolicy, headers: Mapping[bytes, bytes]) -> None:
 
 def host_name(host: str) -> str:
     """Return the name or address in a Host header, in lower case, without port, brackets and trailing dot.
-    An IPv6 address may have no brackets if it has no port.
+    The brackets of an IPv6 address can be left out if no port follows.
 
     >>> host_name("LocalHost.:8000"), host_name("[::1]:8000"), host_name("127.0.0.1"), host_name("FE80::1")
     ('localhost', '::1', '127.0.0.1', 'fe80::1')

@@ -1,7 +1,7 @@
 """Options that follow from the model of a skyrl-tx server: its name, its tokenizer and its context.
 
-Options that the user has set are kept. If the server does not answer, options that depend on its answer are
-not changed. The program reports the missing answer later, when it connects.
+A tokenizer and lengths that the user has set are kept. If the server does not answer, options that depend on
+its answer are not changed. The program reports the missing answer later, when it connects.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ LOCAL = "local/"
 def with_served_model(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the name under which the server serves the model, and with the model's tokenizer.
 
-    `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a
-    packaged model (a name without a slash) or local/NAME. The tokenizer is in the directory, or else in the
-    folder that the server reports. Other model names are hub ids, and the hub has their tokenizers.
+    `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a name
+    without a slash such as smollm2-135m, or local/NAME. The tokenizer is in the directory, or else in the
+    folder that the server reports. A tokenizer in `argv` is kept. Other model names are hub ids, and the hub
+    has their tokenizers.
     """
     values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
@@ -39,9 +40,11 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     if path.is_dir():
         return _with(argv, model_name=f"{LOCAL}{path.resolve().name}", tokenizer=str(path))
     is_local = name.startswith(LOCAL) or "/" not in name or _is_gguf(path)
-    if not is_local or _is_set(values, "tokenizer") or url is None:
+    if not is_local or url is None:
         return list(argv)
     served = name if name.startswith(LOCAL) else f"{LOCAL}{path.stem if _is_gguf(path) else name}"
+    if _is_set(values, "tokenizer"):
+        return _with(argv, model_name=served, tokenizer=values["tokenizer"])
     folder = tokenizer_folder(url, model_name=served, key=_key())
     return list(argv) if folder is None else _with(argv, model_name=served, tokenizer=folder)
 

@@ -18,7 +18,8 @@ JOURNAL = "checkpoints.jsonl"
 class Checkpoint:
     """One line of checkpoints.jsonl.
 
-    The seeds follow from `batch` and the config. So does the task order with `task_sampling=uniform`.
+    It has no seeds of trials, because a resumed run computes them from `batch` and the config. With
+    `task_sampling=uniform`, it computes the order of the tasks in the same way.
     """
 
     name: str

@@ -65,8 +65,12 @@ def test_the_tokenizer_of_a_local_model_comes_from_the_server(tmp_path: Path, na
             "model_name=local/fake",
             f"tokenizer={tmp_path}",
         ]
+        assert with_served_model([*server, f"model_name={name}", "tokenizer=t"]) == [
+            *server,
+            "tokenizer=t",
+            "model_name=local/fake",
+        ]
         for arguments in (
-            [*server, f"model_name={name}", "tokenizer=t"],
             [*server, "model_name=org/fake"],
             [*server, "model_name=other"],
             [server[0], "skyrl_tx_url=http://127.0.0.1:9", f"model_name={name}"],

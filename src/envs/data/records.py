@@ -23,8 +23,8 @@ class Record:
 def read_records(path: Path) -> list[Record]:
     """Read a .jsonl or .parquet file.
 
-    Raises ConfigError with file and line if the file cannot be read, if a line is not a JSON object, or if
-    the file has no rows.
+    Raises ConfigError, which names the file, if the file has another suffix, cannot be read or has no rows.
+    The error about a line that is not a JSON object also names the line.
     """
     match path.suffix:
         case ".jsonl":

@@ -135,9 +135,10 @@ class DockerFiles:
         directory: str,
         paths: Sequence[str],
     ) -> None:
-        """Add `paths`, which are `directory` and paths below it.
+        """Add `paths`. Each of them is `directory` or a path below it.
 
-        A request takes tens of milliseconds, so many paths are taken from one archive of their directory.
+        A request takes tens of milliseconds. If there are more than MAX_REQUESTS paths, they are therefore
+        taken from one archive of `directory` or, if it is too large, from archives of its subdirectories.
         """
         is_small = len(paths) <= MAX_REQUESTS
         if not is_small and self._add_directory(filtered, container, selection, directory, paths):

@@ -1,11 +1,11 @@
-"""A pool of worker processes, which play the episodes of tau2-bench and compare answers with references in
-env=data.
+"""A pool of worker processes. The workers of tau2-bench play episodes. The workers of `env=data` compare
+answers with reference answers.
 
 Requests and replies are JSON lines, and every request has a deadline. A worker answers one request at a time.
 
 A worker can run many episodes. A worker that exits, hangs or sends an invalid reply is killed and replaced.
 Its episodes are then replayed on another worker, which must give identical replies. An episode fails if its
-own requests end more than `MAX_LOSSES` workers.
+new requests end more than `MAX_LOSSES` workers, or if the replays of its requests do.
 
 The errors distinguish a failure that a request caused (`RequestFailed`), for which an agent can be
 responsible, from a failure of the pool (every other SandboxError), which must not become a reward.
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0  # added to the time limit that the worker itself enforces
 START_TIMEOUT_S = 180.0
 MAX_LINE_BYTES = 1 << 27
-MAX_LOSSES = 1  # an episode fails if its requests, or the replays of its requests, end more workers than this
+MAX_LOSSES = 1
+"""The number of workers that the new requests of an episode may end. The replays of its requests may end the
+same number of workers."""
 
 WorkerReply = Mapping[str, Any]
 
@@ -51,7 +53,7 @@ class WorkerTimeout(WorkerLost):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
     command: Sequence[str]
-    environment: Mapping[str, str]  # added to the environment of this process
+    environment: Mapping[str, str]  # environment variables, in addition to those of the trainer
     num_workers: int
     step_timeout_s: float  # the time limit of one request
 
@@ -74,8 +76,9 @@ class Worker:
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> WorkerReply | None:
         """Return the reply, or None if the worker was lost before it received the request.
 
-        Raises WorkerLost if this request caused the loss, and SandboxError if the worker was killed before it
-        replied.
+        Raises WorkerLost if the worker exits, sends an invalid reply or misses the deadline during this
+        request. Raises another SandboxError if `kill` is called during this request, for example because the
+        pool is closed.
         """
         # The reply must be read even if the caller is cancelled. Otherwise the next request would read it.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))

@@ -14,6 +14,7 @@ from src.config import TrainerConfig
 from src.core.errors import ConfigError
 
 CAPABILITIES = "capabilities.json"
+NEEDED_BY_EVERY_RUN = "a property that every run needs"
 
 
 class Finding(BaseModel):
@@ -76,16 +77,19 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "loads without optimizer": None if config.load_optimizer else "load_optimizer=false",
     }
     needed_by |= {
-        finding.name: "a property that every run needs"
+        finding.name: NEEDED_BY_EVERY_RUN
         for finding in capabilities.findings
         if finding.is_needed and finding.name not in needed_by
     }
     for name, option in needed_by.items():
         finding = capabilities.failed_check(name)
         if option is not None and finding is not None:
+            remedy = "use another endpoint"
+            if option != NEEDED_BY_EVERY_RUN:
+                remedy = f"change the option, or {remedy}"
             raise ConfigError(
                 f"{capabilities.url} does not honour {option}: {name}: {finding.seen} "
-                f"({config.capabilities}); change the option, or use another endpoint"
+                f"({config.capabilities}); {remedy}"
             )
 
 

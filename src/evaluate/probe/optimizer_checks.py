@@ -115,12 +115,12 @@ def check_beta2(probe: Probe) -> str:
 
 
 def check_weight_decay(probe: Probe) -> str:
-    """A decay by half removes at least half of a step's effect, because both LoRA matrices shrink."""
+    """A decay that halves both LoRA matrices leaves about a quarter of a step's effect."""
     client, one_step = probe.stepped_client()
     learning_rate = probe.rate * HUGE
     remaining = 1 + probe.change(client, [0.0], weight_decay=0.5 / learning_rate) / one_step
-    expect(remaining < 0.7, f"a decay of half the weights left {remaining:.2f} of the step's effect")
-    return f"a decay of half the weights leaves {remaining:.2f} of the step's effect"
+    expect(remaining < 0.7, f"a decay that halves all weights left {remaining:.2f} of the step's effect")
+    return f"a decay that halves all weights leaves {remaining:.2f} of the step's effect"
 
 
 def check_clipping(probe: Probe) -> str:
