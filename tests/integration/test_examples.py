@@ -108,7 +108,7 @@ async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) ->
 
     @asynccontextmanager
     async def serve(config: ServerConfig) -> AsyncIterator[str]:
-        yield f"http://127.0.0.1:{config.port}"
+        yield "http://127.0.0.1:8000"
 
     async def train(config: TrainerConfig) -> RunResult:
         configs.append(config)
