@@ -524,7 +524,7 @@ def start_server(
     started = time.monotonic()
     if to_check is not None:
         try:
-            check_slowly(to_check)
+            check_tokenizer_and_tasks(to_check)
         except ConfigError:
             stop(server)
             raise
@@ -546,7 +546,7 @@ def start_server(
     return server
 
 
-def check_slowly(config: TrainerConfig) -> None:
+def check_tokenizer_and_tasks(config: TrainerConfig) -> None:
     """Check what needs imports that take seconds: the tokenizer, if it is in a local directory, and Harbor
     tasks. Raises ConfigError."""
     if config.tokenizer is not None and Path(config.tokenizer).expanduser().is_dir():

@@ -134,9 +134,8 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         # Only the engine's thread uses these attributes, except that `stats` reads `_counts` and `_seconds`.
         self._jobs: dict[int, Job[OpResult]] = {}
-        self._waits: dict[
-            int, tuple[OperationStep, Future[Any]]
-        ] = {}  # request id -> (step, future it waits for)
+        # request id -> (step, future that the step waits for)
+        self._waits: dict[int, tuple[OperationStep, Future[Any]]] = {}
         self._sampling: dict[int, _Sampling] = {}
         token_counters = (
             "tokens_sampled",

@@ -24,22 +24,22 @@ class OperationQueue:
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
-        self._queue_names: dict[int, str] = {}  # request_id -> name of the queue of the operation
+        self._steps: dict[int, OperationStep] = {}  # operations that have not ended, by request_id
         # Tenant -> names of its queues. The round-robin order is the order of the tenants and of the names.
         self._order: dict[str, dict[str, None]] = {}
         # Maps a snapshot to the request_ids of the operations that save it.
         self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
-        return sum(len(queue.steps) for queue in self._queues.values())
+        return len(self._steps)
 
     def add(self, request_id: int, op: Op, *, tenant: str) -> None:
         name = _queue_name(op)
         if name not in self._queues:
             self._queues[name] = _ModelQueue(tenant=tenant)
             self._order.setdefault(tenant, {})[name] = None
-        self._queue_names[request_id] = name
-        self._queues[name].steps.append(OperationStep(request_id=request_id, op=op))
+        step = self._steps[request_id] = OperationStep(request_id=request_id, op=op)
+        self._queues[name].steps.append(step)
         if isinstance(op, SaveSampler):
             self._saves[op.weights][request_id] = None
 
@@ -60,15 +60,14 @@ class OperationQueue:
 
     def waiting(self, request_id: int) -> OperationStep | None:
         """Return an operation that has not ended, or None."""
-        queue = self._queues.get(self._queue_names.get(request_id, ""))
-        return queue and next((step for step in queue.steps if step.request_id == request_id), None)
+        return self._steps.get(request_id)
 
     def finish(self, step: OperationStep) -> None:
         """Remove the operation of `step`, which has ended or was cancelled. Ignore an operation that was
         removed already. The next operation of its model can then run."""
-        name = self._queue_names.pop(step.request_id, None)
-        if name is None:
+        if self._steps.pop(step.request_id, None) is None:
             return
+        name = _queue_name(step.op)
         queue = self._queues[name]
         queue.steps.remove(step)
         if not queue.steps:

@@ -75,14 +75,7 @@ async def stream_tokens(
 async def first_delta_of(request: Request, deltas: AsyncGenerator[TokenDelta]) -> TokenDelta | None:
     """Return the first delta of `stream_tokens`. If the client disconnects first, withdraw the operation and
     return None. Raise ServerError if the operation fails."""
-    first = asyncio.ensure_future(anext(deltas))
-    disconnected = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({first, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return first.result() if first.done() else None
-    finally:
-        disconnected.cancel()
-        first.cancel()
+    return await _unless_disconnected(request, asyncio.ensure_future(anext(deltas)))
 
 
 async def wait_for_results(
@@ -103,21 +96,29 @@ async def wait_for_results(
         for future in futures:
             future.cancel()
         raise
-    disconnected = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
     try:
-        await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return [_sampled(future) for future in futures] if finished.done() else None
+        results = await _unless_disconnected(request, finished)
+        return None if results is None else [_sampled(future) for future in futures]
     finally:
         watcher.cancel()
-        disconnected.cancel()
-        finished.cancel()
 
 
 def _sampled(future: concurrent.futures.Future[SampleResult]) -> SampleResult:
     if future.cancelled():
         raise ServerError("the request was withdrawn before it started")
     return future.result()
+
+
+async def _unless_disconnected[T](request: Request, work: asyncio.Future[T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
+    disconnected = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        disconnected.cancel()
+        work.cancel()
 
 
 async def _disconnected(request: Request) -> None:

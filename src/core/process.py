@@ -101,7 +101,9 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """Run `function` in a daemon thread. Unlike a `to_thread` thread, it does not delay the process exit."""
+    """Run `function` in a new daemon thread. Unlike a `to_thread` thread, it does not delay the process exit,
+    and a function that never returns occupies no thread of a pool. A StopIteration becomes a RuntimeError.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -112,6 +114,10 @@ async def in_thread[T](function: Callable[[], T]) -> T:
     def call() -> None:
         try:
             value = function()
+        except StopIteration as error:  # a future cannot have this exception
+            stopped = RuntimeError("the function raised StopIteration")
+            stopped.__cause__ = error
+            set_outcome = lambda: future.set_exception(stopped)  # noqa: E731
         except BaseException as error:
             set_outcome = lambda error=error: future.set_exception(error)  # noqa: E731
         else:

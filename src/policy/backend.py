@@ -20,9 +20,9 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.options import is_http_address
 from src.core.process import deadline, in_thread
+from src.policy.checkpoint_check import check_checkpoint
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
-from src.policy.trained_parts import check_trained_parts
 from src.policy.training_client import TrainingClient
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class TinkerEndpoint:
                 rest_client = await in_thread(
                     lambda: tinker.RestClient(base_url=base_url(options), api_key=require_key(options))
                 )
-                await check_trained_parts(rest_client, path, adapter, model_name=options.model_name)
+                await check_checkpoint(rest_client, path, adapter, model_name=options.model_name)
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):

@@ -77,12 +77,15 @@ def test_files_that_dockerignore_excludes_are_not_copied(
     for name in ("answers/a", "answers/keep", "src/deep/b.pyc", "src/b.py", "c1.md", "cx.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / ".dockerignore").write_text(f"{patterns}\nDockerfile\n.dockerignore\n")
+    (tmp_path / ".dockerignore").write_text(f"{patterns}\nDockerfile\n")
     (copy,) = build_plan(tmp_path, "FROM a\nCOPY . /x/\n").steps
     assert isinstance(copy, Copy)
-    assert {target.removeprefix("/x/") for source, target in copy.files if source.is_file()} == copied
+    assert {target.removeprefix("/x/") for source, target in copy.files if source.is_file()} == {
+        *copied,
+        ".dockerignore",
+    }
     (tmp_path / "Dockerfile.dockerignore").write_text("[z-a]\n")
-    with pytest.raises(ConfigError, match=r"Dockerfile:2: COPY: .* is not a pattern"):
+    with pytest.raises(ConfigError, match=r"Dockerfile.dockerignore has an invalid pattern"):
         build_plan(tmp_path, "FROM a\nCOPY . /x\n")
     (tmp_path / "Dockerfile.dockerignore").unlink()
     if "answers/a" not in copied:

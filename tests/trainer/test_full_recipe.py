@@ -251,7 +251,9 @@ def test_a_missing_tokenizer_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((run_skyrl_tx.QUICKSTART / "model" / "config.json").read_text())
     options = ["model_name=local/model", f"tokenizer={tmp_path}", "data=x.jsonl", "reward=number"]
     with pytest.raises(ConfigError, match=r"no tokenizer in .*: it has no tokenizer files"):
-        run_skyrl_tx.check_slowly(parse([*options, "skyrl_tx_url=http://127.0.0.1:9", "backend=skyrl-tx"]))
+        run_skyrl_tx.check_tokenizer_and_tasks(
+            parse([*options, "skyrl_tx_url=http://127.0.0.1:9", "backend=skyrl-tx"])
+        )
 
 
 @pytest.mark.parametrize("name", ["/none/model", "./none", "a/b/c"])

@@ -9,18 +9,16 @@ numbers, which become metrics. A message is sent to the agent, which answers aga
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from inspect import isawaitable
 from typing import Any, Protocol
 
 from src.core.errors import AgentFault, ConfigError
+from src.core.process import in_thread
 from src.core.trajectory import ZeroReason
 from src.envs.data.rows import Question, require_reference
 from src.envs.service.subprocess_pool import WorkerLost, WorkerPool, WorkerSettings, WorkerTimeout
@@ -205,7 +203,7 @@ class FunctionReward:
 
     async def grade(self, answer: str, question: Question) -> Graded:
         """Call the function in a thread, because it may block, and await the result of an async function."""
-        result = await _in_own_thread(self._function, answer, question.record.values)
+        result = await in_thread(lambda: self._function(answer, question.record.values))
         if isawaitable(result):
             result = await result
         values = dict(result) if isinstance(result, Mapping) else {"reward": result}
@@ -225,36 +223,3 @@ class FunctionReward:
 
     async def close(self) -> None:
         """There is nothing to release."""
-
-
-async def _in_own_thread(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in a new thread and return its result. A StopIteration becomes a RuntimeError.
-
-    The threads of `asyncio.to_thread` are few and the whole program uses them, so a function that never
-    returns must not occupy one.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: object, error: BaseException | None) -> None:
-        if done.done():  # the trial was cancelled
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def call() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments)
-        except StopIteration as raised:  # A future cannot have this exception.
-            error = RuntimeError("the function raised StopIteration")
-            error.__cause__ = raised
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # The event loop is closed.
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=call, name="reward function", daemon=True).start()
-    return await done

@@ -10,7 +10,7 @@ import contextlib
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -42,11 +42,86 @@ MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences o
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Selection:
-    """The paths of one export."""
+class _Export:
+    """Adds the changed paths of a container to an archive."""
 
-    paths: list[str] = field(default_factory=list)  # changed paths that are not below a path of `trees`
-    trees: set[str] = field(default_factory=set)  # new paths, with which everything below them is exported
+    container: Any
+    filtered: FilteredArchive
+    trees: set[str]  # new paths, with which everything below them is exported
+
+    def add_paths(self, directory: str, paths: Sequence[str]) -> None:
+        """Add `paths`. Each of them is `directory` or a path below it.
+
+        A request takes tens of milliseconds. If there are more than MAX_REQUESTS paths, they are therefore
+        taken from one archive of `directory` or, if it is too large, from archives of its subdirectories.
+        """
+        is_small = len(paths) <= MAX_REQUESTS
+        if not is_small and self._add_directory(directory, paths):
+            return
+        groups: dict[str, list[str]] = {}
+        prefix = directory.rstrip("/") + "/"
+        for path in paths:
+            child = path if is_small or path == directory else prefix + path[len(prefix) :].partition("/")[0]
+            groups.setdefault(child, []).append(path)
+        for child, below in groups.items():
+            if below == [child]:
+                self.add(child, is_new=child in self.trees)
+            else:
+                self.add_paths(child, below)
+
+    def _add_directory(self, directory: str, paths: Sequence[str]) -> bool:
+        """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
+        if this archive is too large.
+        """
+        if directory == "/":
+            return False
+        try:
+            stream, _ = self.container.get_archive(directory)
+        except NotFound:
+            return False
+        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
+            for chunk in stream:
+                packed.write(chunk)
+                if packed.tell() > MAX_DIRECTORY_BYTES:
+                    return False
+            packed.seek(0)
+            exact = set(paths)
+            self.filtered.add(
+                packed,
+                str(PurePosixPath(directory).parent),
+                keep=lambda path: path in exact or is_below(path, self.trees),
+            )
+        return True
+
+    def add(self, path: str, *, is_new: bool) -> None:
+        """Add `path` to the archive. For a directory that the image already has, add only the directory
+        itself.
+        """
+        try:
+            stream, _ = self.container.get_archive(path)
+        except NotFound:
+            return
+        directory = str(PurePosixPath(path).parent)
+        # An open stream would prevent the engine from removing the container, so the stream is always closed.
+        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
+            size = 0
+            first: tarfile.TarInfo | None = None
+            for chunk in stream:
+                packed.write(chunk)
+                size += len(chunk)
+                if size > 2 * MAX_BYTES:
+                    raise AgentFault(
+                        ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
+                    )
+                if is_new or first is not None:
+                    continue
+                first = _first_member(packed)
+                if first is not None and first.isdir():
+                    _truncate(packed, first)
+                    self.filtered.add(packed, directory)
+                    return
+            packed.seek(0)
+            self.filtered.add(packed, directory)
 
 
 class DockerFiles:
@@ -107,15 +182,16 @@ class DockerFiles:
         }
         check_limits(len(changed), 0)
         filtered = FilteredArchive(archive, rules, FileChanges())
-        selection = _Selection()
+        export = _Export(container=container, filtered=filtered, trees=set())
+        paths: list[str] = []
         for path in sorted(changed):
-            if not is_below(path, selection.trees):
-                selection.paths.append(path)
+            if not is_below(path, export.trees):
+                paths.append(path)
                 if changed[path] == ADDED:
-                    selection.trees.add(path)
-        self._add_all(filtered, container, selection, "/", selection.paths)
+                    export.trees.add(path)
+        export.add_paths("/", paths)
         for path in filtered.unresolved_links:
-            self._add(filtered, container, path, is_new=True)
+            export.add(path, is_new=True)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
         return FileChanges(carried=carried, removed=removed)
@@ -126,94 +202,6 @@ class DockerFiles:
             path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
             for mount in self._mounts
         )
-
-    def _add_all(
-        self,
-        filtered: FilteredArchive,
-        container: Any,
-        selection: _Selection,
-        directory: str,
-        paths: Sequence[str],
-    ) -> None:
-        """Add `paths`. Each of them is `directory` or a path below it.
-
-        A request takes tens of milliseconds. If there are more than MAX_REQUESTS paths, they are therefore
-        taken from one archive of `directory` or, if it is too large, from archives of its subdirectories.
-        """
-        is_small = len(paths) <= MAX_REQUESTS
-        if not is_small and self._add_directory(filtered, container, selection, directory, paths):
-            return
-        groups: dict[str, list[str]] = {}
-        prefix = directory.rstrip("/") + "/"
-        for path in paths:
-            child = path if is_small or path == directory else prefix + path[len(prefix) :].partition("/")[0]
-            groups.setdefault(child, []).append(path)
-        for child, below in groups.items():
-            if below == [child]:
-                self._add(filtered, container, child, is_new=child in selection.trees)
-            else:
-                self._add_all(filtered, container, selection, child, below)
-
-    def _add_directory(
-        self,
-        filtered: FilteredArchive,
-        container: Any,
-        selection: _Selection,
-        directory: str,
-        paths: Sequence[str],
-    ) -> bool:
-        """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
-        if this archive is too large.
-        """
-        if directory == "/":
-            return False
-        try:
-            stream, _ = container.get_archive(directory)
-        except NotFound:
-            return False
-        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
-            for chunk in stream:
-                packed.write(chunk)
-                if packed.tell() > MAX_DIRECTORY_BYTES:
-                    return False
-            packed.seek(0)
-            exact = set(paths)
-            filtered.add(
-                packed,
-                str(PurePosixPath(directory).parent),
-                keep=lambda path: path in exact or is_below(path, selection.trees),
-            )
-        return True
-
-    def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> None:
-        """Add `path` to the archive. For a directory that the image already has, add only the directory
-        itself.
-        """
-        try:
-            stream, _ = container.get_archive(path)
-        except NotFound:
-            return
-        directory = str(PurePosixPath(path).parent)
-        # An open stream would prevent the engine from removing the container, so the stream is always closed.
-        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
-            size = 0
-            first: tarfile.TarInfo | None = None
-            for chunk in stream:
-                packed.write(chunk)
-                size += len(chunk)
-                if size > 2 * MAX_BYTES:
-                    raise AgentFault(
-                        ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
-                    )
-                if is_new or first is not None:
-                    continue
-                first = _first_member(packed)
-                if first is not None and first.isdir():
-                    _truncate(packed, first)
-                    filtered.add(packed, directory)
-                    return
-            packed.seek(0)
-            filtered.add(packed, directory)
 
 
 def engine_answers() -> bool:

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -94,6 +94,10 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     workdir = "/"
     stages, image = 0, ""
     shell, shell_options = DEFAULT_SHELL
+    try:
+        is_excluded = ignore_rules(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
     for line, instruction, value in _instructions(path):
         try:
@@ -119,7 +123,10 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     if value.split(":")[0] not in ("root", "0"):
                         raise _refusal(path, line, f"run as the user {value}")
                 case "COPY" | "ADD":
-                    steps.append(_copy(path, line, value, variables, workdir, unpacks=instruction == "ADD"))
+                    unpacks = instruction == "ADD"
+                    steps.append(
+                        _copy(path, line, value, variables, workdir, unpacks=unpacks, is_excluded=is_excluded)
+                    )
                 case "SHELL":
                     if (form := SHELL_FORM.fullmatch(" ".join(_words(value)))) is None:
                         raise _refusal(path, line, f"use SHELL {value}")
@@ -266,7 +273,14 @@ def _refusal(path: Path, line: int, action: str) -> ConfigError:
 
 
 def _copy(
-    path: Path, line: int, value: str, variables: Mapping[str, str], workdir: str, *, unpacks: bool
+    path: Path,
+    line: int,
+    value: str,
+    variables: Mapping[str, str],
+    workdir: str,
+    *,
+    unpacks: bool,
+    is_excluded: Callable[[Path], bool],
 ) -> Copy:
     """Parse COPY or ADD. `unpacks` is true for ADD. Archives are refused for ADD, because Docker unpacks them
     and the sandbox does not.
@@ -291,6 +305,7 @@ def _copy(
             PurePosixPath(workdir) / target,
             into_directory=into_directory,
             unpacks=unpacks,
+            is_excluded=is_excluded,
         )
     is_one_file = len(files) == 1 and files[0][0].is_file() and not into_directory
     return Copy(files=tuple(files), mode=mode, line=line, is_one_file=is_one_file)
@@ -312,11 +327,17 @@ def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tup
 
 
 def _copied(
-    path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool, unpacks: bool
+    path: Path,
+    line: int,
+    source: str,
+    target: PurePosixPath,
+    *,
+    into_directory: bool,
+    unpacks: bool,
+    is_excluded: Callable[[Path], bool],
 ) -> list[tuple[Path, str]]:
     """Return the files of the build context that match `source`, each with its path in the sandbox."""
     context = path.parent.resolve()
-    is_excluded = ignore_rules(path)
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
     files: list[tuple[Path, str]] = []

@@ -1,52 +1,30 @@
-"""The files of a build context that .dockerignore excludes.
-
-Each line is a pattern. `*` matches any characters except a slash, and `**` any directories. A pattern also
-matches everything below a directory that it matches. `!` includes paths again. The last matching pattern
-counts.
-"""
+"""The files of a build context that .dockerignore excludes."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-_TOKEN = re.compile(r"(\*\*/?|\*|\?|\[[^]]*\]|\\.)")
-_EXPRESSIONS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+from docker.utils import exclude_paths
 
 
 def ignore_rules(dockerfile: Path) -> Callable[[Path], bool]:
-    """Return a function that tells whether a path of the build context is excluded. As in Docker, a file
-    `NAME.dockerignore` beside the Dockerfile `NAME` replaces .dockerignore. Raises ValueError for an invalid
-    pattern.
+    """Return a function that tells whether a path of the build context is excluded.
+
+    As in Docker, a file `NAME.dockerignore` beside the Dockerfile `NAME` replaces .dockerignore. The file
+    .dockerignore itself is never excluded. Raises ValueError for an invalid pattern.
     """
     context = dockerfile.parent.resolve()
     specific = dockerfile.with_name(f"{dockerfile.name}.dockerignore")
     file = specific if specific.is_file() else context / ".dockerignore"
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    rules: list[tuple[re.Pattern[str], bool]] = []
-    for line in map(str.strip, lines):
-        if line and not line.startswith("#"):
-            pattern = os.path.normpath(line.removeprefix("!").strip()).lstrip("/")
-            expression = "".join(map(_expression, _TOKEN.split(pattern)))
-            try:
-                rule = re.compile(f"{expression}(?:/.*)?", re.DOTALL)
-            except re.error as error:
-                raise ValueError(f"{file}: {line} is not a pattern ({error})") from error
-            rules.append((rule, not line.startswith("!")))
-
-    def is_excluded(path: Path) -> bool:
-        name = path.relative_to(context).as_posix()
-        if name == ".":
-            return False
-        return next((excludes for rule, excludes in reversed(rules) if rule.fullmatch(name)), False)
-
-    return is_excluded
-
-
-def _expression(token: str) -> str:
-    """Return the regular expression of a part of a pattern."""
-    if token.startswith("[") and token.endswith("]"):
-        return token
-    return _EXPRESSIONS.get(token) or re.escape(token.removeprefix("\\"))
+    if not file.is_file():
+        return lambda path: False
+    lines = map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    try:
+        # Without `dockerfile=""`, the Dockerfile would never be excluded.
+        included = exclude_paths(str(context), patterns, dockerfile="")
+    except re.error as error:
+        raise ValueError(f"{file} has an invalid pattern ({error})") from error
+    return lambda path: path != context and path.relative_to(context).as_posix() not in included

@@ -16,8 +16,8 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.cli.command_line import parse, parse_as
 from src.core.errors import ConfigError
 from src.policy.backend import connect
+from src.policy.checkpoint_check import check_checkpoint
 from src.policy.options import AdapterOptions
-from src.policy.trained_parts import check_trained_parts
 from src.records.run_folder import RunFolder, find_run_folder
 from src.sft.config import SftConfig
 from tests.fakes.server import fake_context, serving
@@ -64,18 +64,18 @@ def client_of(**reported: object) -> Any:
 
 async def test_parts_that_an_endpoint_omits_are_not_compared() -> None:
     client, adapter = client_of(train_mlp=False), AdapterOptions(train_attn=False, train_mlp=False)
-    await check_trained_parts(client, "tinker://a", adapter, model_name="m")
+    await check_checkpoint(client, "tinker://a", adapter, model_name="m")
     with pytest.raises(ConfigError, match="has train_mlp=false, not true"):
-        await check_trained_parts(client, "tinker://a", AdapterOptions(), model_name="m")
+        await check_checkpoint(client, "tinker://a", AdapterOptions(), model_name="m")
 
 
 async def test_a_checkpoint_of_another_rank_or_model_is_refused() -> None:
     client = client_of(base_model="m:peft:262144", lora_rank=8)
-    await check_trained_parts(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="m")
+    await check_checkpoint(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="m")
     with pytest.raises(ConfigError, match=r"^tinker://a has lora_rank=8, not 32; set lora_rank=8, or start"):
-        await check_trained_parts(client, "tinker://a", AdapterOptions(), model_name="m")
+        await check_checkpoint(client, "tinker://a", AdapterOptions(), model_name="m")
     with pytest.raises(ConfigError, match=r"^tinker://a is a checkpoint of m:peft:262144, not of other; set"):
-        await check_trained_parts(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="other")
+        await check_checkpoint(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="other")
 
 
 def test_an_adapter_without_a_trained_part_is_refused() -> None:

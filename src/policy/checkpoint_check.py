@@ -8,7 +8,7 @@ from src.core.errors import ConfigError
 from src.policy.options import AdapterOptions
 
 
-async def check_trained_parts(
+async def check_checkpoint(
     client: tinker.RestClient, path: str, adapter: AdapterOptions, *, model_name: str
 ) -> None:
     """Raise ConfigError if the checkpoint at `path` has another base model than `model_name`, or another rank
