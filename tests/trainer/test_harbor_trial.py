@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from src.core.errors import BackendError, ConfigError
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.envs.harbor.agent import TrainingTerminus2
+from src.envs.harbor.timed_policy import TimedPolicy
 from src.policy.sampling_policy import SampleRequest
 from src.records.dumps import conversation
 from tests.fakes.harbor_trials import (
@@ -239,6 +241,20 @@ async def test_a_time_limit_reached_on_a_lost_server_is_a_failure(
     assert isinstance(outcome, TrialFailure), outcome
     assert outcome.kind is FailureKind.BACKEND
     assert outcome.message.startswith("the agent reached its time limit after it waited ")
+
+
+async def test_a_call_in_progress_is_not_time_of_the_agent() -> None:
+    policy = UnansweredPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
+    policy.num_answered = 1
+    timed = TimedPolicy(policy)
+    request = SampleRequest(prompt_ids=[1], max_tokens=100, temperature=1.0)
+    await timed.sample(request)
+    hanging = asyncio.create_task(timed.sample(request))
+    await asyncio.sleep(0.05)
+    assert not timed.agent_used_most(time.monotonic() + 100)
+    hanging.cancel()
+    await asyncio.wait({hanging})
+    assert timed.agent_used_most(time.monotonic() + 100)
 
 
 async def test_a_backend_error_in_a_summary_is_a_failure(tmp_path: Path) -> None:
