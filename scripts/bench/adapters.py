@@ -1,5 +1,5 @@
-"""Measure the cost of many adapters: compare training and optimizer steps of 32 models with those of one
-model, and decode batches with 4 active adapters with decode batches with one adapter.
+"""Measure the cost of many adapters. Training and optimizer steps of 32 models are compared with those of one
+model, and decode batches with 4 adapters are compared with decode batches with one adapter.
 
     taskset -c 0,1 python -m scripts.bench.adapters
 """
@@ -47,8 +47,8 @@ def main(config: ComparisonOptions) -> None:
 
 
 def training(config: ComparisonOptions, model_dir: Path) -> None:
-    """Compare a server with 32 models with a server with one model. Each measured call on the former uses the
-    next of its models."""
+    """Compare an engine that has 32 models with an engine that has one model. Each measured call of the
+    engine with 32 models uses its next model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as single, started(max_models=MODELS) as several:

@@ -91,8 +91,9 @@ def main(config: ComparisonOptions) -> None:
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
             report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
-            # The number of tokens that a server with an unlimited cache prefills: the prompt, which all
-            # trajectories share, and the observation and the last sampled token of each turn.
+            # The tokens that are new: the prompt, which all trajectories share, and the observation and the
+            # last sampled token of each turn. A server with an unlimited cache prefills all of them except
+            # the last token of each trajectory.
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
             print_figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)

@@ -12,8 +12,8 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, O
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
-"""A sample or a forward_backward counts as at least this number of tokens, so that the quota also limits the
-number of operations."""
+"""Each `Sample` and each `ForwardBackward` operation counts as at least this number of tokens, so that the
+quota also limits the number of operations."""
 
 
 class EngineShare:
@@ -37,8 +37,8 @@ class EngineShare:
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
-        """Submit `op` for this tenant. The argument `tenant` is ignored. Raise CapacityError while too many
-        tokens are in flight, and UserError for an operation that alone exceeds the quota."""
+        """Submit `op` for this tenant. The argument `tenant` is ignored. Raise UserError if `op` alone
+        exceeds the quota, and CapacityError if `op` and the tokens in flight together exceed it."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
@@ -66,9 +66,9 @@ class EngineShare:
 
 
 def _num_tokens(op: Operation[object], max_context_length: int) -> int:
-    """Return the number of tokens that the quota counts. A sample counts the tokens of its prompt and of the
-    longest possible completions. A forward_backward counts the tokens of all its data. Other operations count
-    0."""
+    """Return the number of tokens that the quota counts: for a `Sample`, the prompt and `num_samples`
+    completions of maximum length; for a `ForwardBackward`, the tokens of all datums; in both cases at least
+    LEAST_TOKENS. Other operations count 0."""
     match op:
         case Sample():
             longest = (

@@ -32,8 +32,8 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """End the operation after the current prefill batch or decode dispatch. To withdraw an operation that
-        has not started, cancel its future too."""
+        """End the operation after its current or next prefill batch or decode dispatch. To withdraw an
+        operation that has not started, cancel its future too."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:

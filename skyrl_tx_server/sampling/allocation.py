@@ -30,8 +30,8 @@ class PageAllocator:
 
     @property
     def max_partial_prefill_tokens(self) -> int:
-        """The number of tokens that fit into a quarter of one rank's pages. All partly computed prompts
-        together may have at most this many tokens."""
+        """The maximum total number of tokens of all partly computed prompts: as many as fit into a quarter of
+        one rank's pages. A single partly computed prompt may be longer."""
         return (self.size.pages - 1) * PAGE_SIZE // 4
 
     def stats(self) -> dict[str, object]:
@@ -80,7 +80,7 @@ class PageAllocator:
         self.discard(sequence, cache)
 
     def discard(self, sequence: SequenceState, cache: PrefixCache) -> None:
-        """Free the pages of `sequence` without caching them, because their contents may be invalid."""
+        """Free the pages of `sequence` without adding them to the prefix cache."""
         cache.free(sequence.block_table)
         sequence.block_table = []
 
@@ -91,7 +91,7 @@ class PageAllocator:
             cache.insert(weights, chunk.tokens[: chunk.length], table)
 
     def free_chunk(self, chunk: PrefillChunk) -> None:
-        """Free the pages of a chunk that starts no sequence: it is not the last chunk of its prompt, or its
-        prefill failed."""
+        """Free the pages of a chunk that starts no sequence, because it is not the last chunk of its text or
+        because planning or prefill failed."""
         for slot, table in zip(chunk.slots, chunk.tables, strict=True):
             self.cache_of(slot).free(table)

@@ -162,7 +162,7 @@ class BatchRunner:
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:
-        """Discard the dispatch in flight if all its sequences have been released."""
+        """Discard the dispatch in flight if no sequence has a slot: all have ended or were released."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None
@@ -170,7 +170,7 @@ class BatchRunner:
             self.runner.wait()
         except Exception as error:
             logger.warning(
-                "a decode dispatch of released sequences has failed; the KV cache was cleared: %s", error
+                "a decode dispatch whose sequences had ended has failed; the KV cache was cleared: %s", error
             )
             self._clear()
             if jax.process_count() > 1:  # the dispatch may have failed on this rank only

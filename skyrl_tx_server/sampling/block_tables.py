@@ -43,7 +43,7 @@ def allocate_block_tables(
     The pages of `prefix` belong to `prefix_cache`. The sequences of its rank share the full pages of
     `prefix`. Each other rank gets copies of these pages. Sequences of the same rank share all full pages of
     their tables. If the last page is partly filled, each sequence has its own last page. After the
-    allocation, `spare_pages[cache]` pages must still be available in the rank of `cache`.
+    allocation, `spare_pages[cache]` pages must still be available in the rank of each cache in `caches`.
 
     Raises CapacityError, without allocating any page, if too few are available. The error message names
     `text_length`, the length of the whole text, because `num_tokens` may cover only the text up to the end of

@@ -16,8 +16,8 @@ from skyrl_tx_server.sampling.preemption import SequencePool
 
 
 class CompletionChecker:
-    """Checks after each dispatch which sequences are complete. The tokenizer is loaded when the first request
-    with stop strings starts."""
+    """Checks after each prefill and each decode dispatch which sequences are complete. The tokenizer is
+    loaded when the first request with stop strings starts."""
 
     def __init__(self, pool: SequencePool, runner: ModelRunner, *, model_dir: Path) -> None:
         self._pool = pool

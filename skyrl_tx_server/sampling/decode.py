@@ -33,7 +33,8 @@ class InFlightBatch:
 
     @property
     def ended(self) -> bool:
-        """Whether the device ended a sequence in this dispatch. The device does not check stop strings."""
+        """Whether the device has ended a sequence of this dispatch, in this dispatch or the previous one. The
+        device does not check stop strings."""
         assert self.host_outputs is not None
         active = self.host_outputs.carry.active
         return not all(active[index] for index, _, _ in self.dispatch.sequences)
@@ -51,8 +52,9 @@ class DecodePipeline:
         return {"decode_dispatches_ahead": self._num_ahead}
 
     def decode(self) -> bool:
-        """Start a dispatch if none is in flight, and wait for the dispatch in flight. Return whether the
-        device has ended a sequence. If `poll` could not start the next dispatch, raise its error."""
+        """Start a dispatch if none is in flight, plan the next dispatch, and wait for the dispatch in flight.
+        Return whether the device has ended a sequence. If `poll` could not start this dispatch, raise the
+        error that `poll` caught."""
         if isinstance(self.in_flight, Exception):
             raise self.in_flight
         if self.in_flight is None:
@@ -111,10 +113,11 @@ class DecodePipeline:
             sequence.pending_tokens = self._runner.steps
 
     def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
-        """Return the dispatch that can follow `dispatch` before its outputs are known.
+        """Return the dispatch that can follow `dispatch` before its outputs are known, and allocate pages for
+        it.
 
-        None: no sequence has tokens to sample, too few pages are free, the next dispatch needs another
-        compiled program, or the next dispatch can use a narrower program after `SequencePool.compact`.
+        None: no sequence can have tokens left to sample, too few pages are available, the next dispatch needs
+        another compiled program, or it can use a narrower program after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

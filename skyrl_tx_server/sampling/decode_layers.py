@@ -32,8 +32,8 @@ type AttendInLayer = Callable[
     [ArrayLike | int, Past, Recent, jax.Array, AttentionSpec, jax.Array, jax.Array, jax.Array],
     tuple[jax.Array, Recent],
 ]
-"""(layer, past, recent, step, spec, q, k, v) -> (attended, `recent` with the keys and values k and v). A loop
-over layers passes the segment of one layer as `recent`."""
+"""(layer, past, recent, step, spec, q, k, v) -> (attended, `recent` with the keys and values k and v). In a
+loop over layers, `recent` is the segment of one layer or the KV cache."""
 
 type RunLayers = Callable[[jax.Array, Mapping[RopeSpec, Rope], Recent, jax.Array], tuple[jax.Array, Recent]]
 """(x [B, 1, D], rotary tables, keys and values of this dispatch, step) -> (x after all layers, the keys and

@@ -69,7 +69,7 @@ def decodes_in_place(config: ModelConfig) -> bool:
 
 
 class ModelRunner:
-    """Owns the KV cache and calls the prefill, decode and score programs."""
+    """Owns the KV cache and calls the prefill, decode and scoring programs."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ModelRunner:
         processed_logprobs: bool,
     ) -> None:
         """`steps` is the number of decode steps per dispatch, at most PAGE_SIZE. With `processed_logprobs`,
-        logprobs are computed after temperature (see `token_sampling`)."""
+        the logprobs of sampled tokens are computed after temperature (see `token_sampling`)."""
         self._config = config
         self._params = params
         self._unstacked_params = unstack_layers(config, params)
@@ -175,7 +175,7 @@ class ModelRunner:
 
     def can_narrow(self, dispatch: DecodeDispatch) -> bool:
         """Return whether a narrower compiled program can hold the sequences of `dispatch` after they have
-        moved to the first slots."""
+        moved to the first slots. If this program is not compiled yet, request it from `DecodePrograms`."""
         width = self.decode_layout.width_of([slot for _, slot, _ in dispatch.sequences], compacted=True)
         narrow = replace(dispatch.program, width=width)
         return width < dispatch.program.width and self._programs.request(narrow) is not None
@@ -210,7 +210,8 @@ class ModelRunner:
 
     def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
         """Return (likeliest tokens, logprobs of the target tokens) at every prompt position. An element that
-        `op` does not request is None."""
+        `op` does not request is None. The likeliest tokens are placeholders (see NO_LOGPROB) at position 0
+        and before the last `op.prompt_logprobs_last_n` positions."""
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
             return None, None
         topk, targets = self._scorer.run(
@@ -312,8 +313,8 @@ class ModelRunner:
 
     def _check_cache(self, error: Exception) -> None:
         """Raise SequencesLostError if a failed prefill has destroyed the donated cache. `error` is the error
-        of the prefill call, or of the computation that the call started, for example because there was too
-        little GPU memory."""
+        of the prefill call or of the computation that the call started, for example an out-of-memory error
+        of the GPU."""
         try:
             self.wait()
         except Exception:

@@ -69,7 +69,8 @@ class SequencePool:
         return [sequence for sequence in sequences if sequence.request_id == request_id]
 
     def free_slots(self, planned: Sequence[PrefillChunk]) -> dict[PrefixCache, list[int]]:
-        """Return the free slots of each data-parallel rank, without the slots that `planned` chunks use."""
+        """Return the free slots of each data-parallel rank, without the slots in which sequences of `planned`
+        chunks will start."""
         reserved = {slot for chunk in planned for slot in chunk.slots if chunk.is_last}
         free: dict[PrefixCache, list[int]] = {cache: [] for cache in self._pages.caches}
         for slot, sequence in enumerate(self.slots):
@@ -168,7 +169,7 @@ class SequencePool:
     # --- pausing ---
 
     def pause(self, keys: Collection[SequenceKey]) -> None:
-        """Remove these sequences from their slots. They keep their pages."""
+        """Pause these sequences, which are in slots or preempted. Sequences in slots keep their pages."""
         for sequence in [sequence for sequence in self.preempted if sequence.key in keys]:
             self.preempted.remove(sequence)
             self._adapters.retain(sequence.weights)

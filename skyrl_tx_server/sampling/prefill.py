@@ -30,7 +30,7 @@ from skyrl_tx_server.sampling.prefill_plan import PlannedChunk, PrefillPlanner, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefiller:
-    """Computes the chunks that `PrefillPlanner` plans and starts their sequences."""
+    """Computes the chunks that `PrefillPlanner` plans, and starts their sequences."""
 
     planner: PrefillPlanner
     adapters: AdapterCache
@@ -46,8 +46,8 @@ class Prefiller:
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the next chunks of the first requests, as many as fit into one prefill batch. Start the
-        sequences whose texts are complete. A paused sequence that still has its pages is unpaused without a
-        chunk.
+        sequences whose texts are complete. A paused sequence that still has its pages, and whose rank has a
+        free slot, is unpaused without a chunk.
 
         The result has one entry for each of these first requests, in order: None if more chunks of the text
         remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
@@ -78,7 +78,7 @@ class Prefiller:
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
         """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
-        and a reserve for the running sequences.
+        and for the spare pages of the running sequences.
 
         Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """

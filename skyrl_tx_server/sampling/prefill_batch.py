@@ -28,7 +28,7 @@ class PrefillChunk:
     weights: str | None  # name of the sampler snapshot; None: the base model
     adapter_slot: int
     wants_logprobs: bool
-    slots: Sequence[int]
+    slots: Sequence[int]  # one per sequence; without sequences, one free slot of the rank with the pages
     tables: Sequence[Sequence[int]]  # one block table per slot; the prefill program uses the first
     copies_before: Sequence[PageCopy]
     copies_after: Sequence[PageCopy]
@@ -103,7 +103,8 @@ class PrefillLayout:
         return by_chunk
 
     def dummy_batches(self) -> list[tuple[TileBatch, BatchSettings]]:
-        """Return one tile batch for each pair of a compiled shape and a maximum number of adapters."""
+        """Return one tile batch for each pair of a size and a value of `LoraIndices.max_loras` for which the
+        prefill program is compiled."""
         chunk = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,

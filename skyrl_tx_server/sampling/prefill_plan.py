@@ -1,9 +1,10 @@
 """Plans the next prefill chunks, and allocates their slots and KV pages.
 
 A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
-the longest cached prefix of its text (the prompt and the tokens sampled so far). Prompts with a common
-beginning that is not cached yet are not computed together: the second prompt waits, and then reuses the pages
-of the first.
+the longest cached prefix of its text (the prompt and the tokens sampled so far), unless the reuse of this
+prefix saves no tile. If prompt logprobs are requested, only pages of earlier chunks of the prompt are reused.
+If two prompts for the same weights have a common beginning that is not cached yet, and its reuse would save
+tiles, they are not computed together: the second prompt waits, and then reuses the pages of the first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from skyrl_tx_server.sampling.sequences import SequenceState, stop_tokens_of
 class UnfinishedPrompt:
     """A partly computed prompt."""
 
-    hit_tokens: int  # number of tokens of the prompt that were cached before its first chunk was computed
-    logprobs: np.ndarray  # [P + 1] float32 by position, NaN if not computed or not requested
+    hit_tokens: int  # number of cached tokens that the first chunk of the prompt reused
+    # [P + 1] float32 by position, NaN if not computed or not requested; the last element is not used
+    logprobs: np.ndarray
     num_scored: int = 0  # number of tokens up to the end of the last chunk with logprobs
 
 
@@ -47,14 +49,14 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    # `topk` and `targets` are None if they are not requested, if the prompt has further chunks, or if
-    # `request` does not contain the first sequence.
+    # `topk` and `targets` are None if they are not requested, if the prompt has further chunks, if `request`
+    # does not contain the first sequence, or if its sequence is paused.
     topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
     targets: CsrMatrix | None = None  # the logprobs of the target tokens
 
 
 type PlannedPrefill = PlannedChunk | int
-"""A chunk to compute, or the slot of a paused sequence that still has its pages and needs no chunk."""
+"""A chunk to compute, or the slot of a sequence that was unpaused with its pages and needs no chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,13 +193,14 @@ class PrefillPlanner:
         planned: Sequence[PrefillChunk] = (),
         keep_spare: bool = False,
     ) -> PrefillChunk | None:
-        """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
+        """Return the next prefill chunk of `tokens` with allocated KV pages. The chunk reuses at most `limit`
+        cached tokens.
 
-        With `keep_spare`, every data-parallel rank keeps one available page for each of its running sequences
-        and one more page. Return None if the `planned` chunks fill the prefill batch, or if the text could
-        reuse a longer prefix after these chunks are computed. If there are too few free pages, paused
-        sequences lose their pages. Raises CapacityError, without allocating any page, if there are still too
-        few.
+        With `keep_spare`, each data-parallel rank that provides pages keeps one available page for each of
+        its occupied or planned slots and one more page. Return None if the `planned` chunks fill the prefill
+        batch, or if the text would have fewer tiles left after these chunks are computed. If too few pages
+        are available, paused sequences lose their pages. Raises CapacityError, without allocating any page,
+        if there are still too few.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

@@ -37,8 +37,8 @@ MAX_PROMPT_LOGITS = 1 << 24
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TileBatch:
-    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are
-    already in their KV pages."""
+    """N tiles of T prompt tokens that are computed together. The keys and values of the tokens before a tile
+    are in their KV pages, or another tile of the batch computes them."""
 
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each token; 0 after the last token of a prompt
@@ -147,11 +147,11 @@ def _first_tokens(
     [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
 
     On a CPU without a mesh, the head is computed for only max(N, MIN_DECODE_WIDTH) of the B slots if at most
-    that many sequences begin. This is always the case if each prompt begins only one sequence, because every
-    prompt whose last token is in the batch has at least one of the N tiles. On a GPU the head is computed for
-    all B slots. This takes little time on a GPU, and the additional branch would make the device wait for the
-    host. With a mesh the head is also computed for all B slots, because the slots are divided over the
-    devices.
+    that many sequences begin. This is always the case if only one sequence begins after each prompt, because
+    every prompt whose last token is in the batch has at least one of the N tiles. On a GPU the head is
+    computed for all B slots. This takes little time on a GPU, and the additional branch would make the device
+    wait for the host. With a mesh the head is also computed for all B slots, because the slots are divided
+    over the devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))

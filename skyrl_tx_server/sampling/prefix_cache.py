@@ -3,8 +3,8 @@
 Pages are reference counted. Sequences and a prefix tree hold references. A node of the tree is one page with
 its tokens, and its children are the pages that continue its text. The lookup of a prompt for given weights
 takes one step per page. It returns the pages of the longest cached prefix that was computed with these
-weights. When `allocate` needs a page, the least recently used page that no sequence holds is evicted from the
-tree.
+weights. As long as `allocate` finds too few free pages, it evicts the least recently used leaf of the tree
+whose page no sequence holds.
 """
 
 from __future__ import annotations

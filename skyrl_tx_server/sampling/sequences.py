@@ -15,7 +15,8 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""Limits on stop strings, because the engine thread searches for all of them after every dispatch."""
+"""The maximum number of stop strings and the maximum length of each, in characters. They are limited because
+the engine thread searches for all stop strings after every dispatch."""
 
 type SequenceKey = tuple[int, int]
 """(request_id, index of the sequence in its request); smaller keys are older."""
@@ -79,8 +80,8 @@ class SequenceState:
         """Append sampled tokens. Return (number of tokens in the result, reason) if the sequence is complete,
         otherwise None.
 
-        Raises UserError if a logprob is NaN, which means that the weights have diverged
-        or that the model is damaged.
+        Raises UserError if a logprob is NaN, which means that the weights have diverged, that the files of
+        the model are damaged or that its numbers are too large for the dtype of the server.
         """
         if np.isnan(logprobs).any():
             raise UserError(_nan_message(self.weights))
@@ -133,7 +134,7 @@ def _nan_message(weights: str | None) -> str:
 
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that end a sequence. Raises UserError if there are too many stop tokens or stop
-    strings."""
+    strings, or if a stop string is too long."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(

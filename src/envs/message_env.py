@@ -86,9 +86,11 @@ class MessageEnv(Protocol):
         """React to an answer, which may be empty or cut off. Return an observation for an invalid answer too.
 
         ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
-        that the answer did not cause: the trial becomes a `TrialFailure`. An AgentFault and any other
-        exception are attributed to the answer: the trial has the reward 0. The graded-zero reason is that of
-        the AgentFault, or `env_error` for any other exception.
+        that the answer did not cause: the trial becomes a `TrialFailure`. Its kind is `env_server` for an
+        EnvServerError, `backend` for a BackendError and `env_error` for the others; an attempt that fails
+        with `env_error` is not repeated. An AgentFault and any other exception are attributed to the answer:
+        the trial has the reward 0. The graded-zero reason is that of the AgentFault, or `env_error` for any
+        other exception.
         """
         ...
 
@@ -132,7 +134,7 @@ async def run_episode(
             shown = users_exc_info(fault.__cause__ or fault)
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
             episode.set_zero_reward(fault)
-        # Raises if a message has no JSON form. The run folder stores the messages as JSON.
+        # This call raises an exception if a message has no JSON form. The run folder stores messages as JSON.
         json.dumps(episode.conversation)
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
@@ -307,7 +309,8 @@ def _require_type(env: MessageEnv, method: str, result: object, kind: type) -> N
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Return the seed of sampling call `number` of an episode. The first call has the number 1."""
+    """Return the seed of one sampling call. `seed` is the seed of its trial or user simulator, and `number`
+    distinguishes the calls that have this seed."""
     return (seed * SEED_STRIDE + number) % MAX_SEED
 
 

@@ -79,7 +79,8 @@ class OpenEnv:
     async def start(self) -> ResetResult:
         """Open a session. If the server has its maximum number of sessions, wait until one ends.
 
-        Raises RuntimeError if none has ended after CAPACITY_TIMEOUT_S seconds.
+        Raises RuntimeError if no session has ended after CAPACITY_TIMEOUT_S seconds, and for every other
+        error that the server reports.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while True:
@@ -104,7 +105,8 @@ class OpenEnv:
         try:
             result = await self._client.step(action)
         except Exception as error:
-            # The errors of the package websockets do not inherit ConnectionError.
+            # The exceptions of the package websockets do not inherit from ConnectionError. `run_episode`
+            # would attribute them to the answer.
             if type(error).__module__.startswith("websockets"):
                 raise ConnectionError(f"the connection to the OpenEnv server failed: {error}") from error
             raise

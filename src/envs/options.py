@@ -24,7 +24,7 @@ HARBOR_ONLY = (
     "proactive_summarization_threshold",
 )
 DATA = "data"  # the environment that data= selects
-# Each table has the environments that do not read an option, and the options to use instead.
+# Each table is for one option: it maps the environments that do not read the option to what to use instead.
 INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
 INSTEAD_OF_TASKS_DIR = {
     "fleet": "train_data or test_data",
@@ -67,7 +67,7 @@ class TaskOptions(SeedOptions):
         default=None,
         doc="Held-out tasks, which replace those of the environment and of eval_split: .jsonl or .parquet "
         "files of rows. env=fleet reads only .jsonl. env=tau_bench also reads DOMAIN:SPLIT. With "
-        "env=tau_bench and env=data, NAME=FILE gives the tasks of the file the name NAME in metrics",
+        "env=tau_bench and env=data, a prefix NAME= makes NAME the domain of the tasks in metrics",
     )
 
     @property
@@ -286,7 +286,7 @@ def environment_options(options: TaskOptions, *, url: str | None) -> Environment
 
 
 def require_task_folder(tasks_dir: str | Path) -> Path:
-    """Return the folder of `tasks_dir`. Raises ConfigError if it does not exist."""
+    """Return `tasks_dir` as an absolute path. Raises ConfigError if it is not a folder."""
     folder = Path(tasks_dir).expanduser()
     if not folder.is_dir():
         download = DOWNLOADS.get(folder.name)

@@ -29,13 +29,15 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "openenv": "src.envs.openenv_client:open_openenv",
     "data": "src.envs.data.environment:open_data",
 }
-CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that check the files of an environment
+# Functions that check the options and files of an environment.
+CHECKS = {"data": "src.envs.data.environment:check_data"}
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the task source of `config.env`.
 
-    Raises ConfigError if the environment is unknown or rejects one of its options.
+    Raises ConfigError if the environment is unknown, or if its factory raises an exception or returns
+    another object than a task source.
     """
     factory = find_factory(config.env)
     with boundary(ConfigError, f"env={config.env}"):
@@ -54,8 +56,8 @@ def known_environments() -> dict[str, str]:
 
 
 def check_environment(config: EnvironmentOptions) -> None:
-    """Raise ConfigError for an unknown environment and, if CHECKS has a check of this environment, for task
-    files that the environment cannot use.
+    """Raise ConfigError for an unknown environment and, if CHECKS has a check of this environment, for
+    options and task files that the environment cannot use.
 
     The check needs no server, so a run reports these errors before it connects to a server or starts one.
     """

@@ -104,7 +104,7 @@ def test_multi_step_and_windows_tasks_are_refused(tmp_path: Path, environment_ty
     steps = tmp_path / "steps"
     (steps / "steps" / "first").mkdir(parents=True)
     (steps / "task.toml").write_text('[[steps]]\nname = "first"\n')
-    with pytest.raises(ConfigError, match=r"steps: a task of several \[\[steps\]\].*harbor run"):
+    with pytest.raises(ConfigError, match=r"steps: a task with \[\[steps\]\].*harbor run"):
         source(steps, environment_type=environment_type)
     windows = task(tmp_path, "windows")
     (windows / "task.toml").write_text('[environment]\nos = "windows"\n')

@@ -1,4 +1,4 @@
-"""Health, client settings, capabilities and statistics."""
+"""The routes of health, client settings, telemetry, capabilities and statistics."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
 async def healthz(state: AppState, request: Request) -> Reply:
-    """Report that the engine runs. While the model is loading, every route replies 503."""
+    """Report that the model is loaded. While it is loading, every route replies 503."""
     return {"status": "ok"}
 
 
 async def client_config(state: AppState, request: Request) -> Reply:
-    """Return settings with which the SDK sends the chunks of a forward_backward in order and limits its
-    concurrent sampling requests."""
+    """Return settings with which the SDK sends the chunks of a forward_backward in order, limits its
+    concurrent sampling requests and avoids the routes that this server does not implement."""
     await read_body(state, request)
     return {
         "pjwt_auth_enabled": False,
@@ -65,8 +65,8 @@ async def capabilities(state: AppState, request: Request) -> Reply:
 
 
 async def stats(state: AppState, request: Request) -> Reply:
-    """Return the statistics of the whole engine to the operator, and to a tenant the statistics of the
-    tenant's own operations."""
+    """Return statistics. The operator gets those of the whole engine, of all sessions and of the operator's
+    futures. A tenant gets only those of the tenant's own tokens in flight, sessions and futures."""
     engine = state.engine.stats()
     former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {

@@ -1,4 +1,4 @@
-"""Sessions: a client's first call creates a session, and its heartbeats keep the session open. A session ends
+"""Sessions: a client creates a session, and the client's heartbeats keep the session open. A session ends
 when the client closes it, or sends no heartbeat and no other request for `session_timeout_s`."""
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ async def heartbeat(state: AppState, request: Request) -> Reply:
 
 
 async def finish(state: AppState, request: Request) -> Reply:
-    """End a session. The reply is always a success, because the SDK raises an exception for any other reply
-    when a `with ServiceClient()` block ends."""
+    """End a session. The reply is a success for an unknown session too, because the SDK would raise an
+    exception for an error at the end of a `with ServiceClient()` block."""
     await read_body(state, request)
     end_session(state, request.path_params["session_id"], "its client closed it")
     return None
 
 
 def end_session(state: AppState, session_id: str, why: str) -> None:
-    """Remove a session and free its memory on the device."""
+    """Remove a session, withdraw its requests and free its memory on the device. Ignore an unknown
+    session."""
     if not state.registry.has_session(session_id):
         return
     state = state.for_tenant(owner_of(session_id))

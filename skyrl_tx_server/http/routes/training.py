@@ -105,8 +105,8 @@ def begin_model(
 
 
 async def get_info(state: AppState, request: Request) -> Reply:
-    """Return a model. For clients on this machine, `tokenizer_id` is the directory of the base model, so that
-    they need no model hub."""
+    """Describe a model. For clients on this machine, `tokenizer_id` is the directory of the base model, so
+    that they need no model hub."""
     fields = JsonReader(await read_json(state, request), "get_info")
     model = state.registry.model(fields.text("model_id"))
     model_dir = state.settings.model_dir
@@ -127,8 +127,9 @@ async def get_info(state: AppState, request: Request) -> Reply:
 
 
 async def forward_backward(state: AppState, request: Request) -> Reply:
-    """Parse protobuf (from SDK 0.19 and newer) or JSON (from older SDKs). SDK 0.25 and newer also send
-    `forward` requests to this route, in protobuf with the flag `forward_only`."""
+    """Submit a forward_backward request, which is protobuf (from SDK 0.19 and newer) or JSON (from older
+    SDKs). SDK 0.25 and newer also send `forward` requests to this route, in protobuf with the flag
+    `forward_only`."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(
             state,
@@ -167,7 +168,7 @@ def submit[R: OpResult](
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
     """Call `start`, which submits an operation of `model`, and return the request id. If an earlier request
-    had this `seq_id`, return its id instead."""
+    for `model` had this `seq_id`, return the id of the earlier request and do not call `start`."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
     request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done

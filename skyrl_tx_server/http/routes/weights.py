@@ -64,8 +64,8 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
-    """Save sampler weights. If the request has a name, the weights become a checkpoint on disk. Otherwise the
-    weights become a sampler snapshot in memory that only one sampler can use."""
+    """Save sampler weights. If the request has a name (`path`), the weights become a checkpoint on disk.
+    Otherwise the weights become a sampler snapshot in memory that only one sampler can use."""
     fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -278,8 +278,8 @@ async def list_training_runs(state: AppState, request: Request) -> Reply:
 
 
 def _runs(state: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Return the runs in the run index. Add a run for checkpoints whose run is not in the index, for example
-    because they were copied from another server."""
+    """Return the runs of the run index, followed by the runs of `by_run` that are not in the index, for
+    example because their checkpoints were copied from another server."""
     runs = state.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
@@ -363,7 +363,8 @@ async def delete_checkpoint(state: AppState, request: Request) -> Reply:
 
 
 async def publish(state: AppState, request: Request) -> Reply:
-    """Publish a checkpoint, so that other tenants that know its path can load, sample and download it."""
+    """Publish a checkpoint, so that other tenants that know its path can load it, sample from it and
+    download it."""
     return _set_public(state, path_of(request), public=True)
 
 
@@ -372,7 +373,7 @@ async def unpublish(state: AppState, request: Request) -> Reply:
 
 
 def _set_public(state: AppState, path: str, *, public: bool) -> None:
-    state.checkpoints.owned_info(path)  # raises for a path that does not exist
+    state.checkpoints.owned_info(path)  # raises unless the tenant owns this checkpoint
     state.run_index.set_public(path, public)
 
 
@@ -381,7 +382,7 @@ async def set_ttl(state: AppState, request: Request) -> Reply:
     fields = JsonReader(await read_json(state, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
-    info = state.checkpoints.owned_info(path)  # raises for a path that does not exist
+    info = state.checkpoints.owned_info(path)  # raises unless the tenant owns this checkpoint
     state.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 

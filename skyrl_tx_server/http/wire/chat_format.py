@@ -76,8 +76,8 @@ def render(
     tools: Sequence[object],
     template_kwargs: Mapping[str, object],
 ) -> Rendered:
-    """Return the conversation with the generation prompt. Raise UserError if the chat template cannot
-    represent the messages or the tools."""
+    """Return the conversation with the generation prompt. Raise UserError if there is no chat template, or if
+    it cannot represent the messages, the tools or `template_kwargs`."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)
@@ -170,7 +170,8 @@ def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, o
             or name not in variables
         ):
             raise UserError(
-                f"chat_template_kwargs: this model's chat template has no {name[:80]!r}; leave it out"
+                f"chat_template_kwargs: {name[:80]!r} is not an option of this model's chat template; leave "
+                "it out"
             )
 
 
@@ -179,7 +180,7 @@ def _variables_of(template: str) -> set[str]:
     """Return the variables that a chat template reads and does not always set itself."""
     from jinja2 import Environment, TemplateError, meta
 
-    # transformers adds the tag `generation` to jinja2.
+    # Remove the tag `generation`, which transformers adds to jinja2 and this Environment cannot parse.
     source = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:

@@ -1,4 +1,5 @@
-"""Read the JSON objects of requests field by field. A wrong type or an unknown field is a `UserError`."""
+"""Read the JSON objects of requests field by field. A missing required field, a wrong type and, in `finish`,
+an unknown field raise a `UserError`."""
 
 from __future__ import annotations
 
@@ -104,8 +105,8 @@ class JsonReader:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """Return user metadata of limited size. Values are converted to strings, as the SDK's types
-        require."""
+        """Return user metadata. Numbers, booleans and null are converted to strings, because the SDK reads
+        only strings. Raise UserError for a list, an object or metadata above the limits."""
         where, values = f"{self._where}: {name}", self.mapping(name)
         if len(values) > MAX_METADATA_ITEMS:
             raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
@@ -149,7 +150,8 @@ class JsonReader:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether `value` is a finite number, including integers; False for an integer too large for a float."""
+    """Whether `value` is a finite float, or an integer that is not too large for a float. A boolean is no
+    number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

@@ -20,7 +20,7 @@ TEN_YEARS_S = 315_360_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Sizes of the model that limit requests."""
+    """Sizes of the model and options of the server that limit requests."""
 
     vocab_size: int
     max_context_length: int  # tokens of prompt and completion together

@@ -34,7 +34,7 @@ class TokenDelta:
 
 
 class ChatFormat:
-    """Replies of chat completions, with content, reasoning and tool calls."""
+    """Builds the replies of chat completions, with content, reasoning and tool calls."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -65,7 +65,7 @@ class ChatFormat:
 
 
 class TextFormat:
-    """Replies of text completions."""
+    """Builds the replies of text completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -206,7 +206,7 @@ def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, object]:
     """Return the logprobs of every sampled token, including the one that ended the sample. `bytes` is null
-    for a token that is only a part of a character."""
+    for a token whose text contains an incomplete character."""
     tokens = [decode([token]) for token in ids]
     return {
         "content": [

@@ -171,7 +171,8 @@ def _sampling(
     options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
-        # OpenAI's `stop` adds to the end-of-sequence tokens. The parser of Tinker's `stop` replaces them.
+        # OpenAI's `stop` adds to the end-of-sequence tokens, but Tinker's `stop` replaces them. `params`
+        # therefore has no `stop`.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),

@@ -1,7 +1,7 @@
 """Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
-SDK 0.25 and later use JSON for all other bodies. Arrays are little-endian bytes. An undefined logprob
-of a prompt token is NaN; a position without top-k tokens has `NO_LOGPROB`.
+All other bodies of the Tinker API are JSON. Arrays are little-endian bytes. An undefined logprob of a prompt
+token is NaN; a position without top-k tokens has `NO_LOGPROB`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
 """In a body of more bytes than this, the fields are counted before the body is parsed."""
 MAX_FIELDS = 200_000
-"""Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
-datums."""
+"""Maximum number of fields in a request. A datum with one chunk of tokens and no provenance spans has at
+most 28, and the SDK sends at most 1024 datums in a request."""
 MAX_PACKED_BYTES = 1024
 """Maximum size of a packed list of numbers. The only such list in a request is the shape of a tensor."""
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
@@ -97,7 +97,7 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
 
 def _check_fields(body: bytes) -> None:
     """Raise UserError for a body with too many fields. This check precedes parsing, because an empty message
-    has two bytes in the body but takes a hundred bytes of memory when it is parsed."""
+    has two bytes in the body but takes more than 50 bytes of memory when it is parsed."""
     if len(body) > CHECKED_FROM_BYTES:
         with contextlib.suppress(IndexError):  # a truncated body, which the parser reports
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
@@ -195,7 +195,8 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _refuse_unknown(message: Message, where: str) -> None:
-    """Raise UserError for unknown fields: they belong to a newer SDK and must not be ignored."""
+    """Raise UserError for unknown fields of `message` itself, not of nested messages. Such fields belong to a
+    newer SDK and must not be ignored."""
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
         raise UserError(

@@ -130,8 +130,8 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """Return settings with the SDK's `stop`: None means the model's end-of-sequence tokens, [] means no stop
-    token."""
+    """Return settings with the SDK's `stop`. None: sampling stops at the model's end-of-sequence tokens. Any
+    other value replaces these tokens; with [], sampling stops only at the maximum length."""
     invalid = UserError(
         f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
         f"{quoted(stop)}"
@@ -159,8 +159,8 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Check the tokens to score and return them as int32. The matrix has one row for each prompt position
-    except the first. The value -1 means no token."""
+    """Return the matrix of tokens to score, with int32 values. Raise UserError if it is invalid. It has one
+    row for each prompt position except the first. The value -1 means no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(

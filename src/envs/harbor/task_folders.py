@@ -1,6 +1,7 @@
-"""Loading Harbor task folders, and the checks that are made before a run starts.
+"""Load Harbor task folders and check them before a run starts.
 
-<task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
+A task folder contains task.toml, instruction.md, tests/test.sh and, unless task.toml names an image,
+environment/Dockerfile or environment/docker-compose.yaml. solution/solve.sh is optional.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from src.envs.sandbox.task_requirements import (
 # A check of one task. It raises ConfigError if the environment cannot run the task. It returns warnings if
 # the task can run, but probably not as its author intended.
 Check = Callable[[Path, TaskConfig], list[str]]
-USE_HARBOR = "run it with `harbor run`"
+USE_HARBOR = "run the task with `harbor run`"
 SANDBOX_ARGUMENTS = ("run_label", "network")
 """The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 
@@ -53,7 +54,8 @@ class LoadedTasks:
 def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
     """Load and check the tasks of a folder. A folder with a task.toml is one task.
 
-    Raises ConfigError with one line for each reason why a task cannot be run.
+    Subfolders whose names begin with a dot or an underscore are skipped. Raises ConfigError with one line for
+    each reason why a task cannot be run.
     """
     directory = require_task_folder(directory)
     if (directory / "task.toml").is_file():
@@ -117,15 +119,15 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
 
 
 def _require_single_step_on_linux(folder: Path) -> None:
-    """Refuse tasks with several steps and Windows tasks. This precedes the check for missing files, because
-    such tasks consist of other files."""
+    """Refuse tasks with [[steps]] and Windows tasks. `load_task` calls this function before it checks for
+    missing files, because such tasks have other files."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder}/task.toml: {error}") from error
     if config.get("steps"):
         raise ConfigError(
-            f"{folder}: a task of several [[steps]] cannot be trained on; "
+            f"{folder}: a task with [[steps]] cannot be trained on; "
             f"make each step a task of its own, or {USE_HARBOR}"
         )
     environment = config.get("environment")
@@ -154,8 +156,8 @@ def _refuse_mcp_headers(folder: Path) -> None:
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     """Return the check for environments of a type. `options` are fields of Harbor's EnvironmentConfig.
 
-    Raises ConfigError for a name in `environment_kwargs` that the sandbox does not have. Harbor checks the
-    names for Docker.
+    Raises ConfigError if the type is sandbox and `environment_kwargs` has a name that the sandbox does not
+    have. For all other types, Harbor checks these names when `check_for_containers` creates an environment.
     """
     kwargs = options.get("kwargs")
     unknown = kwargs.keys() - set(SANDBOX_ARGUMENTS) if isinstance(kwargs, Mapping) else ()

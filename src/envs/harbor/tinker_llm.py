@@ -2,8 +2,9 @@
 
 The token ids of a conversation are exactly those that its sampling calls sent and returned. When Harbor
 passes a history that this object produced, the next prompt consists of these ids and the ids of the new
-message; sampled text is never encoded again. A history that was rewritten, for example summarized, is
-rendered again. This is counted as a prefix break, and the following turns become a new datum.
+message; sampled text is never encoded again. A history that only lost its last messages keeps the ids of the
+remaining ones. A history that was rewritten, for example summarized, is rendered again. Both are counted as
+prefix breaks, and the following turns become a new datum.
 
     turn 1   prompt P1                             -> completion C1      recorded
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
@@ -31,7 +32,7 @@ from src.policy.sampling_policy import Policy, SampleRequest
 
 
 class EpisodeEnd(BaseException):
-    """Ends the episode immediately. `cause` is a stop reason if the trial can be graded, else the error."""
+    """Ends the agent immediately. `cause` is a stop reason if the trial can be graded, else the error."""
 
     def __init__(self, cause: StopReason | TrainerError) -> None:
         super().__init__(str(cause))
@@ -55,7 +56,8 @@ class TinkerLLM(BaseLLM):
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
         self.turns: list[Turn] = []  # turns of the main conversation that have a completion
-        self.subagent_turns: list[Turn] = []  # turns of the sub-agents that summarize
+        # The turns of all other calls: those of the sub-agents that summarize, and Harbor's short summary.
+        self.subagent_turns: list[Turn] = []
         self.all_turns: list[Turn] = []  # the turns of both kinds that have a completion, in order
         self.prefix_breaks = 0
         self.empty_completions = 0

@@ -106,7 +106,7 @@ class HarborTrial:
         return self._trajectory(running.trial.result, running, 0.0, ZeroReason.TIMEOUT)
 
     async def _limit_folder(self) -> FolderSummary:
-        """Apply the limits to the trial's folder. This runs in a thread, because the folder can be large."""
+        """Apply the limits to the trial's folder in a thread, because the folder can be large."""
         if not self._name:  # Harbor has not created the folder.
             return FolderSummary(size=0, is_complete=True)
         try:
@@ -134,7 +134,7 @@ class HarborTrial:
                     )
                     self._running = running
                     try:
-                        # No deadline, because the caller of `HarborTrial.run` cancels it at the deadline.
+                        # The deadline is None, because the caller of `HarborTrial.run` enforces one.
                         result = await run_with_deadline(trial.run(), None)
                     except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:

@@ -1,5 +1,5 @@
-"""Limits on a trial's folder on the host after the trial has ended: its size, its file types and the run's
-quota.
+"""Limit the size and the file types of a trial's folder on the host after the trial has ended, and enforce
+the quota of the run.
 
 `src.envs.sandbox.file_copy` limits each download. This module limits the folder as a whole, whichever
 environment or part of Harbor wrote the files. The trial is already graded, so its grade does not depend on
@@ -57,7 +57,7 @@ class JobsQuota:
             if self._used is None:
                 self._measured = _measure(folder.parents[1])
                 self._used = sum(self._measured.values())
-            # If the trial was running when its folder was measured, its bytes are counted again below.
+            # The measured bytes of this trial are subtracted, because its final size is added below.
             self._used -= self._measured.pop(folder, 0)
             if not folder.is_dir():
                 return FolderSummary(size=0, is_complete=True)
@@ -80,7 +80,7 @@ class JobsQuota:
 
 
 def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> FolderSummary:
-    """Remove links, special files and the files that exceed the limits of one trial.
+    """Remove links, special files, and the files and directories that exceed the limits of one trial.
 
     Essential files count towards the limits first, then the other files in order of their depth.
     """
@@ -147,7 +147,8 @@ def _measure(jobs: Path) -> dict[Path, int]:
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yield each entry below a folder with its depth, without recursion and without following links."""
+    """Yield each entry below a folder with its depth. Links are not followed, and directories deeper than
+    MAX_DEPTH are not read."""
     pending = [(str(folder), 1)]
     while pending:
         directory, depth = pending.pop()

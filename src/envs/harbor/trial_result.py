@@ -21,9 +21,9 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    # Applies to an AgentFault of TrainingVerifier, which could not read the reward file. An AgentFault of a
-    # step of `Grading` after the agent's end is in `Grading.fault`, and `Grading.attribute` uses the reason
-    # of this fault instead.
+    # This entry is for an AgentFault of TrainingVerifier, which could not read the reward file. An AgentFault
+    # of a step of `Grading` after the agent's end is in `Grading.fault`, and `Grading.attribute` uses the
+    # reason of this fault instead.
     "AgentFault": ZeroReason.UNREADABLE_REWARD,
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
@@ -35,7 +35,8 @@ async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: flo
     cancelled.
 
     Cancelled work has `CANCEL_GRACE_S` seconds to free its resources, because Harbor limits neither the time
-    to stop an environment nor the time to collect logs. Raises TimeoutError if the deadline has passed.
+    to stop an environment nor the time to collect logs. Raises TimeoutError if `work` was cancelled or has
+    not ended after that time.
     """
     task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
     try:
@@ -62,8 +63,8 @@ def timed_out(result: TrialResult) -> bool:
 def require_graded_end(result: TrialResult) -> None:
     """Raise VerifierError if the agent ended with an exception that is not in GRADED_ENDS.
 
-    Harbor 0.24 does not run the verifier of such a trial, but Harbor 0.26 does. The recorded exception
-    remains the result of the trial.
+    Harbor 0.24 does not run the verifier of such a trial, but Harbor 0.26 usually does. Harbor records only
+    the first exception of a trial, so the result still contains the exception of the agent.
     """
     info = result.exception_info
     if info is not None and info.exception_type not in GRADED_ENDS:

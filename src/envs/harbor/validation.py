@@ -101,8 +101,8 @@ async def validate(
             return await _play(task, agent, method, environment=environment, directory=directory)
 
     async def validate_task(task: Task) -> TaskValidation:
-        """Validate one task. If `method` is None, a task is graded FRESH unless its solution gets another
-        reward when it is graded in place."""
+        """Validate one task. If `method` is None, a task is graded FRESH unless grading in place gives its
+        solution another reward. In place, the processes are kept only if the reward depends on them."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
             play(task, "oracle", first),

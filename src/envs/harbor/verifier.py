@@ -27,9 +27,10 @@ class TrainingVerifier(Verifier):
 
     @override
     async def verify(self) -> VerifierResult:
-        """Remove reward files and tests that exist before the grading, then grade.
+        """Empty the directories of the verifier and of the tests, remove old reward files, then grade.
 
-        `HarborTrial` decides whether an error is a failure or a reward of 0.
+        In a separate verifier environment, only Harbor's verifier runs. `HarborTrial` decides whether an
+        error is a failure or a reward of 0.
         """
         if (grading := grading_of(self.environment)) is not None:
             user = self.environment.default_user

@@ -160,7 +160,7 @@ class Bubblewrap:
             ) from error
 
     async def path_kind(self, path: str) -> PathKind:
-        """Return the kind of file at an absolute path in the sandbox. Starts no process."""
+        """Return the kind of file at an absolute path in the sandbox. Pid 1 answers without a new process."""
         try:
             return PathKind(await self._request("stat", path.encode("utf-8", "surrogateescape").hex()))
         except TimeoutError as error:

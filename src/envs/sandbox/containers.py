@@ -3,7 +3,7 @@ it creates.
 
 Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, create links and
 leave files that only root can remove. Here `/logs` is part of the container. If the task has a compose file,
-whose services may share `/logs`, the directory consists of volumes of the trial's compose project. A thread
+whose services may share `/logs`, each log directory is a volume of the trial's compose project. A thread
 downloads the files of `/logs` through the engine, within the same limits as for a sandbox (`file_copy`).
 Every service, network and volume is created with the labels of the run, so that a clean-up finds the objects
 that a killed trainer left.
@@ -126,7 +126,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     async def prepare_logs_for_host(self) -> None:
-        """Do nothing: the container has no files on the host."""
+        """Do nothing. Harbor changes the owner of mounted log files, but no logs are mounted here."""
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
@@ -199,7 +199,9 @@ class ContainerEnvironment(DockerEnvironment):
         return {section: overrides for section, overrides in sections.items() if overrides}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
-        """Download a directory of a container, within the limits of the trial. Blocks."""
+        """Download a directory of a container, within the limits of the trial. This method blocks its
+        thread.
+        """
         budget = self._downloads.budget_for(source)
         remaining = replace(budget)
         is_whole = True
@@ -228,7 +230,9 @@ class ContainerEnvironment(DockerEnvironment):
         return self._downloads.unpack(reader, target, remaining) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
-        """Download a regular file of a container, within the limits of the trial. Blocks."""
+        """Download a regular file of a container, within the limits of the trial. This method blocks its
+        thread.
+        """
         budget = self._downloads.budget_for(source)
         remaining = replace(budget)
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
