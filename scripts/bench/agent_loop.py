@@ -94,7 +94,7 @@ def main(config: ComparisonOptions) -> None:
             # The tokens that are new: the prompt, which all trajectories share, and the observation and the
             # last sampled token of each turn. A server with an unlimited cache prefills all of them except
             # the last token of each trajectory.
-            unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
+            unique = PROMPT + TRAJECTORIES * (TURNS * (OBSERVED + 1) - 1)
             ratio = server.prefilled[-1] / unique
             print_figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
             print_figure("programs after warm-up", server.num_programs() - programs, at_most=0)

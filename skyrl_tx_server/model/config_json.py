@@ -1,4 +1,4 @@
-"""Reads and writes the config.json of a Hugging Face directory."""
+"""Convert the config.json of a Hugging Face directory to a `ModelConfig`, and back."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 each expert processes its tokens in matrix products.
 
 An assignment is a pair of a token and one of its experts. Assignments are sorted into tiles of one expert
-each. A loop (on a GPU, a kernel) multiplies each tile that has assignments by the weight of its expert. The
-size of the program does not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot`
-computes the same result, but on a CPU XLA then multiplies every token by every expert, which takes 17 times
-as long (64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 assignments, and `.` for padding:
+each (in sampling, of one expert and one LoRA slot). A loop (on a GPU, a kernel) multiplies each tile that has
+assignments by the weight of its expert. The size of the program does not depend on the number of experts, and
+no token is dropped. `jax.lax.ragged_dot` computes the same result, but on a CPU XLA then multiplies every
+token by every expert, which takes 17 times as long (64 experts, 4,096 tokens, 256 x 256). Example with tiles
+of 2 assignments, and `.` for padding:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -114,7 +115,7 @@ class Router(NamedTuple):
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose experts for each token of x [B, T, D]. Return (weights of the chosen experts in the dtype of x,
-    their indices), both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
+    indices of these experts), both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = softmax((tokens @ router.weight.T).astype(jnp.float32))
@@ -172,7 +173,7 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:  # Each tile has one LoRA slot. On a CPU, tiles of one assignment avoid padding, which costs time.
+    else:  # Each tile has one LoRA slot. On a CPU, a tile is one assignment, because padding costs time.
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
@@ -267,8 +268,8 @@ class TileLayout:
 
 
 def tile_size(assignments: int, experts: int) -> int:
-    """Return the tile size, about the number of assignments per expert. Smaller tiles need more products,
-    larger tiles have more padding."""
+    """Return the tile size: about the number of assignments per expert, but at least MIN_EXPERT_TILE and at
+    most MAX_EXPERT_TILE. Smaller tiles need more products, larger tiles have more padding."""
     per_expert = 1 << (assignments // experts).bit_length() - 1 if assignments > experts else 1
     return min(max(MIN_EXPERT_TILE, per_expert), MAX_EXPERT_TILE)
 

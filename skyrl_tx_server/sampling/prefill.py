@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -54,7 +55,9 @@ class Prefiller:
         pages, a LoRA slot or preempted sequences. After any error except SequencesLostError the state of all
         sequences is unchanged, except that paused sequences may have lost their pages.
         """
-        self._check_preempted(requests[0].tenant)
+        requests = list(takewhile(lambda request: not self._must_wait(request.tenant), requests))
+        if not requests:
+            raise CapacityError("preempted sequences are restored before new sequences start")
         planned = self.planner.plan(requests)
         chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
         try:
@@ -97,10 +100,12 @@ class Prefiller:
         """Discard the partly computed prompt of a request."""
         self.unfinished.pop(request_id, None)
 
-    def _check_preempted(self, tenant: str) -> None:
-        for sequence in self.pool.preempted:
-            if sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED:
-                raise CapacityError("preempted sequences are restored before new sequences start")
+    def _must_wait(self, tenant: str) -> bool:
+        """Return whether preempted sequences must be restored before new sequences of `tenant` start."""
+        return any(
+            sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED
+            for sequence in self.pool.preempted
+        )
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Run the prefill program and add the pages of the chunks to the prefix cache. If the program fails,

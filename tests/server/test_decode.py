@@ -283,6 +283,28 @@ def test_a_preempted_sequence_can_be_released(driver: Driver) -> None:
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 
+def test_a_preempted_sequence_is_restored_before_later_requests_of_its_tenant(driver: Driver) -> None:
+    sampler = driver.executor.sampler
+    is_small_cache = driver.executor.stats()["cache_pages"] == 7
+    settings = SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False)
+    for request_id in range(101, 105):
+        prompt = np.random.default_rng(request_id).integers(0, 256, 40).astype(np.int32)
+        op = Sample(weights=None, prompt=prompt, settings=settings)
+        sampler.prefill([PrefillRequest(request_id=request_id, op=op, first=0, count=1, tenant="a")])
+    for _ in range(4):
+        driver.dispatch(dispatch_next=False)
+    for request_id in (101, 102):
+        sampler.release(request_id)
+    op = replace(REQUESTS[SHORT], prompt=np.arange(5, dtype=np.int32))
+    requests = [
+        PrefillRequest(request_id=number, op=op, first=0, count=1, tenant=tenant)
+        for number, tenant in ((105, "b"), (106, "a"))
+    ]
+    assert len(sampler.prefill(requests)) == (1 if is_small_cache else 2)
+    for request_id in range(103, 107):
+        sampler.release(request_id)
+
+
 def test_an_ended_sequence_samples_nothing_in_the_next_dispatch(driver: Driver, alone: dict) -> None:
     stop_token = int(alone[LONG, 0].tokens[4])
     settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop_token,))

@@ -123,8 +123,8 @@ def parse_cells(body: object, where: str) -> CsrMatrix:
 
 
 def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
-    """Return a JSON TensorData, as `CsrMatrix` if it is sparse. SDK 0.24 and older may omit dtype and shape.
-    Raise UserError if it is invalid."""
+    """Parse a JSON TensorData, or a bare list of its data. Return a `CsrMatrix` for a sparse tensor, an array
+    for a dense one. SDK 0.24 and older may omit dtype and shape. Raise UserError if the tensor is invalid."""
     if isinstance(body, list):
         body = {"data": body}
     fields = JsonReader(body, where)

@@ -35,7 +35,7 @@ MAX_REQUEST_CELLS = 1 << 26
 ALPHA_METADATA = "lora_alpha"
 MAX_ALPHA = 65536.0
 INPUT_HINTS = {
-    "mask": "set the weight (cross_entropy) or the advantage (other losses) of masked tokens to 0",
+    "mask": "set the weight (cross_entropy) or the advantage (other losses except dro) of masked tokens to 0",
     "weights": "only cross_entropy takes weights; multiply the advantages by them",
     "clip_low_threshold": "pass the clip thresholds of the request in loss_fn_config",
     "clip_high_threshold": "pass the clip thresholds of the request in loss_fn_config",
@@ -202,8 +202,8 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
 def check_datum(
     index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits
 ) -> TrainDatum:
-    """Return a datum from its decoded arrays. Raise UserError if an input of the loss is missing or
-    invalid."""
+    """Return a datum from its decoded arrays. Raise UserError if the number of tokens is not allowed, or
+    if an input of the loss is missing or invalid."""
     where = f"datum {index}"
     spec = LOSSES[loss_fn]
     expected = spec.inputs
@@ -270,8 +270,8 @@ def check_request_cells(num_targets: int) -> None:
 
 
 def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
-    """Return an input as float32. Raise UserError if it contains a NaN or infinity, which would make the
-    accumulated gradient invalid."""
+    """Return an input as float32; None: the datum does not have this input. Raise UserError if the input
+    contains a NaN or infinity, which would make the accumulated gradient invalid."""
     if name not in inputs:
         return None
     values = inputs[name].astype(np.float32)

@@ -1,6 +1,6 @@
 """Attention in decode steps. In `attend_over_pages`, a GPU kernel reads the KV pages in place.
-`attend_over_segments` reads copies of the pages, and the keys and values that the current dispatch has
-added."""
+`attend_over_segments` reads segments: copies of the pages, and the keys and values that the current dispatch
+has computed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ data-parallel rank, heads by `tensor`."""
 def attend_over_segments(
     spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
 ) -> jax.Array:
-    """Return attention of q [B, 1, H, hd] over consecutive segments. The masks are True at visible positions
-    and broadcast to [B, K, G, n], with G = H / K. Softmax is computed in float32."""
+    """Return attention of q [B, 1, H, hd] over the positions of all segments. There is one mask per segment.
+    The masks are True at visible positions and broadcast to [B, K, G, n], with G = H / K. Softmax is computed
+    in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)

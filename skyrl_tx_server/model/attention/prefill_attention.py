@@ -66,8 +66,8 @@ def _attend_on_device(
     tiles: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Compute the tiles whose pages are on this device, and sum the results of all devices. All pages of a
-    tile belong to one data-parallel rank, so the other ranks add zeros."""
+    """Compute the tiles whose pages are on this device, and sum the results of the data-parallel ranks. All
+    pages of a tile belong to one rank, so the other ranks add zeros."""
     tables, is_local = local_pages(config, cache, jnp.asarray(tiles.tables))
     is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)

@@ -1,10 +1,10 @@
 """Attention over a stream of prefix trees (see `training.packing`), computed in pairs of blocks.
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
-The stream is divided into blocks. A pair of a query block and a key block is computed only if a query sees a
-key, so the cost depends on the lengths of the sequences and not on the square of the stream's length. In the
-forward and the backward pass, only the scores of one pair of blocks are in memory at a time (Dao et al.,
-arXiv:2205.14135).
+The stream is divided into blocks of ATTENTION_TILE tokens. A pair of a query block and a key block is
+computed only if a query sees a key, so the cost depends on the lengths of the sequences and not on the square
+of the stream's length. In the forward and the backward pass, only the scores of one pair of blocks are in
+memory at a time (Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations

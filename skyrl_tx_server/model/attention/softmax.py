@@ -1,6 +1,6 @@
-"""The parts of the base-2 softmax that all attention implementations of the server share. The maximum is
-rounded up to an integer, so that rounding to bfloat16 does not depend on the order and the tiles in which
-keys are read."""
+"""The parts of the base-2 softmax that attention in training, prefill and decoding shares. The maximum is
+rounded up to an integer, so that rounding the softmax weights to bfloat16 gives the same relative errors for
+every order and every tile size in which keys are read."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 Heads attend in the latent space. `c` is the latent vector of a token. The key of a head is `W_k c`,
 concatenated with a rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
 multiplied by `W_k^T`, and all heads attend to one key-value head: `c`, concatenated with the rotated key. The
-values are also `c`, and the attention output is multiplied by `W_v`. The cache stores this key-value head,
-once as key and once as value, instead of the keys and values of every head.
+value is the same vector. Of the attention output, only the part of `c` is used; it is multiplied by `W_v`.
+The cache stores this key-value head, once as key and once as value, instead of the keys and values of every
+head.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def _kv_b_by_head(config: ModelConfig, params: LayerParams) -> jax.Array:
 
 
 def _by_head(config: ModelConfig, columns: ArrayLike) -> jax.Array:
-    """[..., H * (nope_dim + value_dim)] -> [..., H, nope_dim + value_dim]."""
+    """Return `columns` [..., H * (nope_dim + value_dim)] as [..., H, nope_dim + value_dim]."""
     return jnp.reshape(columns, (*columns.shape[:-1], config.num_heads, -1))
 
 
@@ -184,9 +185,9 @@ def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
 def _score_scale(config: ModelConfig) -> float:
     """Return the factor by which the queries are multiplied before attention.
 
-    `plain_attention` multiplies the scores by head_dim^-0.5, where head_dim is the width of the latent head.
-    Hugging Face multiplies them by mscale^2 * (qk_nope_head_dim + qk_rope_head_dim)^-0.5. The factor is the
-    second value divided by the first.
+    `plain_attention` sets the scale of the scores to head_dim^-0.5, where head_dim is the width of the latent
+    head. In Hugging Face, the scale is mscale^2 * (qk_nope_head_dim + qk_rope_head_dim)^-0.5. The factor is
+    the second scale divided by the first.
     """
     latent, scaling = _latent(config), config.rope_scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
@@ -200,7 +201,7 @@ def _latent(config: ModelConfig) -> LatentAttention:
 
 def _widths(config: ModelConfig) -> tuple[int, int]:
     """Return the two output widths of `q_kv`: the width of the queries (compressed if there is a
-    `q_lora_rank`), and the width of the latent vector and the shared rotary key together."""
+    `q_lora_rank`), and the width of the latent vector and the shared rotated key together."""
     latent = _latent(config)
     query = latent.q_lora_rank or config.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     return query, latent.kv_lora_rank + latent.qk_rope_head_dim

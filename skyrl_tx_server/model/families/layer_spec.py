@@ -33,7 +33,8 @@ STACK_INDEX = "stack_index"
 
 type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
 """(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux). q and k are already
-normalized and rotated. `aux` is a further value for the caller, for example the changed KV cache."""
+rotated, and normalized if the family has norms for them. `aux` is a further value for the caller, for example
+the changed KV cache."""
 
 
 class LoraTarget(StrEnum):
@@ -102,8 +103,8 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Consecutive layers with the same weights and the same attention. Each field is stacked over the layers,
-    and one scan runs them."""
+    """Consecutive layers with the same kinds of weights and the same attention settings. Each field is
+    stacked over the layers. One scan runs the layers, except in unrolled decode programs."""
 
     layers: range
     weights: dict[str, Weight]

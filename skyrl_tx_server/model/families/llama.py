@@ -1,4 +1,4 @@
-"""The family of Llama 2 and Llama 3. `model_config.Llama3Scaling` is the rotary scaling of Llama 3.1."""
+"""The family of Llama 2 and Llama 3. `model_config.Llama3Scaling` is the context extension of Llama 3.1."""
 
 from __future__ import annotations
 

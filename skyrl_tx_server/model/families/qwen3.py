@@ -29,8 +29,9 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-    """Add the sliding windows, as transformers' Qwen3Config does. `layer_types` selects the layers with a
-    window. Without `layer_types`, all layers from layer `max_window_layers` on have a window."""
+    """If `use_sliding_window` is true, add the sliding windows, as transformers' Qwen3Config does.
+    `layer_types` selects the layers with a window. Without `layer_types`, all layers from layer
+    `max_window_layers` on have a window."""
     if not raw.get("use_sliding_window"):
         return config
     window, full_layers = int(raw["sliding_window"]), int(raw.get("max_window_layers", MAX_WINDOW_LAYERS))

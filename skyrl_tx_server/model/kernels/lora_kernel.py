@@ -5,7 +5,7 @@ whole input dimension, its latency would determine the time. The first kernel th
 dimension into splits, and different programs compute the products of different splits in parallel. The second
 kernel adds the results of the splits and multiplies the sum by B.
 
-A program computes ROWS sequences. It reads the factors of the slots of these sequences in place, one slot
+A program processes ROWS sequences. It reads the factors of the slots of these sequences in place, one slot
 after the other, and keeps for each sequence the result of its slot. If the sequences are ordered by slot, a
 program reads few slots. The order of summation is fixed, so the result of a sequence does not depend on the
 other sequences.
@@ -149,7 +149,8 @@ def _delta_kernel(layer: Any, slots: Any, *refs: Any, num_parts: int, width: int
     rank_blocks = range(pl.cdiv(rank, RANKS))
 
     def load_b(slot: jax.Array) -> list[jax.Array]:
-        """Return the blocks [RANKS, width] of B. Only the loads of one part are executed."""
+        """Return the blocks [RANKS, width] of the scaled B. The masks of all parts except one are False, so
+        only this part is read."""
         factor, loaded = scale[slot, layer_index], []
         for block in rank_blocks:
             ranks = block * RANKS + jnp.arange(RANKS)[:, None]

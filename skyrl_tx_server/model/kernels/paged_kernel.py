@@ -270,7 +270,7 @@ def _prefill_kernel(
 ) -> None:
     queries, end = q[...], starts[0] + lengths[0]
     position = starts[0] + jnp.arange(len(queries)) % length
-    limit = jnp.minimum(position + 1, end)  # padding attends to all tokens of the prompt up to `end`
+    limit = jnp.minimum(position + 1, end)  # padding attends to all positions before `end`
     _, total, attended = _over_pages(
         queries, limit, (0, end), lambda index: tables[index], keys, values, scale
     )
