@@ -18,7 +18,7 @@ ServerError                 500 server
 `-- ConfigError (ValueError)             invalid option or model directory; the server prints one line
                                         and exits with status 2
 
-An error that only one module raises is defined in that module as a subclass of `ServerError`, for example
+Other subclasses of `ServerError` belong to one module or protocol and are defined there, for example
 `engine.engine.WithdrawnError`.
 """
 

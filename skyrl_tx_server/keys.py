@@ -26,7 +26,7 @@ from skyrl_tx_server.errors import ConfigError
 
 def main(argv: Sequence[str]) -> int:
     """Run the command in `argv`. Return the exit status: 0, or 2 after a one-line error on stderr."""
-    if not argv or any(argument in ("--help", "-h", "help") for argument in argv):
+    if not argv or argv[0] == "help" or "--help" in argv or "-h" in argv:
         print_help(str(__doc__).strip())
         return 0
     try:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"keys: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"keys: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"keys: {error.filename or 'file'}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -46,7 +46,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedSequence:
-    """A sequence of a request has failed, so the whole request fails. Other requests are not affected."""
+    """A sequence that has failed. Its whole request fails; other requests are not affected."""
 
     request_id: int
     error: Exception
@@ -67,7 +67,7 @@ class PrefillResult:
     """The result of a prefill that completed the prompt of a request. The sequences of the request have
     slots, except the sequences in `finished`."""
 
-    prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested
+    prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested or returned before
     prompt_cache_hit_tokens: int
     finished: Sequence[FinishedSequence | FailedSequence]  # sequences that ended with their first token
     topk_prompt_logprobs: TopkLogprobs | None = None
@@ -75,8 +75,8 @@ class PrefillResult:
 
 
 class SequencesLostError(ServerError):
-    """The KV cache with the state of all running sequences was lost. The executor continues with an empty
-    cache."""
+    """The KV cache with the state of all sequences was lost. The executor continues with an empty cache. With
+    several ranks, the server stops."""
 
     num_requests: int = 1  # number of requests in the failed prefill batch
 
@@ -102,13 +102,14 @@ class Sampler(Protocol):
 
     @property
     def max_partial_prefill_tokens(self) -> int:
-        """The maximum total length, in tokens, of all partly computed prompts."""
+        """The maximum total length, in tokens, of all partly computed prompts. One prompt alone may be
+        longer."""
         ...
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The duration of a decode dispatch for all slots, divided by the duration of a full prefill
-        batch."""
+        """The estimated duration of a decode dispatch for all slots, divided by the estimated duration of a
+        full prefill batch."""
         ...
 
     @on_all_ranks
@@ -119,15 +120,15 @@ class Sampler(Protocol):
         Returns one entry for each request of the batch. None means that the prompt needs further prefill
         chunks, so the request must be submitted again. Raises CapacityError if the first request must wait
         for KV pages, a LoRA slot or preempted sequences, and SequencesLostError if the KV cache was lost.
-        After any other error the state of all sequences is unchanged, except that paused sequences may have
-        lost their KV pages.
+        After any error except SequencesLostError the state of all sequences is unchanged, except that paused
+        sequences may have lost their KV pages.
         """
         ...
 
     @on_all_ranks
     def decode(self) -> bool:
         """Wait for the decode dispatch that is in flight. If none is in flight, start one first.
-        Return whether sequences have ended.
+        Return whether the device has ended a sequence. The device does not check stop strings.
 
         The next call must be `poll`, which returns the ended sequences. After any error all sequences are
         lost.
@@ -136,8 +137,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that `decode` has completed. With `dispatch_next`, first start the next
-        decode dispatch, if possible. The next call of `decode` waits for this dispatch."""
+        """Return the sequences that have ended since the previous `poll`. With `dispatch_next`, first start
+        the next decode dispatch, if possible. The next call of `decode` waits for this dispatch."""
         ...
 
     @on_all_ranks
@@ -152,12 +153,14 @@ class Sampler(Protocol):
         ...
 
     def running(self, request_id: int) -> Sequence[RunningSequence]:
-        """Return the sequences of a request that are not complete."""
+        """Return the sequences of a request that have started and are not complete, including preempted and
+        paused sequences."""
         ...
 
 
 class Executor(Protocol):
-    """Owns the devices. Only the engine thread uses an executor. Other threads may use `info` and `stats`."""
+    """Owns the devices. Only the engine thread uses an executor, except that other threads may use `info` and
+    `stats`."""
 
     @property
     def info(self) -> EngineInfo: ...

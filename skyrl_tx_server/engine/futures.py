@@ -25,6 +25,7 @@ from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
 logger = logging.getLogger(__name__)
 
 MAX_KEYS_PER_SCOPE = 200_000
+"""The maximum number of keys of a scope. A repeated request whose key was removed runs again."""
 FAILURE_SIZE = 500
 """Estimated bytes of a stored error."""
 
@@ -77,8 +78,8 @@ class _Entry:
 
 
 class FutureStore:
-    """The futures of one tenant. All methods run on the event loop. The engine thread schedules `_finish` on
-    the loop."""
+    """The futures of one tenant. All methods run on the event loop. The thread that ends an operation
+    schedules `_finish` on the loop."""
 
     def __init__(self, retention: Retention, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._retention = retention
@@ -109,7 +110,8 @@ class FutureStore:
         when_done: Callable[[Outcome], None] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> str:
-        """Call `start` unless `key` is known, and return the request id.
+        """Call `start` and return a new request id. If an earlier request has the same `key`, return the id
+        of that request and do not call `start`.
 
         `when_done` is called with the outcome on the event loop. `withdraw` is called when the client no
         longer waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs
@@ -187,7 +189,8 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """Withdraw all requests of a session that ended. Finished results are kept for the grace period."""
+        """Withdraw all requests of a session that ended, and remove its keys. Finished results are kept for
+        the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):

@@ -1,7 +1,7 @@
 """The table of losses. It contains the options of each loss and the inputs that the loss reads from a datum.
 
-The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` contains
-the formula of each loss.
+This module does not import jax, so the request parser can use the table. `training.losses.LOSS_FUNCTIONS`
+contains the formula of each loss.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LossSettings:
     """The `loss_fn_config` of a request. The fields are the options of all losses, with their defaults. A
     request may set only those of its own loss (`LossSpec.options`)."""
 
-    clip_low_threshold: float = 0.8  # the minimum of the probability ratio, not its distance from 1
-    clip_high_threshold: float = 1.2  # the maximum of the probability ratio
+    clip_low_threshold: float = 0.8  # the minimum of the importance ratio, not its distance from 1
+    clip_high_threshold: float = 1.2  # the maximum of the importance ratio
     beta: float = 0.05  # the weight of the quadratic term of dro
 
 
@@ -65,7 +65,7 @@ class LossSpec:
     options: Mapping[str, OptionRange]  # names of `LossSettings` fields
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
-    # None, except for a loss that has one probability ratio per sequence (gspo). The arguments are a datum
+    # None, except for a loss that has one importance ratio per sequence (gspo). The arguments are a datum
     # and the model's logprobs [N], which an extra forward pass computes before the forward-backward pass. In
     # the result, a copy of the datum, the sequence term replaces the sampler's logprobs.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None

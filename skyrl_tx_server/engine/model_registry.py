@@ -21,12 +21,12 @@ from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
 
 MAX_ENDED_SESSIONS = 10_000
-"""The number of ended sessions whose reason for ending is kept."""
+"""The maximum number of ended sessions whose reason for ending is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model in training, with its adapter in memory."""
+    """A training model of a session."""
 
     model_id: str
     session_id: str
@@ -157,7 +157,8 @@ class Registry:
         return [session.session_id for session in self._sessions.values() if session.last_seen < deadline]
 
     def end_session(self, session_id: str, why: str) -> list[UnloadModel | DropSnapshot]:
-        """Remove the session and return the operations that free its memory on the device."""
+        """Remove the session and return the operations that free its models and snapshots. Ignore an unknown
+        session."""
         session = self._find(session_id)
         if session is None:
             return []
@@ -262,8 +263,8 @@ class Registry:
         sampler = self.session(session_id).samplers.get(sampler_id)
         if sampler is None:
             raise NotFoundError(
-                f"no sampler {sampler_id}: it was never created, saving its weights failed, or newer "
-                "snapshots replaced it"
+                f"no sampler {sampler_id}: it was never created, saving its weights failed, or the limit "
+                "tenant_max_snapshots removed it. Create a new sampling client"
             )
         self._use(sampler_id)
         return sampler

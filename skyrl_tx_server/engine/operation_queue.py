@@ -1,4 +1,5 @@
-"""The queues of all operations except `Sample`. Each model has a queue. Tenants alternate."""
+"""The queues of all operations except `Sample`. Each model has a queue, and so has each snapshot that a
+`DropSnapshot` frees. Tenants alternate."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from skyrl_tx_server.engine.scheduled_work import OperationStep
 
 @dataclass(kw_only=True, slots=True)
 class _ModelQueue:
-    """The operations of one model, which run one after the other."""
+    """The operations of one model, or the `DropSnapshot` operations of one snapshot. They run one after the
+    other."""
 
     tenant: str
     steps: deque[OperationStep] = field(default_factory=deque)
@@ -59,7 +61,8 @@ class OperationQueue:
         self._order[tenant] = names
 
     def waiting(self, request_id: int) -> OperationStep | None:
-        """Return an operation that has not ended, or None."""
+        """Return the step of an operation that has not ended. None: the operation has ended, or it is a
+        `Sample`."""
         return self._steps.get(request_id)
 
     def finish(self, step: OperationStep) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 
 DEFAULT_TENANT = "default"
-"""The tenant of every operation on a server without tenants."""
+"""The tenant of the operator's operations, and of every operation on a server without tenants."""
 
 LORA_ALPHA = 32.0
-"""The default alpha of an adapter. The product B @ A is scaled by alpha / rank (Thinking Machines, "LoRA
-Without Regret")."""
+"""The default alpha of an adapter. The product B @ A is scaled by alpha / rank, for routed experts by alpha /
+`expert_rank` (Thinking Machines, "LoRA Without Regret")."""
 
 NO_LOGPROB = -99999.0
 """The logprob of the placeholder, token id 0, at a position that has no top-k tokens."""
@@ -33,7 +33,8 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """The shape and the seed of an adapter. Every checkpoint contains them."""
+    """The rank, the seed, the trained projections and the alpha of an adapter. Every checkpoint contains
+    them."""
 
     rank: int
     seed: int = 0
@@ -44,8 +45,8 @@ class LoraSpec:
 
 
 def expert_rank(rank: int, experts_per_token: int) -> int:
-    """Return the rank of the factors of each expert. It is the rank of the adapter, divided by the number of
-    experts that each token uses (as in "LoRA Without Regret").
+    """Return the rank of the factors of each routed expert. It is the rank of the adapter, divided by the
+    number of routed experts that each token uses (as in "LoRA Without Regret"), but at least 1.
     """
     return max(1, rank // experts_per_token)
 
@@ -74,6 +75,13 @@ class TrainDatum:
     advantages: np.ndarray | None = None  # [N] float32 (all losses except cross_entropy)
     # [N] float32; tokens with a mask other than 0 count in the sequence ratio (gspo)
     sequence_ratio_mask: np.ndarray | None = None
+
+
+MAX_STOP_TOKENS = 16
+"""The maximum number of tokens that end a sequence, including the end-of-sequence tokens of the model."""
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
+"""The maximum number of stop strings and the maximum length of each, in characters. They are limited because
+the engine thread searches for all stop strings after every dispatch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +146,7 @@ class LoadWeights(Operation["WeightsLoaded"]):
     Result: `WeightsLoaded`.
 
     With `create`, first create the model with the LoraSpec of the checkpoint. Without `optimizer`, the
-    moments and the step count of Adam start at zero.
+    moments and the step count of Adam start at zero. The accumulated gradient is cleared.
     """
 
     model_id: str
@@ -149,8 +157,8 @@ class LoadWeights(Operation["WeightsLoaded"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward(Operation["ForwardBackwardResult"]):
-    """Compute the summed loss and, unless `forward_only`, add its gradient to the model's accumulator.
-    Result: `ForwardBackwardResult`."""
+    """Compute the summed loss and, unless `forward_only`, add its gradient to the accumulated
+    gradient of the model. Result: `ForwardBackwardResult`."""
 
     model_id: str
     data: tuple[TrainDatum, ...]
@@ -219,7 +227,7 @@ class DropSnapshot(Operation["Done"]):
 class Sample(Operation["SampleResult"]):
     """Sample `num_samples` completions of one prompt. Result: `SampleResult`.
 
-    `weights` is the id of a snapshot in memory, the tinker:// path of a sampler checkpoint, or None for the
+    `weights` is the name of a snapshot in memory, the tinker:// path of a sampler checkpoint, or None for the
     base model. A sampler checkpoint is loaded on first use.
     """
 

@@ -9,7 +9,7 @@ from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
 from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan, Tenant
 
 MIN_DISPATCHES = 2
-"""A sequence takes part in this many decode dispatches before it may be paused."""
+"""A sequence keeps its slot for at least this many decode dispatches before it may be paused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

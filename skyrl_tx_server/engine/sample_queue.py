@@ -13,9 +13,9 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Req
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""The largest number of prompts that are offered for one prefill batch. More prompts do not fit. Each
-prompt takes at least one tile of PREFILL_TILE tokens, and a batch has at most this number of tiles (see
-`GPU_PREFILL` in `model/shapes.py`)."""
+"""The largest number of prefill requests that are offered for one prefill batch. A batch has at most this
+number of tiles (see `GPU_PREFILL` in `model/shapes.py`). Each request takes at least one tile, except a
+request for a paused sequence that still has its KV pages."""
 PROMPT_TOKENS_PER_UNIT = 64
 """The number of computed prompt tokens for which a tenant is charged one unit. One unit is also the charge
 for one running sequence in one decode dispatch."""
@@ -49,7 +49,8 @@ class SampleQueue:
         return len(self._waiting)
 
     def num_waiting_sequences(self, *, at_most: int) -> int:
-        """Return the number of waiting sequences of all requests, or `at_most` if there are more."""
+        """Return the number of waiting sequences of all requests, or `at_most` if there are more. Requests
+        that wait until a snapshot is saved count too."""
         # Each request has a waiting sequence, so `at_most` requests suffice.
         requests = islice(self._waiting, at_most)
         return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
@@ -148,8 +149,9 @@ class SampleQueue:
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """Charge a computed prompt. `prompt_tokens` is the number of tokens that all its chunks computed. The
-        tokens that `prefill_continues` has charged are subtracted."""
+        """Charge a computed prompt. `prompt_tokens` is the number of tokens that all its chunks computed, or
+        0 if a paused sequence was unpaused. The tokens that `prefill_continues` has charged are
+        subtracted."""
         charged = self._partial_prefills.pop(request_id, 0)
         self._charge_prompt(request_id, max(0, prompt_tokens - charged))
 
@@ -222,8 +224,8 @@ class SampleQueue:
         return tuple(prefills[:PROMPTS_PER_PREFILL])
 
     def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the tenant's request that gets the next slot after the slots of `plan`. None: no request of
-        the tenant can get a slot."""
+        """Return the tenant's request that gets the next slot once the slots of `plan` are assigned. None: no
+        request of the tenant can get a slot."""
         small_first = self.has_room_for_small(tenant, plan, num_slots)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
         candidates = [
@@ -254,8 +256,8 @@ class SampleQueue:
                 self._push(request)
 
     def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
-        """Return the request that gets the next slot after the slots of `plan`. None: no request can
-        get a slot."""
+        """Return the request that gets the next slot once the slots of `plan` are assigned. None: no request
+        can get a slot."""
         best: tuple[float, Request] | None = None
         for tenant in self.tenants.values():
             account = plan.account(tenant)
@@ -278,8 +280,8 @@ class SampleQueue:
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
-        """Whether the prompt may be computed now. A long prompt must wait if the prefix cache has no room for
-        it in addition to the partially computed prompts."""
+        """Whether the prompt may be computed now. The first chunk of a long prompt must wait if this prompt
+        and the partly computed prompts have more than `max_partial_prefill_tokens` tokens together."""
         partial = sum(len(self.requests[request_id].op.prompt) for request_id in self._partial_prefills)
         tokens = partial + plan.partial_prefill_tokens
         return (

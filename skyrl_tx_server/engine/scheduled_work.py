@@ -42,7 +42,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """Dispatch decode steps of all sequences that have slots."""
+    """Complete one decode dispatch. The engine may have started it during the previous `Decode`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,11 @@
 """Decides which work the engine does next. The module uses no threads and no devices.
 
 Each rule has a test:
-- Operations of one model run in submission order, one at a time. After each operation step (one micro-batch),
-  the scheduler alternates between tenants, and between the models of a tenant.
+- Operations of one model run in submission order, one at a time. After each operation step (in training,
+  one micro-batch), the scheduler alternates between tenants, and between the models of a tenant.
 - When training and sampling both have work, operation steps and decode dispatches alternate. A forward pass
-  that is submitted while sequences are sampled therefore waits for one decode dispatch (and at most
-  PREFILLS_PER_DISPATCH prefill batches).
+  that is submitted while sequences are sampled therefore waits for at most one decode dispatch and
+  PREFILLS_PER_DISPATCH prefill batches.
 - With `train_share`, the choice depends on the time instead. An operation step is next if the previous
   operation steps took at most this share of the time in which both training and sampling had work.
 - A prefill batch adds no running sequence if all its sequences end with their first token. Running sequences
@@ -26,12 +26,13 @@ Slots and prefill work are shared fairly, first between tenants and then between
   one unit for each PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A prefill chunk of an unfinished
   prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens.
 - The account of a tenant is the number of its charged units plus SLOT_UNITS units for each of its sequences
-  that has a slot. A free slot goes to the tenant with the smallest account. A tenant that was idle starts at
-  most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle time.
+  that has a slot. A free slot goes to the tenant with the smallest account. If a tenant without waiting
+  requests submits one, its charge is raised to at least SLOT_UNITS units below the charge of the busy tenant
+  that was charged least, so it gains little from idle time.
 - If no slot is free, or if a KV page or a LoRA slot is missing, a sequence of the tenant with the largest
   account is paused for the tenant with the smallest account. The accounts must differ by at least
-  2 * SLOT_UNITS. A sequence decodes for at least MIN_DISPATCHES dispatches before it is paused. The paused
-  sequences of a request get slots before its other waiting sequences.
+  2 * SLOT_UNITS. A sequence keeps its slot for at least MIN_DISPATCHES dispatches before it is paused. The
+  paused sequences of a request get slots before its other waiting sequences.
 - If no slot is free, a sequence is also paused in the cases of the next three rules. If a KV page or a LoRA
   slot is missing, these rules pause no sequence.
 - For a small request (at most SMALL_TOKENS completion tokens in total), a sequence of the tenant with the
@@ -90,7 +91,7 @@ class Scheduler:
         prefills_per_dispatch: float = 0.0,
         train_share: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch` is the duration of a decode dispatch, divided by the duration of a full
+        """`prefills_per_dispatch` is the estimated duration of a decode dispatch, divided by that of a full
         prefill batch. It is not the limit PREFILLS_PER_DISPATCH. If `train_share` is None, operation steps
         and decode dispatches alternate."""
         self._operations = OperationQueue()
@@ -109,7 +110,7 @@ class Scheduler:
         # prefill batches since the last decode dispatch, new running sequence or unfinished prompt
         self._prefills_without_growth = 0
         self._num_running = 0  # at the previous call of `next`
-        self._deferred: int | None = None  # the request for which there is no KV page or LoRA slot
+        self._deferred: int | None = None  # the request that `defer` has queued again
         self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
         self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
@@ -214,8 +215,8 @@ class Scheduler:
             self._samples.requeue(prefill)
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these requests again. The executor has no KV pages or LoRA slot for the first request until a
-        sequence finishes or is paused."""
+        """Queue these requests again. The first request must wait for KV pages, a LoRA slot or preempted
+        sequences, until a sequence finishes or is paused."""
         self.requeue(prefills)
         first = prefills[0].request_id
         self._deferred = first if first in self._samples else None  # a client may have cancelled the request

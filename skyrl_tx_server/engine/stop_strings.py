@@ -37,7 +37,7 @@ def check_tokenizer(model_dir: Path) -> None:
 def find_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
 ) -> int | None:
-    """Return the number of tokens up to and including the token that completes a stop string, or None.
+    """Return the number of tokens up to and including the first token that completes a stop string, or None.
 
     The function finds only a stop string that ends within the last `new` tokens, because earlier calls have
     searched the tokens before the last `new` tokens. A token has at least one byte of text, so a stop string

@@ -99,6 +99,7 @@ class TenantKeys:
         self._keys = read_keys(file)
 
     def __len__(self) -> int:
+        """Return the number of tenants, each of which may have several keys."""
         return len(set(self._keys.values()))
 
     def tenant_of(self, key: str) -> str | None:

@@ -16,11 +16,14 @@ logger = logging.getLogger(__name__)
 DEFAULT_SLOTS = 32
 DEFAULT_SLOTS_ON_GPU = 256
 TOKENS_PER_DEFAULT_SLOT = 2048
+"""If a GPU kernel reads the KV pages in place and `cache_tokens` is not set, the default is about one slot
+for each TOKENS_PER_DEFAULT_SLOT tokens of the KV cache, from DEFAULT_SLOTS to DEFAULT_SLOTS_ON_GPU."""
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
     """Return the requested KV cache size of one data-parallel rank: the rank's share of `cache_tokens`. By
-    default, the cache holds the rank's share of `max_num_seqs` sequences of maximum length."""
+    default, the cache holds the rank's share of `max_num_seqs` sequences of maximum length, with one spare
+    page for each sequence."""
     settings, config = model.settings, model.config
     dp_ranks, context_pages = settings.mesh.batch, -(-model.max_context_length // PAGE_SIZE)
     default_slots = DEFAULT_SLOTS_ON_GPU if decodes_in_place(config) else DEFAULT_SLOTS

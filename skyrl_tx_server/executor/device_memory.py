@@ -44,7 +44,7 @@ def stats() -> dict[str, object]:
 
 def copied_layers_bytes(model: ResolvedModel) -> int:
     """Return the bytes of weights that a decode dispatch copies on each device: all layers without their
-    experts, or 0 if the program reads the layers in place."""
+    routed experts, or 0 if the program reads the layers in place."""
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)

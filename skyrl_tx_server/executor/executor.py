@@ -1,4 +1,4 @@
-"""The executor owns the devices: base weights, training models, sampler snapshots and the batch runner.
+"""The executor owns the devices, with the base weights, training models, sampler snapshots and batch runner.
 
 A failed operation leaves a model as it was, with one exception: an optimizer step whose result is not finite
 drops the gradient. `forward_backward` adds to the gradient in new buffers, which replace the old buffers when
@@ -184,8 +184,9 @@ class DeviceExecutor:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of the programs that most servers need.
 
-        The result omits the optimizer step, the rolled decode programs, and the programs for sequences longer
-        than a training batch, for several targets per position, and for top-k logprobs.
+        The result omits the optimizer step, the rolled decode programs, the programs that score top-k and
+        target logprobs, and on a GPU the decode programs with top-k or top-p filters. It also omits the
+        training programs for sequences longer than a training batch and for several targets per position.
         """
         return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 

@@ -1,7 +1,6 @@
 """Converts a GGUF file to a Hugging Face model directory in a cache. The server then loads this directory.
 
-Floating-point tensors keep their dtype; quantised tensors become float32, which represents their values
-exactly.
+Floating-point tensors keep their dtype. Quantised tensors are dequantised to float32.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class _Source:
     shape: tuple[int, ...]
     first_row: int = 0  # the first row of an expert in the stacked tensor; 0 for other tensors
     paired_heads: int = 0
-    """Number of heads, if the rows of q or k are in the order of `llama` files (`_stored_order`). 0: the rows
-    are in Hugging Face's order."""
+    """Number of heads, if the rows of a q or k matrix are in the order of the architecture `llama`
+    (`_stored_order`). 0: the rows are in Hugging Face's order."""
 
     @property
     def num_rows(self) -> int:
@@ -221,8 +220,8 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 def _stored_order(num_rows: int, heads: int) -> np.ndarray:
     """Return the index of the stored row for each row of q or k in Hugging Face's order: [num_rows].
 
-    RoPE rotates two rows of a head together: rows 2 i and 2 i + 1 in the order of `llama` files, and rows i
-    and i + width / 2 in Hugging Face's order.
+    RoPE rotates two of the `width` rows of a head together: rows 2 i and 2 i + 1 in GGUF files of the
+    architecture `llama`, and rows i and i + width / 2 in Hugging Face's order.
     """
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
@@ -253,8 +252,8 @@ def _shards(sources: Mapping[str, _Source]) -> Iterator[list[str]]:
 
 
 def _key(file: GgufFile) -> str:
-    """Return a digest of VERSION, of the GGUF file, and of a tokenizer.json in the same folder. Of the GGUF
-    file it covers the size, the modification time, the header and SAMPLES parts of the content."""
+    """Return a digest of VERSION, of the GGUF file, and of a tokenizer.json in the same folder. For the GGUF
+    file, the digest covers the size, the modification time, the header and SAMPLES parts of the content."""
     stat = file.path.stat()
     digest = hashlib.sha256(f"{VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
     with file.path.open("rb") as stream:

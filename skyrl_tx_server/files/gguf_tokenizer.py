@@ -39,8 +39,9 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the folder of the
     GGUF file takes precedence over the tokenizer in the GGUF file.
 
-    Raises ConfigError if the GGUF file has an invalid id of a special token. Also raises ConfigError if the
-    tokenizer in the GGUF file is used, but is not byte-level BPE with one of `SPLITS`.
+    Raises ConfigError if the GGUF file has no valid list of tokens, or an invalid id of a special token. If
+    the tokenizer in the GGUF file is used, also raises ConfigError if it is not byte-level BPE with one of
+    `SPLITS`, or if its merges or token types are invalid.
     """
     tokens = _tokens(file)
     tokenizer_file = file.path.with_name("tokenizer.json")

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
+"""Reads and writes adapters in PEFT format: adapter_config.json and adapter_model.safetensors.
 
 Tensors are written in one dtype and with names such as `base_model.model.<module>.lora_A.weight`, without
 `.base_layer.` or an adapter's name.
@@ -89,8 +89,8 @@ def write_adapter(
 
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """Read an adapter of `base` in float32, with the tensor names of a checkpoint. Raise UserError if this
-    server cannot represent the adapter.
+    """Read an adapter of `base` in float32, with the tensor names of a checkpoint. Raise UserError if
+    `directory` contains no valid PEFT adapter of `base`, or if this server cannot represent the adapter.
 
     If the adapter has only some projections of a part, such as q and v of attention, the other projections of
     this part get zero factors.
@@ -175,8 +175,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
 def _spec(
     directory: Path, modules: set[str], parts: Mapping[str, set[str]], rank: int, alpha: float
 ) -> LoraSpec:
-    """Return the LoraSpec of an adapter with these modules. Raise UserError for a module that
-    belongs to no part."""
+    """Return the LoraSpec of an adapter with these modules. Raise UserError if there is no module, or for a
+    module that belongs to no part."""
     unknown = sorted(modules - set().union(*parts.values()))
     if unknown or not modules:
         raise UserError(
@@ -214,7 +214,7 @@ def _missing_factors(
     """Return zero factors for the modules that the adapter lacks. Parts of which the adapter has no
     module are skipped.
 
-    The gradient of each factor is a multiple of the other factor, so training leaves both at zero.
+    The gradient of each factor is a matrix product with the other factor, so training leaves both at zero.
     """
     zeros = {}
     for part in parts.values():

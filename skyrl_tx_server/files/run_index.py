@@ -53,14 +53,15 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    """The bytes of the whole file, and the bytes of the lines that are not out of date."""
+    """The bytes of the whole file, and the bytes of the lines that compaction would keep."""
 
     file: int = 0
     current: int = 0
 
 
 class RunIndex:
-    """The training runs of all tenants. A view, which `for_tenant` returns, contains the runs of one tenant.
+    """The training runs of all tenants, and the expiry times and public flags of their checkpoints. A view,
+    which `for_tenant` returns, contains only the runs of one tenant, but the facts about all checkpoints.
     Only the event loop changes the index."""
 
     def __init__(self, file: Path) -> None:
@@ -103,7 +104,8 @@ class RunIndex:
         return self._runs.get(owner, {}).get(run_id) if self._tenant in (None, owner) else None
 
     def expiry(self, path: str, generation: str) -> datetime | None:
-        """Return the time at which this generation of a checkpoint is deleted; None: never."""
+    """Return the time at which this generation of a checkpoint is deleted; None: never. A generation is
+        one save of the checkpoint."""
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 
     def expired(self) -> list[str]:

@@ -31,7 +31,6 @@ from skyrl_tx_server.http.routes import (
 logger = logging.getLogger(__name__)
 
 # Starlette searches the routes in this order for every request, so the most frequent routes come first.
-# `downloads` precedes `weights`, whose `{checkpoint_id:path}` also matches the paths of `downloads`.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
@@ -93,8 +92,9 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 
 async def housekeep(state: AppState) -> None:
-    """Reload changed API keys. Remove expired sessions and checkpoints, results whose grace period is over,
-    and derived files (`files.derived`) that are no longer used."""
+    """Reload the keys of the tenants if their file has changed. Remove expired sessions and checkpoints,
+    results whose grace period is over, and derived files (`files.derived`) that were not used for
+    `downloads.KEEP_UNUSED_FOR`."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):

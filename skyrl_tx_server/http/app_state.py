@@ -29,7 +29,7 @@ class HttpSettings:
     """The directory of the tokenizer, for OpenAI's routes and for clients on this machine. None: OpenAI's
     routes for completions refuse every request, and clients find the tokenizer by the name of the model."""
     max_request_bytes: int = 64 << 20
-    stalled_s: float = 120.0  # how long a body may pause before its request is rejected
+    stalled_s: float = 120.0  # how long a body may pause, or wait for `BodyBudget`, before it is rejected
     sample_max_concurrent_requests: int = 256
     api_key: str | None = None  # the key of the operator; see `_check_key` in `http_handler`
     access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
@@ -41,10 +41,12 @@ class HttpSettings:
 class AppState:
     """The state of the operator, who can access everything, or of a tenant.
 
-    The state of a tenant contains its own futures, an engine that counts the tenant's tokens in flight, and
-    views of the registry, the checkpoints and the run index. The views contain no objects of other tenants,
-    except public checkpoints. A handler receives the state of the tenant that sent the request, so handlers
-    do not check ownership. The handler of a route that needs no key receives the operator's state.
+    The state of a tenant contains the tenant's futures, an engine that limits the tenant's tokens in flight,
+    and views of the registry, the checkpoints and the run index. In these views, a lookup finds no objects of
+    other tenants, except public checkpoints. A handler receives the state of the tenant that sent the
+    request, so handlers do not check who owns an object. There is one exception: a handler that sets the
+    expiry or the public flag of a checkpoint calls `CheckpointStore.owned_info` first, because the run index
+    does not check the owner. The handler of a route that needs no key receives the operator's state.
     """
 
     engine: EngineClient
@@ -104,5 +106,6 @@ class AppState:
     def check_base_model(self, name: str) -> None:
         if name != self.base_model:
             raise UserError(
-                f"this server runs {self.base_model}, not {name}; use base_model={self.base_model!r}"
+                f"this server runs {self.base_model}, not {name}; use base_model={self.base_model!r} and its "
+                f"checkpoints, or a server of {name}"
             )

@@ -69,8 +69,8 @@ class BodyBudget:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
-        """Wait until `num_bytes` are free. Raise CapacityError if this takes longer than `timeout_s`. A body
-        larger than `capacity` reserves the whole capacity."""
+        """Wait until `num_bytes` are free, and reserve them until the block ends. Raise CapacityError if the
+        wait takes longer than `timeout_s`. A body larger than `capacity` reserves the whole capacity."""
         num_bytes = min(num_bytes, capacity)
         if self._waiting or self._used + num_bytes > capacity:
             await self._wait(num_bytes, capacity, timeout_s)
@@ -122,8 +122,9 @@ async def read_parsed[T](
     max_bytes: int,
     stalled_s: float,
 ) -> T:
-    """Return `parse(body)` of the decompressed body. Large and compressed bodies are processed in a thread.
-    Raise UserError for an invalid body, and CapacityError if too many bodies are being received."""
+    """Return `parse(body)` of the decompressed body. Large and compressed bodies are decompressed and
+    parsed in a thread. Raise UserError for an invalid body, and CapacityError if too many bodies are being
+    received."""
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()

@@ -73,7 +73,8 @@ async def serve(config: ServerConfig) -> AsyncGenerator[str]:
 def arguments_of(config: ServerConfig) -> list[str]:
     """Return the command line of a configuration: `name=value` of each option that differs from its default.
 
-    The keys are left out, because other users can read the command line.
+    The API keys are left out, because other users can read the command line. `serve` passes the keys in the
+    environment.
     """
     defaults = inspect.signature(ServerConfig).parameters
     values = {name: getattr(config, name) for name in chz.chz_fields(ServerConfig) if name not in SECRETS}

@@ -1,8 +1,8 @@
 """Run every route: check access and API key, log one line, and convert errors to statuses.
 
-The SDK retries 409, 429 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is
-therefore a 400; 429 and 5xx are for errors that may be temporary. retrieve_future reports a failed operation
-with status 200 and an `error` field (`routes/futures.py`).
+The SDK retries 409, 429 and 5xx for minutes. A permanent error therefore has another 4xx status, for example
+400 for a name in use and for a bug of the server; 429 and 5xx are for errors that may be temporary.
+retrieve_future reports a failed operation with status 200 and an `error` field (`routes/futures.py`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _respond(reply: Reply) -> Response:
 
 
 def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
-    """Return an error in OpenAI's format for paths below /v1, and in Tinker's format for others."""
+    """Return an error in OpenAI's format for paths below /v1, and in Tinker's format for other paths."""
     status = error.status if status is None else status
     detail = str(error)
     if len(detail) > MAX_DETAIL_LENGTH:

@@ -1,4 +1,5 @@
-"""Accept connections, with limits on their number and on the time for a request's headers.
+"""Accept connections, with limits on their number, on the headers of a request, and on the time in which a
+client reads a reply.
 
 uvicorn parses requests and sends replies. This module accepts the connections, because uvloop's server closes
 the listening socket when `accept` fails for lack of a file descriptor.
@@ -188,7 +189,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Acceptor:
-    """Accepts connections on one socket until `close` is called. uvicorn uses it as an asyncio server."""
+    """Accepts connections on one socket until `close` is called. uvicorn uses it as an asyncio server. At the
+    limit of connections, a new connection replaces the connection that has been idle longest, or is closed if
+    no connection is idle."""
 
     def __init__(
         self,

@@ -14,6 +14,12 @@ from skyrl_tx_server.model.families.table import FAMILIES, family_of
 from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
 
 DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
+SIZES = (  # the entries of config.json that must be at least 1
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts", "num_local_experts"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "n_group", "topk_group"),
+)
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
@@ -22,7 +28,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"{path}: model_type={model_type!r} is not supported; use one of {', '.join(sorted(FAMILIES))}"
         )
@@ -34,6 +40,9 @@ def load_model_config(model_dir: Path) -> ModelConfig:
             )
     block_size(raw, path)
     try:
+        for name in SIZES:
+            if (size := raw.get(name)) is not None and int(size) < 1:
+                raise ConfigError(f"{name}={size} must be at least 1")
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None

@@ -280,7 +280,7 @@ def _write_local_positions(
 def _merge(
     whole: jax.Array, window: jax.Array, mask: jax.Array, at: tuple[jax.Array | int, ...]
 ) -> jax.Array:
-    """Write the elements of `window` that `mask` selects into `whole`, at index `at`."""
+    """Write those elements of `window` that `mask` selects to `whole`. The window begins at index `at`."""
     return jax.lax.dynamic_update_slice(
         whole, jnp.where(mask, window, jax.lax.dynamic_slice(whole, at, window.shape)), at
     )

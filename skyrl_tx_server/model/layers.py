@@ -57,7 +57,7 @@ def packed_attention(
     consists of the positions with the same value of `segment_ids_BT`.
 
     A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
-    backward pass recomputes its probabilities, so all scores [T, T] are never in memory together.
+    backward pass recomputes its probabilities, so memory never holds all scores [T, T] at once.
     """
     length = q.shape[1]
     block = min(max(MIN_QUERY_BLOCK, -(-length // QUERY_BLOCKS)), MAX_QUERY_BLOCK)

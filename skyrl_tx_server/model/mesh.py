@@ -1,20 +1,20 @@
 """The mesh of devices that share one model: its axes, the sharding of arrays, and sharding constraints.
 
     axis     divides                                   each device holds
-    data     the sequences of a batch                  the whole model
-    fsdp     the sequences of a batch, each matrix     a part of every matrix
-    tensor   heads, the width of MLPs, the vocabulary  a part of every matrix and of the KV cache
+    data     the sequences of a batch                  the whole model and a share of the KV pages
+    fsdp     the sequences of a batch, each matrix     a part of every matrix and a share of the KV pages
+    tensor   heads, the width of MLPs, the vocabulary  a part of every matrix and of every KV page
     expert   experts                                   some experts and their adapters
 
 Before the products of a layer, training gathers the matrices that `fsdp` divides, because they are smaller
 than the activations of the layer's tokens. Sampling leaves matrices in place (`weight_stationary`) and sends
 the activations of its few tokens.
 
-Routers and adapters are replicated on every device, except the LoRA factors of experts, which are on the
-devices of their experts. If `config.mesh` is None, there is one device and no array is sharded.
+Norms, routers and adapters are replicated on every device, except the LoRA factors of routed experts, which
+are on the devices of their experts. If `config.mesh` is None, there is one device and no array is sharded.
 
-Several processes may share a mesh, each with the same number of devices. The first axes then divide the
-processes, and the last axes the devices of each process.
+Several processes may share a mesh, each with the same number of devices. The devices of a process are then
+adjacent along the last axes, and the first axes extend over the processes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 MIN_COMPUTE_CAPABILITY = 8
 """The lowest major compute capability that Triton supports (Ampere)."""
 MAX_HOST_BYTES = 1 << 30
-"""Weights for a GPU are read in blocks of at most this size. A block may be larger if it consists of a single
-row. A row of stacked weights is a layer."""
+"""Weights that only one GPU needs are read in blocks of at most this size. A block may be larger if it
+consists of a single row. A row of stacked weights is a layer."""
 
 
 def on_gpu() -> bool:

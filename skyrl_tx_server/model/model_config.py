@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from skyrl_tx_server.errors import ConfigError
 
 TRAINING_LENGTHS = {("qwen3", 40_960): 32_768, ("qwen3_moe", 40_960): 32_768}
-"""(model_type, max_position_embeddings) -> training length in tokens, for models where the lengths differ. In
-the first models of Qwen3, max_position_embeddings is the training length plus 8,192 tokens for the prompt."""
+"""(model_type, max_position_embeddings) -> training length in tokens, for models where this length is not
+max_position_embeddings. In the first models of Qwen3, max_position_embeddings is the training length plus
+8,192 tokens for the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class Experts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroups:
     """The routing of DeepSeek-V3 (arXiv:2412.19437, 2.1.2). Scores are sigmoids. A load-balancing bias
-    affects which experts are chosen, but not their weights."""
+    affects which experts are chosen, but not the weights of their outputs."""
 
     count: int
     per_token: int  # number of groups per token, chosen by the sum of their two highest scores
@@ -133,7 +134,7 @@ class ModelConfig:
 
     @property
     def projected_width(self) -> int:
-        """The total output width of all projections before attention."""
+        """The total output width of the projections before attention, without `kv_b` of latent attention."""
         latent = self.latent
         if latent is None:
             return sum(self.qkv_widths)
@@ -203,5 +204,5 @@ def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 def yarn_mscale(factor: float, weight: float) -> float:
     """Return the attention scale of YaRN for a context extension by `factor`. `weight` is `mscale` or
-    `mscale_all_dim` of config.json, by default 1."""
+    `mscale_all_dim` of config.json. `attention_factor` uses the weight 1 if one of them is missing or 0."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

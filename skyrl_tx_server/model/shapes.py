@@ -1,5 +1,5 @@
-"""The shapes of arrays on the device. Every shape needs a compiled program, so this module defines all
-shapes. It uses numpy only."""
+"""The lengths and widths of the batches of training, scoring, prefill and decoding. Each combination needs a
+compiled program, so there are few of them. This module uses numpy only."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class PrefillShapes:
 
 
 CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles=8)
-"""On a CPU, the time is nearly proportional to the number of tokens. A long tile batch is slightly faster per
-token."""
+"""On a CPU, the time of a tile batch is nearly proportional to the number of tokens. A long tile batch is
+slightly faster per token."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles=16)
 """Every tile batch reads all weights. On an H200 this takes as long as the computation of 200 tokens
 (calculated for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
@@ -122,8 +122,8 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
-    """Return the numbers of cached positions for which the decode program is compiled: MIN_SEGMENT,
-    doubled up to the maximum context in whole pages.
+    """Return the positions at which the segments of `decode_steps` end: MIN_SEGMENT, doubled up to the
+    maximum context in whole pages. The program is compiled for each number of segments.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((256, 512, 1024, 2048), (256, 512, 1024, 2048), (128,))
@@ -132,7 +132,8 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
 
 
 def decode_widths(num_slots: int) -> tuple[int, ...]:
-    """Return every width, in sequences, for which the decode program may be compiled.
+    """Return every width for which the decode program may be compiled. `num_slots` and the widths are numbers
+    of sequences of one data-parallel rank.
 
     >>> decode_widths(48), decode_widths(32), decode_widths(3)
     ((4, 8, 16, 32, 48), (4, 8, 16, 32), (3,))

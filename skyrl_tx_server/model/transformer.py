@@ -66,7 +66,8 @@ class Remat(StrEnum):
     previous option."""
 
     NOTHING = "nothing"
-    # norms, rotary embedding, silu and routed experts; the outputs of other products and attention are kept
+    # norms, rotary embedding, silu, products with LoRA's A and with `kv_b`, and routed experts; the outputs
+    # of attention and of the other projections are kept
     ACTIVATIONS = "activations"
     LAYERS = "layers"  # everything except the input of each layer
 
@@ -120,8 +121,9 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Return x [B, T, D] after one layer of `stack`, and the second result of `attend`. `adapter`
-    is the adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch."""
+    """Return x [B, T, D] after one layer of `stack`, and the second result of `attend`. `adapter` is the
+    adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch. None: the base
+    model."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -167,8 +169,8 @@ def reads_in_place(config: ModelConfig) -> bool:
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
     """On one CPU device, return the weights with one stack per layer, so that a program that uses `by_layer`
-    does not copy layers out of their stacks. The new stacks share memory with the old stacks. On other
-    devices, return `params`."""
+    does not copy layers out of their stacks. The new stacks share memory with the old stacks. On a GPU
+    or a mesh, return `params`."""
     if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
@@ -197,8 +199,8 @@ def hidden_states(
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
-    """Return the hidden states [B, T, D] of whole sequences after the final norm. `attend` is
-    an `AttendAs` that returns only the attention output."""
+    """Return the hidden states [B, T, D] of whole sequences after the final norm. `adapter` is one adapter
+    for the batch. None: the base model. `attend` is an `AttendAs` that returns only the attention output."""
     x = params.embed[tokens_BT]
     ropes = ropes_of(config, positions_BT, x.dtype)
 
@@ -230,7 +232,7 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` is one adapter for the
-    batch, or all LoRA slots with the indices of the batch."""
+    batch, or all LoRA slots with the indices of the batch. `adapter=None` means the base model."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))

@@ -83,8 +83,8 @@ def resolve_model(base_model: str) -> Path:
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
     """Load the weights of a model onto the devices in `dtype`. Fields whose `Weight` is `exact` are float32.
-    Raises ConfigError if the files cannot be read, or if a tensor is missing, has an unsupported dtype, or
-    has another shape than config.json implies."""
+    Raises ConfigError if the files cannot be read or have more layers than config.json states, or if a tensor
+    is missing, has an unsupported dtype, or has another shape than config.json implies."""
     target = np.dtype(dtype)
     with ExitStack() as files:
         read_part = _part_reader(model_dir, files)
@@ -127,7 +127,8 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
 
 def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int) -> None:
-    """Raise ConfigError if a mesh axis divides a dimension whose size is not a multiple of the axis size."""
+    """Raise ConfigError if a mesh axis divides a dimension whose size is not a multiple of the axis size, or
+    if the axis `expert` has several devices and the model has no experts."""
     latent_heads = config.hidden_size if config.latent is None else config.num_heads
     divided = [
         ("tensor", shape.tensor, config.num_kv_heads, KEY_VALUE_HEADS),
@@ -235,8 +236,9 @@ def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> 
 def adapter_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> Adapter:
-    """Return the inverse of `adapter_to_arrays` in host memory, padded to `max_rank`. Raises UserError if the
-    rank exceeds `max_rank`, or if a tensor is missing or has another shape."""
+    """Return the adapter that `adapter_to_arrays` converted to `arrays`, in host memory and padded to
+    `max_rank`. Raises UserError if the rank of `spec` exceeds `max_rank`, or if a tensor is missing or has
+    another shape."""
     if spec.rank > max_rank:
         raise UserError(
             f"the checkpoint has LoRA rank {spec.rank}, but max_lora_rank={max_rank}: start the "
@@ -384,8 +386,8 @@ def _opened(path: Path) -> safe_open:
 
 
 def _refuse_further_layers(config_file: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ConfigError if the weights have more layers than config.json states. The layers for multi-token
-    prediction, which follow the others, are allowed."""
+    """Raise ConfigError if the weights have more layers than config.json states. Layers for multi-token
+    prediction, which follow these layers, are allowed."""
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return

@@ -1,13 +1,13 @@
 """The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
 LoRA slot 0 is the base model. A sampler snapshot is an immutable copy of the adapter of a training model. A
-snapshot that a running or preempted sequence uses is pinned to its LoRA slot. When a LoRA slot is needed, the
-least recently used snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory
-(in-memory snapshots) or from disk (tinker:// paths).
+snapshot is pinned to its LoRA slot while a running or preempted sequence or a prefill chunk uses it. When a
+LoRA slot is needed, the least recently used snapshot without a pin is evicted. Evicted snapshots are loaded
+again from host memory (in-memory snapshots) or from disk (tinker:// paths).
 
-A trainer saves an in-memory snapshot every step. It cannot drop these snapshots before its session ends.
-When host memory runs out, the cache therefore drops the least recently used in-memory snapshots that no
-sequence uses.
+A trainer saves an in-memory snapshot every step, and the Tinker API has no call that drops one. The server
+drops a snapshot when its session ends, or when its tenant has more than `tenant_max_snapshots`. When host
+memory runs out, the cache drops the least recently used in-memory snapshots that no sequence uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 BASE_SLOT = 0
 HOST_RESERVE_BYTES = 1 << 30
-"""The host memory that must remain free when a snapshot is stored."""
+"""If less than this much host memory would remain free after a snapshot is stored, unused snapshots are
+dropped."""
 
 type SnapshotKey = tuple[str | None, int]
 """(name, number of saves under this name). Equal keys mean equal weights."""
@@ -81,7 +82,7 @@ class AdapterCache:
 
     @property
     def in_use(self) -> list[str]:
-        """The snapshots that running, preempted or paused sequences use."""
+        """The snapshots that prefill chunks or running, preempted or paused sequences use."""
         return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
 
     def put(self, weights: str, adapter: Adapter) -> None:
@@ -105,11 +106,12 @@ class AdapterCache:
         return weights, 0 if weights is None else self._saves[weights]
 
     def pin(self, weights: str | None) -> int:
-        """Load `weights` into a LoRA slot if necessary, reserve the slot until `unpin` and return its index.
-        None: the base model.
+        """Load `weights` into a LoRA slot if necessary, reserve the slot until `unpin` or `retain`, and
+        return its index. None: the base model.
 
-        Raises CapacityError if all slots are pinned, NotFoundError if the snapshot does not exist, and
-        UserError if `weights` is a checkpoint of another kind or its rank exceeds `max_lora_rank`.
+        Raises CapacityError if all slots are pinned, and NotFoundError if the snapshot does not exist. Raises
+        UserError if `weights` is not a sampler checkpoint, if its rank exceeds `max_lora_rank`, or if its
+        tensors do not match the model.
         """
         if weights is None:
             return BASE_SLOT
@@ -136,7 +138,7 @@ class AdapterCache:
         self._drop_if_unused(weights)
 
     def retain(self, weights: str | None) -> None:
-        """Replace a pin by the reference of a paused sequence. The snapshot can be evicted from its LoRA
+        """Replace a pin by the reference of a paused sequence. The snapshot can then be evicted from its LoRA
         slot, but cannot be replaced or deleted."""
         if weights is not None:
             self._retained[weights] += 1

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skyrl_tx_server.engine.operations import MAX_STOP_TOKENS
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import bucket
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings, is_filtered
+from skyrl_tx_server.sampling.token_sampling import BatchSettings, is_filtered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine.operations import DEFAULT_TENANT, SamplingSettings, StopReason
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, MAX_STOP_TOKENS, SamplingSettings, StopReason
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
-
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""The maximum number of stop strings and the maximum length of each, in characters. They are limited because
-the engine thread searches for all stop strings after every dispatch."""
+from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
 type SequenceKey = tuple[int, int]
 """(request_id, index of the sequence in its request); smaller keys are older."""
@@ -133,18 +129,11 @@ def _nan_message(weights: str | None) -> str:
 
 
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
-    """Return the tokens that end a sequence. Raises UserError if there are too many stop tokens or stop
-    strings, or if a stop string is too long."""
+    """Return the tokens that end a sequence. Raises UserError if there are too many."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(
             f"the request has {len(tokens)} stop tokens, including the end tokens of the model; at most "
             f"{MAX_STOP_TOKENS} are supported"
-        )
-    if len(settings.stop_strings) > MAX_STOP_STRINGS or any(
-        len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings
-    ):
-        raise UserError(
-            f"at most {MAX_STOP_STRINGS} stop strings of at most {MAX_STOP_LENGTH} characters are supported"
         )
     return tuple(sorted(tokens))

@@ -20,8 +20,6 @@ from skyrl_tx_server.model.attention.softmax import MASKED
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.reductions import logsumexp, softmax
 
-MAX_STOP_TOKENS = 16
-
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:

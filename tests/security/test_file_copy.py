@@ -203,7 +203,7 @@ async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Pa
         assert (await sandbox_environment.exec(setup_command)).return_code == 0
         for number in range(6):
             await sandbox_environment.download_dir("/logs/agent", tmp_path / "trial" / str(number))
-        with pytest.raises(RuntimeError, match="exceeds the download limit of the trial"):
+        with pytest.raises(RuntimeError, match="exceeds the limit on the bytes"):
             await sandbox_environment.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
     assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
     assert (

@@ -128,6 +128,13 @@ def test_a_key_file_that_everyone_can_write_to_is_refused(tmp_path: Path) -> Non
         read_keys(file)
 
 
+def test_a_tenant_can_be_called_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    assert keys.main(["add", "help", f"file={file}"]) == 0
+    assert keys.main(["list", f"file={file}"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["help"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["add", "alice"], ["add", "file=x"], ["add", "Alice", "file=x"], ["unknown"], ["remove", "a", "file=x"]],

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.config.engine_options import MeshShape
-from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.engine.operations import MAX_STOP_TOKENS, LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.attention.decode_attention import TokenRows, attend_over_pages
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
@@ -41,7 +41,6 @@ from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.sequences import batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack
 from skyrl_tx_server.training.train_step import forward_backward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from skyrl_tx_server.engine.operations import LossFn, SamplingSettings, TrainDatum
+from skyrl_tx_server.engine.operations import MAX_STOP_TOKENS, LossFn, SamplingSettings, TrainDatum
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
@@ -16,7 +16,6 @@ from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_step
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
 from skyrl_tx_server.sampling.prefill_step import prefill
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, unpack
 from skyrl_tx_server.training.train_step import forward

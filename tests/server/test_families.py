@@ -288,6 +288,10 @@ def write_config(directory: Path, name: str, **changes) -> Path:
             "first_k_dense_replace=2 must be at least 0 and less than num_hidden_layers=2",
         ),
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
+        ("deepseek_v3", {"n_group": 0}, "n_group=0 must be at least 1"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ("llama", {"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at least 1"),
+        ("llama", {"model_type": []}, r"model_type=\[\] is not supported"),
     ],
 )
 @pytest.mark.seed_behaviour(122)
@@ -297,6 +301,12 @@ def test_the_error_for_an_unsupported_config_is_one_line(
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, name, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_the_default_head_dim_of_qwen3_moe_is_that_of_transformers(tmp_path: Path) -> None:
+    raw = json.loads((FAMILIES / "qwen3_moe" / "config.json").read_text())
+    config = load_model_config(write_config(tmp_path, "qwen3_moe", head_dim=None))
+    assert config.head_dim == raw["hidden_size"] // raw["num_attention_heads"]
 
 
 @pytest.mark.seed_behaviour(136)

@@ -18,6 +18,7 @@ from jax.stages import Wrapped
 
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
+    MAX_STOP_TOKENS,
     LossFn,
     Sample,
     SampledSequence,
@@ -63,7 +64,6 @@ from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import decode_batch, model_runner
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.sequences import batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack
 from skyrl_tx_server.training.train_batch import TrainBatch

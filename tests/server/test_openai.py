@@ -40,6 +40,7 @@ LS: ChatCompletionFunctionToolParam = {
     "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
 }
 CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/é"}}\n</tool_call>'
+NAN_CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": NaN}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,7 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
         (f"<think>\n<tool_call> no\n</think>\n\n{CALL}\n{CALL}", "", "<tool_call> no", 2, "tool_calls"),
         ("<tool_call>\n{ls}\n</tool_call>", "<tool_call>\n{ls}\n</tool_call>", "", 0, "stop"),
         ("a <tool_call> {", "a <tool_call> {", "", 0, "stop"),
+        (NAN_CALL, NAN_CALL, "", 0, "stop"),
         ("a < b  ", "a < b  ", "", 0, "stop"),
         ("<think", "<think", "", 0, "stop"),
     ],
@@ -377,6 +379,8 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
         ({"temperature": -1}, "temperature=-1.0 must not be negative"),
         ({"temperature": 1e-9}, "temperature=1e-09 must be 0 (greedy) or at least 1e-06"),
         ({"stop": [""]}, "stop must be a non-empty string"),
+        ({"stop": ["a"] * 65}, "stop: at most 64 strings"),
+        ({"extra_body": {"stop_token_ids": [0] * 17}}, "17 stop tokens: at most 16"),
         ({"reasoning_effort": "low"}, "use chat_template_kwargs"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "role 'critic'"),
         (

@@ -27,8 +27,8 @@ def test_a_negative_dimension_is_refused(shape: list[int]) -> None:
         parse_tensor({"data": [1, 2], "dtype": "int64", "shape": shape}, "datum 0")
 
 
-@pytest.mark.parametrize("values", [[1, True], [1] * 70_000 + [True], [False]])
-def test_booleans_are_not_integers(values: list[object]) -> None:
+@pytest.mark.parametrize("values", [[1, True], [1] * 70_000 + [True], [False], [2**63]])
+def test_values_that_are_not_64_bit_integers_are_refused(values: list[object]) -> None:
     with pytest.raises(UserError, match=r"^prompt: expected a flat list of integers"):
         integers(values, "prompt")
 

@@ -303,6 +303,21 @@ def test_unknown_fields_and_invalid_messages_are_refused() -> None:
         parse_training_proto(b"\xff\xff\xff", LIMITS)
 
 
+@pytest.mark.parametrize("part", ["datum", "tokens", "tensor"])
+def test_unknown_fields_of_nested_messages_are_refused(part: str) -> None:
+    request = pb.ForwardBackwardRequest()
+    request.ParseFromString(sdk_bytes(datum([1, 2], weights=[1.0, 0.5])))
+    first = request.data[0]
+    parts = {
+        "datum": first,
+        "tokens": first.model_input[0].encoded_text,
+        "tensor": first.loss_fn_inputs["weights"],
+    }
+    parts[part].MergeFromString(bytes([0x98, 0x06, 0x01]))
+    with pytest.raises(UserError, match=r"^datum 0.*: unknown protobuf field 99"):
+        parse_training_proto(request.SerializeToString(), LIMITS)
+
+
 def test_logprobs_of_several_targets_keep_their_shape() -> None:
     logprobs = (
         np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -487,6 +502,9 @@ def test_large_seq_ids_of_unpickled_clients_are_accepted() -> None:
         ({"sampling_params": {"seed": -1}}, "seed=-1"),
         ({"sampling_params": {"stop": [""]}}, "empty stop string"),
         ({"sampling_params": {"stop": ["a", 1]}}, "stop must be"),
+        ({"sampling_params": {"stop": list(range(17))}}, "17 stop tokens: at most 16"),
+        ({"sampling_params": {"stop": ["a"] * 65}}, "stop: at most 64 strings"),
+        ({"sampling_params": {"stop": "a" * 1025}}, "of at most 1024 characters"),
         ({"sampling_params": {"stop": [64]}}, "stop token 64 is outside"),
         ({"sampling_params": {"min_p": 0.1}}, "unknown field min_p"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),

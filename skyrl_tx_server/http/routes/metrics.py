@@ -1,4 +1,4 @@
-"""GET /metrics in Prometheus' text format."""
+"""The route GET /metrics, which replies in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("ops_pending", "Operations accepted and not finished", "ops_pending"),
     _gauge(
         "queue_depth",
-        "Operations that have not started",
+        "Sample operations with sequences that have not started, and other operations that have not ended",
         {"sample": "samples_waiting", "step": "steps_waiting"},
         label="kind",
     ),
@@ -55,10 +55,10 @@ METRICS: tuple[Metric, ...] = (
         "ops_total", "Operations that ended", {"ok": "ops_finished", "failed": "ops_failed"}, label="outcome"
     ),
     _gauge("decode_slots", "Sequences that can be decoded at once", "slots"),
-    _gauge("decode_slots_used", "Sequences being decoded", "slots_used"),
+    _gauge("decode_slots_used", "Slots in use or reserved for preempted sequences", "slots_used"),
     _gauge(
         "cache_pages",
-        "KV pages: all, free, and used only by the prefix cache",
+        "KV pages: all, free, and in the prefix cache, including those that running sequences share",
         {"all": "cache_pages", "free": "cache_pages_free", "cached": "cache_pages_cached"},
         label="kind",
     ),
@@ -88,7 +88,7 @@ METRICS: tuple[Metric, ...] = (
         },
         label="kind",
     ),
-    _gauge("models", "Models being trained", "models"),
+    _gauge("models", "Training models, on the device and in host memory", "models"),
     _gauge(
         "sampler_snapshots",
         "Sampler snapshots in memory",
@@ -97,14 +97,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter(
         "sampler_requests_total",
-        "Requests to the external sampler that ended",
+        "Sample operations of the external sampler that succeeded or failed",
         {"ok": "sampler_ok", "failed": "sampler_failed"},
         label="outcome",
     ),
     _gauge("sampler_adapters", "Adapters loaded into the external sampler", "sampler_adapters"),
     _counter(
         "sampler_tokens_compared_total",
-        "Tokens of the external sampler that the engine scored again",
+        "Tokens whose logprobs of the external sampler and of the engine were compared",
         "sampler_tokens_compared",
     ),
     _gauge(
@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("programs_from_cache_total", "Programs read from the persistent cache", "programs_from_cache"),
     _gauge(
         "device_memory_bytes",
-        "Accelerator memory",
+        "Memory of the first accelerator of the server process",
         {"used": "device_bytes_in_use", "peak": "device_peak_bytes", "limit": "device_bytes_limit"},
         label="kind",
     ),

@@ -1,8 +1,9 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. An event of a stream contains the tokens of one sample from one decode dispatch. If the client
-disconnects, the slots of its samples are freed.
+checkpoint. In a stream, each event with new text belongs to one sample. It is sent after a prefill batch or a
+decode dispatch, or for a sample of the external sampler after the whole sample. If the client disconnects,
+the slots of its samples are freed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ async def get_model(state: AppState, request: Request) -> Reply:
 
 
 async def _models(state: AppState) -> dict[str, int]:
-    """Return the creation time of each model, in seconds since 1970, by name. The base model has time 0."""
+    """Return the creation time of each model, in seconds since 1970, by name. The base model has time 0, and a
+    sampler has the time of its session."""
     names = {state.base_model: 0}
     for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}

@@ -16,7 +16,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
 from skyrl_tx_server.http.wire.limits import Limits, check_tokens
-from skyrl_tx_server.http.wire.sampling_requests import parse_sampling_params
+from skyrl_tx_server.http.wire.sampling_requests import check_stops, parse_sampling_params
 from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_CHOICES = 128
@@ -163,6 +163,8 @@ def _sampling(
     stop_token_ids = check_tokens(
         integers(fields.items("stop_token_ids"), "stop_token_ids"), "stop_token_ids", limits
     )
+    stop_strings = tuple(str(text) for text in stops)
+    check_stops(stop_strings, stop_token_ids.tolist())
     num_samples = 1 if (n := fields.optional_integer("n")) is None else n
     if not 1 <= num_samples <= MAX_CHOICES:
         raise UserError(f"n={num_samples} must lie between 1 and {MAX_CHOICES}")
@@ -175,7 +177,7 @@ def _sampling(
         # therefore has no `stop`.
         settings=replace(
             settings,
-            stop_strings=tuple(str(text) for text in stops),
+            stop_strings=stop_strings,
             stop_token_ids=tuple(stop_token_ids.tolist()),
         ),
         num_samples=num_samples,

@@ -236,7 +236,7 @@ def _tool_call(body: str) -> ToolCall | None:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments", {})
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: deep nesting
         return None
     if not isinstance(name, str):

@@ -157,6 +157,7 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
                 f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send "
                 f"encoded_text tokens"
             )
+        _refuse_unknown(chunk.encoded_text, f"{where}: model_input")
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
     tokens = check_tokens(
         np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits
@@ -166,10 +167,12 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
 
 
 def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+    _refuse_unknown(tensor, where)
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{where}: unknown dtype {tensor.dtype}; use float32 or int64")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         csr, index_dtype = tensor.sparse_csr, np.dtype("<i8")
+        _refuse_unknown(csr, where)
         cells = cells_from_csr(
             _from_bytes(csr.values, _DTYPES[tensor.dtype], where),
             _from_bytes(csr.crow_indices, index_dtype, where),
@@ -195,7 +198,7 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _refuse_unknown(message: Message, where: str) -> None:
-    """Raise UserError for unknown fields of `message` itself, not of nested messages. Such fields belong to a
+    """Raise UserError for unknown fields of `message`, without its nested messages. Such fields belong to a
     newer SDK and must not be ignored."""
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:

@@ -6,19 +6,25 @@ ignored only if it cannot change a result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_tx_server.engine.operations import CsrMatrix, Sample, SamplingSettings
+from skyrl_tx_server.engine.operations import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    CsrMatrix,
+    Sample,
+    SamplingSettings,
+)
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
 from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_tokens, parse_model_input
 from skyrl_tx_server.http.wire.tensors import parse_cells
 
 MAX_SAMPLES_PER_REQUEST = 4096
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
 MIN_TEMPERATURE = 1e-6
 """The minimum temperature of a random sample. With much smaller temperatures, the rounding errors of logits
 that are divided by the temperature are so large that `logprobs_mode=processed` gives infinite logprobs."""
@@ -141,12 +147,6 @@ def parse_stop(stop: object) -> SamplingSettings:
     values = [stop] if isinstance(stop, str) else stop
     if not isinstance(values, list):
         raise invalid
-    if len(values) > MAX_STOPS or any(
-        isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values
-    ):
-        raise UserError(
-            f"sampling_params: stop takes at most {MAX_STOPS} entries of at most {MAX_STOP_LENGTH} characters"
-        )
     strings = tuple(value for value in values if isinstance(value, str))
     token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
     if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
@@ -155,7 +155,18 @@ def parse_stop(stop: object) -> SamplingSettings:
         raise UserError(
             "sampling_params: an empty stop string would stop before the first token; leave it out"
         )
+    check_stops(strings, token_ids)
     return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
+
+
+def check_stops(strings: Sequence[str], token_ids: Sequence[int]) -> None:
+    """Raise UserError for too many stop strings or stop tokens, or for a stop string that is too long."""
+    if len(strings) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_LENGTH for stop in strings):
+        raise UserError(
+            f"stop: at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters are supported"
+        )
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise UserError(f"{len(token_ids)} stop tokens: at most {MAX_STOP_TOKENS} are supported")
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:

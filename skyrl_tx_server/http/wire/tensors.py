@@ -43,16 +43,9 @@ def to_array(
 def integers(values: list[object], where: str) -> np.ndarray:
     """Return a flat JSON list of integers as an array [N] int64. Raise UserError for other contents."""
     try:
-        array = to_array(values, allowed=frozenset((int,)))
-    except (ValueError, TypeError, OverflowError):
-        raise UserError(f"{where}: expected a flat list of integers") from None
-    if array.size == 0:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise UserError(
-            f"{where}: expected a flat list of integers, got {array.ndim} dimension(s) of {array.dtype}"
-        )
-    return array.astype(np.int64)
+        return to_array(values, np.dtype(np.int64), allowed=frozenset((int,)))
+    except (ValueError, OverflowError):
+        raise UserError(f"{where}: expected a flat list of integers of at most 64 bits") from None
 
 
 def cells_from_csr(

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.families.layer_spec import Family, Weight
-from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, normed_attention_weights
+from skyrl_tx_server.model.families.qwen3 import EXPECTED, normed_attention_weights
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 
 
@@ -42,7 +42,6 @@ FAMILY = Family(
     weights=weights,
     mlp_block=add_experts,
     expected={**EXPECTED, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    default_head_dim=HEAD_DIM,
     read=read,
     write=write,
 )

@@ -33,8 +33,8 @@ MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The minimum size of an axis of a matrix product, and the maximum head dimension with which tiles fit into
 shared memory."""
 WIDE_HEAD = 256
-"""The maximum number of bytes of the vector of one head with which shared memory can hold several pipeline
-stages. Heads with more bytes use one stage."""
+"""The maximum size in bytes of the vector of one head for which shared memory can hold several pipeline
+stages. Larger heads use one stage."""
 TILE = 64
 """The maximum number of tokens of a tile of queries or keys."""
 
@@ -243,8 +243,8 @@ def _key_gradient_kernel(
     tile: int,
     scale: float,
 ) -> None:
-    """Compute the gradients of a tile of keys and values. Only the queries from the position of a key to the
-    end of its subtree attend to the key."""
+    """Compute the gradients of a tile of keys and values. Only the queries from the stream index of a key to
+    the end of its subtree attend to the key."""
     kv_group, keys, values, subtree_end = log_total.shape[0], k[...], v[...], ends[...]
     first = pl.program_id(1)
     tiles = pl.cdiv(subtree_end.max(), tile) - first

@@ -6,8 +6,8 @@ of each part are padded to the rank `max_lora_rank`. The padding and the factors
 zero in both A and B. They stay zero, because the gradient of each factor is proportional to the other
 factor.
 
-For the factors of experts, the rank of the adapter and `max_lora_rank` are divided by the number of experts
-that each token uses (`operations.expert_rank`). Routers have no adapter.
+For the factors of routed experts, the rank of the adapter and `max_lora_rank` are divided by the number of
+routed experts that each token uses (`operations.expert_rank`). Routers have no adapter.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Copy an adapter, or a gradient, moment, mask or stack of LoRA slots, from host memory to the devices.
-    Factors of experts are placed on the devices of their experts, all other factors on every device."""
+    Factors of routed experts are placed on the devices of their experts, all other factors on every
+    device."""
     return put(adapter, adapter_shardings(config, adapter))
 
 
@@ -162,7 +163,7 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
 
 def slot_layer(modules: LayerAdapter, indices: LoraIndices, layer: ArrayLike) -> LayerAdapter:
     """Return `modules`, the LoRA slots of a stack, with the fields `indices` and `layer`. Products then read
-    layer number `layer`. Every leaf keeps its leading axes of slots and of layers."""
+    the factors of layer `layer` of the stack. Every leaf keeps its leading axes of slots and of layers."""
     return {field: replace(module, indices=indices, layer=layer) for field, module in modules.items()}
 
 

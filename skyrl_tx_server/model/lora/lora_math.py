@@ -3,8 +3,10 @@
 In training, one adapter is applied to the whole batch. In sampling, each sequence may use a different LoRA
 slot, and the result of a sequence does not depend on the other sequences:
 
-- In decode steps on one GPU, a kernel reads the factors of the slots in use in place (`lora_kernel`).
-- In other programs, every slot in use is applied to the whole batch, and each sequence keeps only the result
+- For one token per sequence on one GPU (decode steps, and the head for first tokens in prefill), a kernel
+  reads the factors of the slots in use in place (`lora_kernel`).
+- For routed experts, each tile of tokens has one slot (`experts.mix_experts`).
+- In all other cases, every slot in use is applied to the whole batch, and each sequence keeps only the result
   of its slot. A slot is read once, regardless of the number of sequences that use it. All products have the
   shape of the batch. On a CPU, a loop runs over the slots in use, and the number of these slots is an input
   of the program (`apply_lora`). On a GPU, such a loop would wait for the host after every projection.
@@ -88,8 +90,8 @@ def adapter_counts(config: ModelConfig, num_lora_slots: int, *, decodes: bool) -
     depend on the number of slots in use.
 
     SEVERAL is left out if the kernel reads the factors of all projections in place, because the time of such
-    a program depends only on the slots in use. With latent attention, `apply_lora` computes a part of the
-    deltas.
+    a program depends only on the slots in use. With latent attention, SEVERAL is kept, because `apply_lora`
+    computes the deltas of `kv_b`.
     """
     if not on_gpu():
         return None
@@ -172,7 +174,8 @@ def project(
 
 
 def uses_decode_kernel(config: ModelConfig, x: jax.Array, module: LoraWeights) -> bool:
-    """Return whether `decode_delta` computes the delta. It does so in decode steps on one GPU."""
+    """Return whether `decode_delta` computes the delta. It does so on one GPU for LoRA slots and one token
+    per sequence: in decode steps, and in the head for first tokens in prefill."""
     return on_gpu() and config.mesh is None and module.indices is not None and x.shape[1] == 1
 
 
@@ -277,8 +280,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return x [..., in] @ weight [in, out], where `in` or `out` is a rank.
 
     To compute the gradient of the weight, the backward pass transposes the narrower one of two arrays: x and
-    the gradient of the output. With JAX's default gradient, XLA on a CPU would transpose the wider one. This
-    transposition would take two to three times as long as the product and its gradients.
+    the gradient of the output. With JAX's default gradient, XLA on a CPU would always transpose the gradient
+    of the output. In products with B, this is the wider array, and its transposition would take two to three
+    times as long as the product and its gradients.
     """
     return x @ weight
 

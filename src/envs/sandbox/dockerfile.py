@@ -5,7 +5,7 @@ that need no network.
     SHELL with sh or bash and the options -e, -u, -x and -o pipefail
     ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER VOLUME HEALTHCHECK STOPSIGNAL
 
-Any other instruction raises a ConfigError with the line number before the build starts.
+Unsupported instructions, forms and options raise a ConfigError with the line number before the build starts.
 
 This file is long because it is one parser.
 """
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Files of the build context to copy, each with its absolute path in the sandbox."""
+    """Files and directories of the build context to copy, each with its absolute path in the sandbox."""
 
     files: tuple[tuple[Path, str], ...]
     mode: int | None  # None: keep the modes of the files
@@ -85,8 +85,8 @@ class BuildPlan:
 
 
 def parse_dockerfile(path: Path) -> BuildPlan:
-    """Parse a Dockerfile whose directory is the build context. Raises ConfigError for anything that the
-    sandbox does not support.
+    """Parse a Dockerfile whose directory is the build context. Raises ConfigError if the Dockerfile is
+    invalid or needs something that the sandbox does not support.
     """
     steps: list[Run | Copy | MakeDirectory] = []
     environment: dict[str, str] = {}
@@ -164,7 +164,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
 
 def why_not_runnable(script: str) -> str | None:
     """Return the first action of a RUN script that the sandbox cannot do, such as installing a missing
-    package. Return None if the sandbox can run the script.
+    package. Return None if no such action is found; the script can still fail.
     """
     for words in commands(script):
         missing = [
@@ -230,7 +230,7 @@ def _here_document(value: str) -> re.Match[str] | None:
 
 
 def _shell(form: re.Match[str]) -> tuple[Shell, str]:
-    """Return the shell of a match of SHELL_FORM, and a line that sets its options, or an empty text."""
+    """Return the shell of a match of SHELL_FORM and the line, or "", that sets its options."""
     options = f"{form[2]} {form[3].removesuffix('c').rstrip('-')}".strip()
     return "bash" if form[1] == "bash" else "sh", f"set {options}\n" if options else ""
 
@@ -336,7 +336,9 @@ def _copied(
     unpacks: bool,
     is_excluded: Callable[[Path], bool],
 ) -> list[tuple[Path, str]]:
-    """Return the files of the build context that match `source`, each with its path in the sandbox."""
+    """Return the files and directories of the build context that match `source`, each with its path in the
+    sandbox.
+    """
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
@@ -347,7 +349,10 @@ def _copied(
             or not match.exists()
             or (match.is_file() and is_excluded(match))
         ):
-            raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
+            raise ConfigError(
+                f"{path}:{line}: {source} does not exist in the build context {context}, or .dockerignore "
+                "excludes it"
+            )
         if match.is_dir():
             items = [item for item in sorted(match.rglob("*")) if not is_excluded(item)] or [match]
             files += [

@@ -2,11 +2,11 @@
 
 `SandboxEnvironment` implements Harbor's interface (exec, uploads and downloads) on top of `Bubblewrap`.
 Differences from Docker:
-- The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install` of an
-  installed package succeeds.
-- A public network, which is Harbor's default, reaches the internet but not the loopback addresses of the
-  host. If this machine cannot provide a public network, tasks that do not request one explicitly run without
-  a network, and tasks that request one are refused.
+- The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install`
+  succeeds for packages that the host has.
+- A public network, which is Harbor's default, reaches the internet, but neither the loopback addresses of the
+  host nor link-local addresses. If this machine cannot provide a public network, tasks that do not request
+  one explicitly run without a network, and tasks that request one are refused.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
 This file is long because Harbor's abstract class is implemented by one class.
@@ -85,7 +85,7 @@ class SandboxEnvironment(BaseEnvironment):
     @classmethod
     @override
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities | None:
-        # The sandbox limits no CPUs, so task.toml may give any number of them.
+        # The sandbox does not limit CPU time, so task.toml may have any number of CPUs, also a fraction.
         return EnvironmentResourceCapabilities(memory_limit=True, fractional_cpus=True)
 
     @classmethod
@@ -122,9 +122,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def _build(self) -> None:
         """Run the steps of the build plan.
 
-        Every command starts a shell, so the directories are collected and created together. A `Copy` creates
-        them with its upload. Before a `Copy` with `is_one_file`, before a `Run` and after the last step, a
-        separate command creates them.
+        Every command starts a shell, so directories are collected and created together: by the upload of the
+        next `Copy`, or by a separate command before a `Copy` with `is_one_file`, before a `Run` and after the
+        last step.
         """
         directories = [*self._mount_targets(), self._workdir]
         for step in self._plan.steps:
@@ -188,8 +188,8 @@ class SandboxEnvironment(BaseEnvironment):
     async def run_script(
         self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None
     ) -> CommandResult:
-        """Run a script of the trainer in sh, with the system's programs and without the environment variables
-        of the task.
+        """Run a script of the trainer in sh. Its PATH has no directory to which the agent can write, and the
+        environment variables of the task are not set.
         """
         return await self._bubblewrap.run(
             f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}",
@@ -210,8 +210,8 @@ class SandboxEnvironment(BaseEnvironment):
 
     @contextmanager
     def staged_file(self) -> Generator[tuple[Path, str]]:
-        """Yield the path of a new file on the host and its read-only path in the sandbox. The file is removed
-        afterwards.
+        """Yield the host path of a new file, which the caller writes, and the read-only path of this file in
+        the sandbox. The file is removed afterwards.
         """
         host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.in")
         try:
@@ -255,10 +255,11 @@ class SandboxEnvironment(BaseEnvironment):
             if not is_whole or budget.files <= 0:
                 self._downloads.record(str(source_path), budget, budget, is_whole=False)
                 reason = (
-                    "the trial has already downloaded as many files as its limit allows; download fewer files"
+                    "the limit on the number of files that are downloaded from an environment is reached; "
+                    "download fewer files"
                     if budget.files <= 0
-                    else "it exceeds the download limit of the trial or takes more than "
-                    f"{COLLECT_TIMEOUT_S:g} s"
+                    else "it exceeds the limit on the bytes that are downloaded from an environment, or "
+                    f"takes more than {COLLECT_TIMEOUT_S:g} s"
                 )
                 raise SandboxError(f"cannot download {source_path}: {reason}")
             remaining.files -= 1
@@ -302,8 +303,8 @@ class SandboxEnvironment(BaseEnvironment):
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
         """Write the output of a script to `received` and return whether the output is complete. The output is
-        incomplete if the script times out or if the output exceeds the limit. The agent can cause both by
-        replacing programs.
+        incomplete if the script times out or if the output exceeds the limit. The agent can cause both, for
+        example with large files and with a library in /etc/ld.so.preload.
         """
         try:
             completed = await self._bubblewrap.run(
@@ -313,7 +314,7 @@ class SandboxEnvironment(BaseEnvironment):
             return False
         if completed.status != 0:
             raise SandboxError(
-                f"cannot download {source}: {_last_line(completed.stderr) or 'it does not exist'}"
+                f"cannot download {source}: {_last_line(completed.stderr) or 'there is no such regular file'}"
             )
         return not received.was_cut
 
@@ -358,7 +359,7 @@ class SandboxEnvironment(BaseEnvironment):
         directory_mode: int | None = 0o777,
     ) -> None:
         """Create `directories` and copy host files to absolute paths in the sandbox. The error message of a
-        failed copy contains `target`.
+        failed copy begins with `target`.
 
         Regular files get the mode `mode`; None: they keep their modes. If `directory_mode` is None, the modes
         of `directories` are not changed.
@@ -383,22 +384,24 @@ class SandboxEnvironment(BaseEnvironment):
                 f"cannot create {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
             )
         if completed.status != 0:
-            raise SandboxError(f"cannot upload to {target}: {_last_line(completed.stderr)}")
+            raise SandboxError(
+                f"{target}: cannot copy files into the sandbox: {_last_line(completed.stderr)}"
+            )
 
 
 def environment_works(status: int, environment: BaseEnvironment) -> bool:
-    """Return whether the environment still runs commands, given the exit status of `true` in it.
+    """Return whether the environment still runs commands, given the exit status of the command `true` in it.
 
     The agent may have removed `true` or the shell, which gives a status of COMMAND_UNAVAILABLE.
-    `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` raises
-    SandboxError in that case.
+    `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` that
+    has ended raises SandboxError and returns no status, so every status shows that it works.
     """
     return isinstance(environment, SandboxEnvironment) or status in (0, *COMMAND_UNAVAILABLE)
 
 
 def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:
-    """Return a bash script that runs `command` in `cwd` with `environment`. The script runs in / if the agent
-    removed `cwd`, so that verifiers still run.
+    """Return a shell script that runs `command` in `cwd` with `environment`, without the variables whose
+    names a shell cannot export. The script runs in / if the agent removed `cwd`, so that verifiers still run.
     """
     quoted = shlex.quote(cwd)
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]

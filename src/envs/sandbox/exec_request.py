@@ -37,7 +37,7 @@ class Stream:
     num_written: int = 0
 
     def read(self) -> bool:
-        """Read the available bytes. Return False at the end of the stream."""
+        """Read available bytes, at most 64 KiB. Return False at the end of the stream."""
         try:
             chunk = os.read(self.descriptor, 2**16)
         except BlockingIOError:
@@ -65,7 +65,9 @@ class Stream:
 
 
 class ExecRequest:
-    """A command that was sent to a sandbox. `done` is a future with the exit status of the command."""
+    """The script and the FIFOs of a command, and the output received so far. `Bubblewrap` sends the request.
+    `done` is a future with the exit status of the command.
+    """
 
     def __init__(
         self, directory: Path, number: int, script: str, stdout: BinaryIO | None, user: SandboxUser
@@ -107,7 +109,9 @@ class ExecRequest:
             self.done.set_result(status)
 
     def refuse(self, reason: str) -> None:
-        """Report that the sandbox could not start the command, for example because of its process limit."""
+        """Finish with the status CANNOT_START_STATUS and with `reason` in stderr. The sandbox could not start
+        the command, for example because of the sandbox's process limit.
+        """
         self.stderr.data += f"cannot start a command: {reason}\n".encode()
         self.finish(CANNOT_START_STATUS)
 

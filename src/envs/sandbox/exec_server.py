@@ -7,7 +7,7 @@ the kernel delivers a signal to pid 1 of a pid namespace only if pid 1 has a han
 filter denies `prlimit` and scheduling calls that address pid 1.
 
 The program reads one request per line from stdin and writes one answer per line to stdout. No other process
-has these pipes, so no command can report the status of another one:
+of the sandbox has these pipes, so no command can report the status of another one:
 
     run NUMBER TOKEN SHELL
                        start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes
@@ -42,12 +42,12 @@ class PathKind(IntEnum):
     MISSING = 0
     OTHER = 1  # any file that is not a directory
     EMPTY_DIRECTORY = 2
-    DIRECTORY = 3
+    DIRECTORY = 3  # not empty, or without permission to list it
 
 
 _PROGRAM = r"""
 use strict;
-@INC = ();  # agents can write to its directories, so no module may be loaded after this line
+@INC = ();  # agents can write to its directories in /usr/local: load no module after this line
 my ($prctl, $prlimit64, $rt_sigprocmask, $signalfd4, @limits) = map { $_ + 0 } @ARGV;
 sub check { return if $_[1] == 0; print STDERR "the exec server cannot use $_[0]: $!\n"; exit 1 }
 

@@ -1,9 +1,10 @@
-"""Copy files between the host and the environment of a trial. Files that an agent made are limited in size
-and never trusted.
+"""Copy files between the host and the environment of a trial. An agent can make the downloaded files, so
+their number and size are limited, and links are not written.
 
 Operations whose time grows with the agent's files run in a thread. All downloads from one environment of a
-trial share the limits. Files beyond the limits are omitted. An omission is logged and noted in the trial's
-folder, and the metric `files_left_out` counts the trial. The trial does not fail.
+trial share the limits. Files of a directory beyond the limits are omitted or truncated, and the trial does
+not fail. The download of a single file beyond the limits raises SandboxError. Both cases are logged and
+noted in the trial's folder, and the metric `files_left_out` counts the trial.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MAX_BYTES = 64 * 2**20  # of all these files
 LOG_SHARE = 4  # a directory of logs gets a quarter of these limits, so that artifacts are not omitted
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024
-HEADER_BYTES = 2048  # per member of an archive, besides its contents
+HEADER_BYTES = 2048  # the allowance per member of an archive, besides its contents
 COLLECT_TIMEOUT_S = 60.0
-REWARD_FILES = ("reward.json", "reward.txt")  # downloaded first and never truncated
-MAX_REWARD_BYTES = 2**20
+REWARD_FILES = ("reward.json", "reward.txt")  # downloaded first
+MAX_REWARD_BYTES = 2**20  # a reward file of up to this size may exceed the limit on bytes
 NOTE_FILE = "left_out.txt"
 CUT_SUFFIX = ".cut"
 CHUNK = 2**16
@@ -62,7 +63,7 @@ class DownloadBudget:
 
     @property
     def archive_bytes(self) -> int:
-        """The size of the largest archive within the budget, in bytes."""
+        """The limit on the size of an archive, in bytes: the contents and HEADER_BYTES per file."""
         return self.size + self.files * HEADER_BYTES
 
 
@@ -76,11 +77,12 @@ class TrialDownloads:
         self._files = files
         self._size = size
         self._remaining = DownloadBudget(files=files, size=size)
-        self.downloaded: set[Path] = set()  # host paths; uploads omit them, because the environment has them
+        # Host paths of the files of downloaded directories. Uploads omit them: the environment has them.
+        self.downloaded: set[Path] = set()
 
     def budget_for(self, source: str) -> DownloadBudget:
-        """Return the budget of a download: the remaining limits. A directory of logs gets at most one
-        LOG_SHAREth of the limits of the environment, unless it contains the artifacts.
+        """Return the budget of a download: the remaining limits. A path directly below /logs gets at most
+        1/LOG_SHARE of the limits of the environment, unless the path is that of the artifacts.
         """
         share = (
             LOG_SHARE
@@ -97,8 +99,8 @@ class TrialDownloads:
         return unpack(archive, target, remaining, self.downloaded)
 
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
-        """Return the files of a host directory that were not downloaded, each with its path below `target`.
-        This method blocks its thread.
+        """Return the files and directories below a host directory, except the files in `downloaded`, each
+        with its path below `target`. This method blocks its thread.
         """
         return [
             (path, inside)
@@ -107,7 +109,7 @@ class TrialDownloads:
         ]
 
     def has_downloads_below(self, target: Path) -> bool:
-        """Return whether a host directory contains downloaded files."""
+        """Return whether a host directory contains files in `downloaded`."""
         return any(path.is_relative_to(target.absolute()) for path in self.downloaded)
 
     def record(
@@ -145,7 +147,9 @@ class BoundedFile(io.FileIO):
 
 
 class ChunkReader:
-    """A readable file over an iterator of chunks. It ends after `limit` bytes or `timeout_s` seconds."""
+    """A readable file over an iterator of chunks. It reads no further chunk after `limit` bytes or
+    `timeout_s` seconds.
+    """
 
     def __init__(self, chunks: Iterator[bytes], limit: int, *, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
         self._chunks = chunks
@@ -213,12 +217,13 @@ def write_untrusted_file(received: IO[bytes], target: Path) -> None:
 def unpack(
     archive: Readable, target: Path, budget: DownloadBudget, written_paths: set[Path] | None = None
 ) -> bool:
-    """Unpack an archive that an agent made, within `budget`, and subtract what was written from `budget`.
-    Return whether the archive was unpacked completely.
+    """Unpack an archive that an agent made, within `budget`. Return whether the archive was unpacked
+    completely. Subtract the number of members read and the bytes written from `budget`.
 
     Only regular files and directories below `target` are written: no links, no sparse files, and no existing
-    file is overwritten. A truncated file gets the suffix `CUT_SUFFIX`. The paths of written files are added
-    to `written_paths`. Raises OSError for errors of this host.
+    file is overwritten. A truncated file gets the suffix `CUT_SUFFIX`; a truncated reward file is removed.
+    The paths of written files are added to `written_paths`. Raises OSError for errors of this host and of the
+    connection to a Docker engine.
     """
     target.mkdir(parents=True, exist_ok=True)
     is_whole = True
@@ -238,7 +243,7 @@ def unpack(
                     set() if written_paths is None else written_paths,
                     is_reward=is_reward,
                 )
-    except OSError:  # an error of this host, such as a full disk
+    except OSError:  # for example a full disk, or a lost connection to a Docker engine
         raise
     except Exception as error:  # tarfile raises many types of exceptions for a forged archive
         logger.debug("an archive could not be read to its end: %s: %s", type(error).__name__, error)
@@ -247,8 +252,8 @@ def unpack(
 
 
 def unpack_file(archive: Readable, target: Path, budget: DownloadBudget) -> None:
-    """Write the first member of an archive to `target`. Raises SandboxError if this member is not a regular
-    file or exceeds `budget`.
+    """Write the first member of an archive to `target` and subtract it from `budget`. Raises SandboxError if
+    the archive cannot be read, or if this member is not a regular file or exceeds `budget`.
     """
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:  # type: ignore[call-overload]

@@ -1,5 +1,5 @@
-"""What the host creates to start a sandbox: its user, its directory, its control groups, its seccomp filter
-and its command line.
+"""Prepare the start of a sandbox on the host: its user, directory, control groups, seccomp filter and command
+line.
 
 The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. The other visible
 directories of the host are those of `USERLAND` and `HOST_SETTINGS`, the `skeleton` that the sandboxes of a
@@ -40,8 +40,8 @@ BASE_ENVIRONMENT = {
     "USER": "root",
     "LANG": "C.UTF-8",
 }
-# Directories of the host that are bound if they exist. On a merged /usr, the binds replace symbolic links, so
-# that `rm -rf /` by an agent does not remove the programs.
+# Directories of the host that are bound if they exist. On a merged /usr, they are bound in place of symbolic
+# links, because `rm -rf /` by an agent would remove the links, and programs would not start without them.
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")  # in /etc
 # The directories of a Debian image. /app is not among them, because `RUN mkdir /app` in a Dockerfile must
@@ -51,7 +51,7 @@ PRIVATE_DIRECTORIES = (
     "etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log",
 )
 # fmt: on
-SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
+SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")  # with the mode 1777; not shared between sandboxes
 # Entries of /proc, besides the processes, that are harmless to read. All other entries are masked unless
 # their mode already denies access to an unprivileged user. Among the masked entries are those that Docker
 # masks (keys, acpi, ...), iomem, cmdline, and entries that later kernels add.
@@ -67,7 +67,7 @@ VISIBLE_IN_PROC = (
 
 class Launch:
     """The host resources of one sandbox: a user, a directory, cgroups, the seccomp filter, and the command
-    line that starts it.
+    line that starts the sandbox.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Launch:
             raise
 
     def clean_up(self) -> bool:
-        """Remove the files and cgroups from the host. While a cgroup has processes, keep the files and return
-        False.
+        """Remove the files and cgroups from the host and release the user. While a cgroup has processes, keep
+        the files and the user and return False.
         """
         if self.seccomp >= 0:
             os.close(self.seccomp)
@@ -134,7 +134,8 @@ class Launch:
                 return
             await asyncio.sleep(wait_s)
         logger.warning(
-            "%s: processes of a stopped sandbox have not ended yet; the next run removes its files",
+            "%s: processes of a stopped sandbox have not ended yet; its files are removed when this run "
+            "ends, or by a later run",
             self.directory,
         )
 
@@ -156,8 +157,8 @@ def bubblewrap_command(
 ) -> list[str]:
     """Return the command line of bubblewrap. Later mounts cover earlier ones.
 
-    `resolver` is the resolv.conf of a sandbox with a network, or None without a network. The command of
-    `namespace_prefix` creates the namespace of the network.
+    `resolver` is the resolv.conf of a sandbox with a network, or None without a network. With a network,
+    bubblewrap keeps the network namespace that the command of `namespace_prefix` created.
     """
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
     command = [_program("bwrap", "bubblewrap"), "--unshare-all", "--unshare-user", "--disable-userns"]
@@ -188,8 +189,8 @@ def bubblewrap_command(
 
 @cache
 def _proc_masks() -> tuple[str, ...]:
-    """Return options that mount /proc/sys read-only and mask entries of /proc. The entries in VISIBLE_IN_PROC
-    and entries that an unprivileged user cannot read are not masked.
+    """Return options that mount /proc/sys read-only and mask entries of /proc. Processes, entries in
+    VISIBLE_IN_PROC and entries that an unprivileged user cannot read are not masked.
     """
     masks = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for entry in sorted(Path("/proc").iterdir()):

@@ -9,9 +9,10 @@ there.
 
 The trainer starts two processes:
 
-- The first process executes three programs in turn: unshare creates the user and network namespaces, a shell
-  waits for a line that the trainer sends when slirp4netns is connected, and bubblewrap runs the sandbox.
-- slirp4netns runs as the user of the sandbox. It ends when `exit_descriptor` is closed.
+- The first process joins the control groups and changes its user. Then it executes three programs in turn:
+  unshare creates the user and network namespaces, a shell waits for the line that the trainer sends when
+  slirp4netns is connected and makes link-local addresses unreachable, and bubblewrap runs the sandbox.
+- slirp4netns runs as the user of the sandbox. It ends when the trainer closes `exit_descriptor` or ends.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
 # Clouds serve the metadata and credentials of a machine at link-local addresses.
 LINK_LOCAL = "169.254.0.0/16"
 
-# Without udev, only root can open the device. If slirp4netns runs as another user, it gets a copy of the
+# Without udev, only root can open /dev/net/tun. If slirp4netns runs as another user, it gets a copy of this
 # device in a separate mount namespace.
 _OPEN_TUN = (
     "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o "
@@ -79,8 +80,9 @@ def name_servers() -> list[str]:
 
 
 def namespace_prefix() -> list[str]:
-    """Return the beginning of a command line. It creates a user and network namespace, waits for a line on
-    stdin, makes link-local addresses unreachable and runs the command that is appended to it.
+    """Return the beginning of a command line, to which a command is appended. The command line creates a user
+    and network namespace, prints NAMESPACE_LINE, waits for a line on stdin, makes link-local addresses
+    unreachable and runs the command.
     """
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),
@@ -192,7 +194,7 @@ def _is_outside(address: str) -> bool:
 
 
 async def _first_byte(descriptor: int) -> bytes:
-    """Return the first byte that arrives in a pipe, or nothing if the other end is closed."""
+    """Return the first byte that arrives in a pipe, or b"" if the other end is closed."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, lambda: arrived.done() or arrived.set_result(None))

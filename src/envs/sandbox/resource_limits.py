@@ -1,9 +1,10 @@
 """The resource limits of a sandbox and the control groups that enforce them.
 
 A control group (cgroup) limits the number of processes of a sandbox and their total memory, which includes
-the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root. With
-cgroup v2, a trainer that is not root can create them below a cgroup that systemd delegated to its user.
-Otherwise, only limits per process and per user apply. `limits_enforced_by` reports which limits apply.
+the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and the
+cgroup file system is writable. With cgroup v2, a trainer that is not root can create them below a cgroup that
+systemd delegated to its user. Otherwise, memory is limited per process and the number of processes per user.
+`limits_enforced_by` reports which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
 the trainer was killed.
@@ -40,7 +41,8 @@ class SandboxLimits:
     """The resource limits of one sandbox. None means unlimited."""
 
     processes: int | None = 2048
-    # For all processes and files together; without a cgroup, for the data segment of each process.
+    # For all processes and files together; without a cgroup, for the private data of each process and for
+    # each anonymous shared mapping.
     memory_mb: int | None = 8192
     storage_mb: int = 4096  # for all files together, and for each file
 
@@ -59,7 +61,9 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return `resource.RLIMIT_*` -> limit of a process. RLIMIT_NPROC counts all processes of the user."""
+        """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of the
+        user.
+        """
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
             limits[resource.RLIMIT_NPROC] = self.processes
@@ -76,8 +80,8 @@ class CgroupParents:
     directories: tuple[Path, ...]
 
     def create(self, name: str, limits: SandboxLimits, *, record: Path) -> list[Path]:
-        """Write the paths of a sandbox's cgroups to `record`, then create and return them. Raises OSError if
-        the kernel refuses.
+        """Create the cgroups of a sandbox, set their limits and return their paths. The paths are written to
+        `record` first. Raises OSError if one of these steps fails.
         """
         groups = [directory / f"{CGROUP_PREFIX}-{name}" for directory in self.directories]
         record.write_text("".join(f"{group}\n" for group in groups))
@@ -145,7 +149,9 @@ def join_prefix(groups: Sequence[Path]) -> list[str]:
 
 
 def remove_cgroups(record: Path) -> bool:
-    """Remove the cgroups that `record` lists. Return False if one of them still has processes."""
+    """Remove the cgroups that `record` lists. Return False if one of them cannot be removed, for example
+    because it still has processes.
+    """
     try:
         lines = record.read_text().splitlines()
     except FileNotFoundError:
@@ -165,8 +171,8 @@ def remove_cgroups(record: Path) -> bool:
 
 
 def possible_parents(mountinfo: str, own_cgroups: str) -> Iterator[CgroupParents]:
-    """Yield candidates: for v2 this process's cgroup and its ancestors, nearest first, then this process's
-    own cgroups of v1.
+    """Yield candidates for the parents: first those of v2, which are this process's cgroup and its ancestors,
+    nearest first, if their children can limit memory and processes; then this process's own cgroups of v1.
 
     `mountinfo` and `own_cgroups` are the contents of /proc/self/mountinfo and /proc/self/cgroup.
     """

@@ -38,8 +38,8 @@ HOST_ETC_FILES = (
 
 PACKAGES_FILE = "usr/local/share/sandbox/packages"
 
-# With this script, a Dockerfile, an agent or a test can "install" packages that the host's /usr already
-# provides.
+# This script replaces apt and apt-get. `apt-get install` succeeds for packages and programs that the host's
+# /usr already provides.
 APT = """#!/bin/bash
 # The sandbox uses the host's programs and cannot install others. Packages of the host count as installed.
 verb=
@@ -79,7 +79,7 @@ esac
 
 
 def build_rootfs(directory: Path) -> Path:
-    """Write the files to `directory`/skeleton, unless that exists, and return its path."""
+    """Write the files to `directory`/skeleton, unless this directory exists, and return its path."""
     skeleton = directory / "skeleton"
     if skeleton.exists():
         return skeleton

@@ -40,9 +40,9 @@ def root_directory() -> Path:
     """Return the parent of all run directories of this user.
 
     The parent is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. If that
-    directory cannot be created or used, the parent is a directory of this user in /tmp. `~` comes from the
-    user database, not from the variable HOME. The unprivileged users of root's sandboxes can traverse the
-    parent but not list it.
+    directory cannot be created or used, or if all users can write to ~/.cache, the parent is a directory of
+    this user in /tmp. `~` comes from the user database, not from the variable HOME. The unprivileged users of
+    root's sandboxes can traverse the parent but not list it.
     """
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700
@@ -96,7 +96,7 @@ def _temporary_root(mode: int) -> Path:
         if not ours:
             created = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_TEMPORARY))
             ours = [path for path in sorted(SHARED_TEMPORARY.glob(f"{prefix}*")) if _is_ours(path)]
-            if ours[0] != created:  # another trainer created one first
+            if ours[0] != created:  # another trainer created one at the same time, and its name sorts first
                 created.rmdir()
         ours[0].chmod(mode)
     except OSError as error:
@@ -178,7 +178,7 @@ def live_run_labels() -> set[str]:
 
 
 def remove_ended_runs() -> list[str]:
-    """Remove the directories of runs whose trainer has ended. Return their labels."""
+    """Remove the directories of runs whose trainer has ended. Return the labels of the removed runs."""
     root = root_directory()
     with _exclusive(root / ".lock"):
         ended_directories = [

@@ -1,4 +1,4 @@
-"""Find the commands that a shell script runs, and which of them need the network or install a package.
+"""Find the commands that a shell script runs, and tell which of them need the network or install a package.
 
 The lexer handles quotes, escapes, comments, here-documents, substitutions, redirections and separators. It
 does not expand variables. Names of programs in comments and strings do not count as commands.
@@ -20,7 +20,7 @@ INFORMATION = frozenset({"--version", "--help", "-V"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
 REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
-# Program -> subcommands that need the network. An empty set means that every use of the program needs it.
+# Program -> subcommands that need the network. An empty set means that the subcommand is not checked.
 INSTALLERS = {
     "curl": frozenset[str](),
     "wget": frozenset[str](),
@@ -240,7 +240,7 @@ class _Lexer:
 
 
 def _stripped(words: Sequence[str]) -> Iterator[str]:
-    """Return the words without leading assignments, keywords and wrappers."""
+    """Yield the words without leading assignments, keywords and wrappers."""
     remaining = list(words)
     while remaining:
         name = remaining[0].rpartition("/")[2]

@@ -4,9 +4,10 @@ system calls that the filter and the exec server use.
 The filter denies most calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
 and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
-network namespace. ptrace is allowed for debuggers. A denied call returns an error and does not kill the
-process. Calls of a foreign architecture (i386, x32) and calls newer than `NEWEST_CALL` fail with ENOSYS, for
-which programs have a fallback.
+network namespace. It also denies calls that change pid 1, and can limit the size of shared mappings. ptrace
+is allowed for debuggers. A denied call returns an error and does not kill the process. Calls of a foreign
+architecture (i386, x32) and calls newer than `NEWEST_CALL` fail with ENOSYS, for which programs have a
+fallback.
 
 The module assembles the classic BPF program itself, because the program is a list of comparisons and
 libseccomp has no maintained Python package.
@@ -116,7 +117,7 @@ OF_ANOTHER_PROCESS = {
     "sched_setscheduler": 0,
 }
 # Calls whose first argument says what the second argument identifies (a process, a process group or a user)
-# -> the value of the first argument for a process. The filter denies groups, users and pid 1.
+# -> the value of the first argument for a process. The filter denies these calls for groups, users and pid 1.
 OF_SEVERAL_PROCESSES = {"setpriority": 0, "ioprio_set": 1}
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
