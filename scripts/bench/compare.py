@@ -30,7 +30,8 @@ MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
 """GLIBC_TUNABLES of each program that `side` starts. The allocator keeps freed memory, because page faults
-for newly mapped memory would take a tenth of the time of a training step."""
+for newly mapped memory would take a tenth of the time of a training step. It also requests huge pages
+(`skyrl_tx_server/config/huge_pages.py`)."""
 
 
 @chz.chz
@@ -38,10 +39,10 @@ class ComparisonOptions:
     """The options of a benchmark that compares several programs."""
 
     hf: str | None = chz.field(
-        default=None, doc="Python with torch, transformers and peft; None: this program does not take part"
+        default=None, doc="Python with torch, transformers and peft. None: Hugging Face does not take part"
     )
     tx: str | None = chz.field(
-        default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; None: this program does not take part"
+        default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0. None: SkyRL's tx does not take part"
     )
     tx_slots: int = chz.field(
         default=2,
@@ -140,7 +141,8 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 def peers(
     config: ComparisonOptions, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
 ) -> Iterator[dict[str, Side]]:
-    """Start the programs whose interpreters are set in the options. Yields the programs by name."""
+    """Start the programs whose interpreters are set in the options, and yield the programs by name.
+    `recompute` and `tx_micro_batch_size` are settings of SkyRL's tx only."""
     from scripts.bench.small_model import RANK
 
     threads = len(os.sched_getaffinity(0))
@@ -193,8 +195,8 @@ def interleave(
 def report(
     title: str, timings: Mapping[str, Timing], targets: Mapping[str, float], *, baseline: str = "ours"
 ) -> None:
-    """Print one line per program: its times, their ratios to the times of the program `baseline`, and whether
-    the ratio of wall times meets the target.
+    """Print the title, and one line per program: its times, their ratios to the times of the program
+    `baseline`, and whether the ratio of wall times meets the target.
 
     `targets` maps a program to its minimum ratio.
     """

@@ -1,10 +1,11 @@
-"""Measure how the cost grows with context, batch, adapters, turns and group size, and fit its order.
+"""Measure how the cost grows with context, prompt length, batch, adapters, turns and group size, and fit its
+order.
 
     taskset -c 0,1 python -m scripts.bench.curves [only=context,batch]
 
 The order is the slope of log(CPU seconds) over log(size). An order of 1 is linear growth. The fit uses CPU
-seconds, because the load of other processes does not change them. It uses only the upper half of the sizes,
-where the constant cost of a call is small.
+seconds, because the load of other processes hardly changes them. It uses only the sizes from the lower median
+upwards, where the constant cost of a call is small.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def show(title: str, timings: Mapping[str, Timing]) -> None:
 
 
 def order(timings: Mapping[str, Timing]) -> float:
-    """Return the slope of log(CPU seconds) over log(size) for the upper half of the sizes."""
+    """Return the slope of log(CPU seconds) over log(size) for the sizes from the lower median upwards."""
     upper = list(timings.items())[(len(timings) - 1) // 2 :]
     return float(
         np.polyfit(

@@ -3,8 +3,8 @@ generation.
 
     taskset -c 0,1 python -m scripts.bench.forward_wait
 
-16 sequences generate 512 tokens. Meanwhile the script requests short forward passes one after another and
-waits PAUSE_S seconds between them.
+The engine samples 512 tokens for each of 16 sequences. Meanwhile, the script requests short forward passes
+one after another and waits PAUSE_S seconds before each of them.
 """
 
 from __future__ import annotations

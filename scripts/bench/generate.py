@@ -1,9 +1,10 @@
-"""Compare the time of generation with that of other programs, for 16 prompts with one sample each and for one
-prompt with 16 samples. A prompt has 256 tokens, and a sample has 128 tokens.
+"""Compare the generation times of our engine and of other programs, for 16 prompts with one sample each and
+for one prompt with 16 samples. A prompt has 256 tokens, and a sample has 128 tokens.
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-Every call of a program has new prompts, so that the program's prefix cache has no effect.
+Every measured call has new prompts, so that the prefix cache of a program has no effect. At the end, the
+script checks that sample i of a prompt does not depend on the number of samples.
 """
 
 from __future__ import annotations

@@ -4,23 +4,25 @@
     ... -m scripts.bench.gpu sections=sampling,kernels time_limit_s=300 compilation_cache=FOLDER
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
-A row of the output has the measured time, the time that `scripts/simulate/costs.py` calculates for an H200,
-and the share of the limit, which is the limit divided by the measured time. The limit is the longer of two
-times: the time to move the row's bytes at 4.3 TB/s, and the time to compute its operations at 790 TFLOP/s.
-According to `scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure
-them. The table states how the row's bytes or operations are calculated (N parameters, T tokens, L layers, H
-heads, K key-value heads, hd head dimensions, 2 bytes per value):
+Most rows of the output have the measured time. Rows of decode steps with one adapter, of prefill and of
+training also have the time that `scripts/simulate/costs.py` calculates for an H200, and the share of the
+limit, which is the limit divided by the measured time. The limit is the longer of two times: the time to move
+the row's bytes at 4.3 TB/s, and the time to compute its operations at 790 TFLOP/s. According to
+`scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure them. The table
+states how the bytes or operations are calculated that usually take longer (N weights in the matrices of the
+layers and the head, in operations only those of the experts that a token uses, T tokens, L layers, H heads, K
+key-value heads, hd head dimensions, 2 bytes per value):
 
     decode step    bytes = 2 N + sum of contexts * 4 L K hd    the weights once, and all keys and values
     prefill        operations per token = 2 N + 2 L H hd T
     LoRA training  operations per token = 4 N + 6 L H hd T     no gradient of the base weights
 
 If a measurement fails, its row shows the error, the script continues, and the exit status is 1. Three options
-shorten a run: `sections` selects sections, `time_limit_s` starts no measurement later than this number of
-seconds after the start, and `compilation_cache` keeps compiled programs for the next run. The models have the
-shapes of Qwen3 and random weights. The weights are loaded once for all executors. Only calls of the executor
-or of the engine are timed. The script needs jax[cuda12] or jax[cuda13], chz, flax, safetensors, tokenizers
-and zstandard.
+shorten a run: `sections` selects sections, `time_limit_s` is the number of seconds after which no measurement
+starts, and `compilation_cache` keeps compiled programs for the next run. The models have random weights and,
+except `tiny`, the shapes of Qwen3. The weights are loaded once for all executors. Except in the section
+`kernels`, only calls of the executor or of the engine are timed. The script needs jax[cuda12] or
+jax[cuda13], chz, flax, safetensors, tokenizers and zstandard.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ from skyrl_tx_server.sampling import model_runner
 BATCH_SIZES, STEPS = (64, 256, 8, 1), 16
 DECODE_SHARES = {64: 0.65, 256: 0.75}  # number of sequences -> minimum share of the limit
 TRAIN_SHARES = {4096: 0.45}  # number of tokens -> minimum share of the limit
-MAX_KERNEL_DIFFERENCE = 2e-2  # maximum of each function of `kernel_differences`
+MAX_KERNEL_DIFFERENCE = 2e-2  # largest permitted result of each function of `kernel_differences`
 
 
 def main(config: GpuConfig) -> int:
@@ -263,7 +265,8 @@ def agents(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 
 def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
-    """Print the memory plan of a server without options, and the peak memory of the script until now."""
+    """Print the memory plan of a server with the default `max_num_seqs`, `max_models`, `max_loras` and
+    `max_context_length`, and the peak of the device memory until this section."""
     peak = device_memory.stats().get("device_peak_bytes")
     with tempfile.TemporaryDirectory() as folder:
         unset = dict.fromkeys(("max_num_seqs", "max_models", "max_loras", "max_context_length"))

@@ -1,5 +1,5 @@
-"""Configurations with the shapes of Qwen3 models. Benchmarks and compilation checks use them without trained
-weights."""
+"""Configurations with the shapes of Qwen3 models, and a tiny configuration for tests. Benchmarks and
+compilation checks use them without trained weights."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def matrix_size(model: ModelConfig) -> int:
 
 
 def active_size(model: ModelConfig) -> int:
-    """Return the number of weights in the matrices of the layers and the head by which each token is
-    multiplied. Of the experts, these are the `per_token` experts of a token."""
+    """Return the number of weights by which each token is multiplied. It is `matrix_size` with only the
+    `per_token` experts of a token instead of all experts."""
     per_token = 0 if model.experts is None else model.experts.per_token
     return _size_of(
         model,

@@ -20,7 +20,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 # lengths with a target come first, because `time_limit_s` may end the run before the other lengths
 LENGTHS, CONTEXT = (4096, 1024, 8192, 32_768), 2048
-MAX_KERNELS = 12  # the number of rows in a table of kernel times
+MAX_KERNELS = 12  # maximum number of rows in a table of kernel times
 
 
 @chz.chz
@@ -44,7 +44,7 @@ class GpuConfig:
 
 
 class Rows:
-    """Measures and prints the rows of the output. It measures nothing after `time_limit_s`."""
+    """Measures and prints the rows of the output. It starts no measurement after `time_limit_s`."""
 
     def __init__(self, config: GpuConfig) -> None:
         self.config = config
@@ -72,8 +72,9 @@ class Rows:
         *,
         min_share: float | None = None,
     ) -> float | None:
-        """Print the duration that `measure` returns in seconds, and the duration that `calculate` returns for
-        an H200. Return the measured duration, or None if there is none: `measure` failed or did not run."""
+        """Print the duration that `measure` returns, in milliseconds. With `calculate`, also print the
+        calculated duration on an H200 and the share of the limit, and with `min_share` whether the share is
+        at least `min_share`. Return the measured duration in seconds. None: `measure` failed or did not run."""
         seconds = self._try(name, measure)
         if seconds is None:
             return None
@@ -95,7 +96,8 @@ class Rows:
 
     def kernels(self, name: str, measure: Callable[[], list[KernelTime]], *, repeats: int = 1) -> None:
         """Print the kernels with the longest total times, and the sum of all kernel times. `measure` measures
-        `repeats` repetitions. The printed times are milliseconds per repetition."""
+        `repeats` repetitions. The printed times (in milliseconds) and numbers of launches are per repetition.
+        Without a GPU, print nothing."""
 
         def total_s() -> float:
             times = measure()

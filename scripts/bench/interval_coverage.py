@@ -1,10 +1,11 @@
-"""Measure the coverage of the 95 % intervals of `src/evaluate/eval_stats.py` on simulated tasks, and compare
-it with the coverage of the percentile bootstrap over tasks.
+"""Measure the coverage of the 95 % intervals of `mean_rate` (`src/evaluate/eval_stats.py`) on simulated
+tasks, and compare it with the coverage of the percentile bootstrap over tasks.
 
     .venv/bin/python -m scripts.bench.interval_coverage [REPEATS]
 
-The pass rate of each task is drawn from a Beta distribution, and the trials of a task are drawn with its pass
-rate. The true value is the mean of pass@1, pass@n or pass^n over this distribution.
+REPEATS (default 2000) is the number of simulated evaluations; the bootstrap uses a quarter of them. The
+success rate of each task is drawn from a Beta distribution, and the trials of a task are drawn with its
+success rate. The true value is the mean of pass@1, pass@n or pass^n over this distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from src.evaluate.eval_stats import Tally, mean_rate, pass_at_k, pass_hat_k
 
-POOLS = {  # Beta parameters of the tasks' pass rates
+POOLS = {  # Beta parameters of the tasks' success rates
     "uniform": (1.0, 1.0),
     "hard": (0.7, 2.0),
     "bimodal": (0.4, 0.4),

@@ -1,9 +1,9 @@
-"""The largest differences between compiled GPU kernels and Pallas' interpreter, for inputs in bfloat16.
+"""Compare the results of compiled GPU kernels with those of Pallas' interpreter, for inputs in bfloat16.
 
 `paged_difference` returns the largest absolute difference of the output. `tree_difference` compares the
 output and each gradient. For each of these arrays, it divides the largest absolute difference by the largest
-absolute value, and it returns the largest quotient. `lora_difference` returns this quotient for the
-deltas of 40 sequences that use eight LoRA slots.
+absolute value of the interpreter, and it returns the largest quotient. `lora_difference` returns this
+quotient for the deltas of 40 sequences that use eight LoRA slots.
 """
 
 from __future__ import annotations

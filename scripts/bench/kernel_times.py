@@ -24,7 +24,8 @@ class KernelTime:
 
 
 def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
-    """Call `run` with the profiler. Return the kernels that ran on a GPU, the longest total time first.
+    """Call `run` with the profiler. Return the kernels and memory copies of the GPUs, the longest total time
+    first.
 
     XLA launches each kernel separately while the profiler runs, so the program takes longer than
     the sum of its kernel times.

@@ -30,7 +30,7 @@ HEADERS = {"X-API-Key": "tml-dummy", "Accept": "application/json"}
 
 
 class Client:
-    """A client with one session and one model that uses HTTP directly."""
+    """A client that uses HTTP directly and has one session and one model."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http, self._url = http, url
@@ -71,7 +71,7 @@ class Client:
         return between - began, time.perf_counter() - began
 
     async def engine_seconds(self) -> float:
-        """Return the seconds that the engine has spent on optimizer steps."""
+        """Return the seconds that the engine has spent on operation steps, here optimizer steps."""
         async with self._http.get(f"{self._url}/metrics", headers=HEADERS) as response:
             lines = (await response.text()).splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(STEP_SECONDS))
@@ -119,7 +119,7 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as http:
         client = Client(http, url)
         await client.open()
-        for _ in range(20):  # compiles programs and opens connections
+        for _ in range(20):  # compiles programs and opens a connection
             await client.round_trip()
         for number in range(rounds):
             print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -59,7 +59,7 @@ def main(config: MemoryConfig) -> None:
 
 
 def in_a_process(command_name: str, model_dir: Path, tokens: int) -> str:
-    """Run `compile` or `measure` in another process. Return its last line of output."""
+    """Run `compile` or `measure` in another process. Print its output, but return the last line."""
     command = [sys.executable, "-m", "scripts.bench.memory_plan", command_name, str(model_dir), str(tokens)]
     lines = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
@@ -89,7 +89,7 @@ def compile_programs(model_dir: Path, tokens: int) -> None:
 
 
 def measure(model_dir: Path, tokens: int) -> None:
-    """Print the planned bytes and the bytes at the peak."""
+    """Print the number of programs that were compiled, and then the planned bytes and the measured bytes."""
     planned = plan_memory(settings(model_dir, model_dir.parent, **sizes(model_dir, tokens))).total_bytes
     before = resident("VmRSS")
     with running(model_dir, recompute=False, **sizes(model_dir, tokens)) as ours:

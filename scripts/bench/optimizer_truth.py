@@ -1,9 +1,9 @@
-"""Check that an optimizer step changes every master weight whose update is non-zero, with a learning rate of
+"""Check that an optimizer step changes every adapter weight whose update is non-zero, with a learning rate of
 1e-6 and a bfloat16 base model.
 
     python -m scripts.bench.optimizer_truth
 
-The script compares two training checkpoints, before and after an optimizer step. A weight has a non-zero
+The script compares the training checkpoints before and after an optimizer step. A weight has a non-zero
 update if Adam's moments give an update of more than half a unit in the last place of its float32 value. The
 script also prints the share of these weights that would change if they were bfloat16.
 """
@@ -33,7 +33,7 @@ def main() -> None:
         with running(
             model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)
         ) as ours:
-            for _ in range(2):  # A gets a gradient only in the second step, because B starts at zero
+            for _ in range(2):  # LoRA's A gets a gradient only in the second step, because B starts at zero
                 step(ours, 1e-2)
             before = tensors(ours, store, "before")
             step(ours, LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""Compare the time in which our engine and Hugging Face generate with SmolLM2-135M, for 4, 8, 16 and 32
+"""Compare the generation times of our engine and of other programs with SmolLM2-135M, for 4, 8, 16 and 32
 sequences. Our engine has 32 slots.
 
     scripts/setup.sh smollm2

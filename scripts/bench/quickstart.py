@@ -1,9 +1,10 @@
-"""Run the quick start once per seed, and print held-out success per step, wall time and peak memory.
+"""Run the quick start once per seed, and print the held-out success rate of each evaluation, the wall time
+and the peak memory.
 
     python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
 
-`cpus` lists the CPU cores to which the run is pinned. `logs_dir` (default `runs`) receives the run folders.
-Other key=value pairs are passed to ./run_skyrl_tx.sh.
+`cpus` lists the CPU cores to which each run is pinned (default: no pinning). `logs_dir` (default `runs`)
+receives the run folders. Other key=value pairs are passed to ./run_skyrl_tx.sh.
 The memory of a run is the sum of the proportional set sizes (PSS) of its processes. It is read once per
 second, and its peak is printed.
 """
@@ -28,7 +29,7 @@ class Run:
     status: int
     wall_s: float
     peak_mib: float
-    curve: list[tuple[int, float]]  # (step, held-out success)
+    curve: list[tuple[int, float]]  # (step, held-out success rate)
 
 
 def main(argv: list[str]) -> int:

@@ -1,5 +1,5 @@
-"""Compare the time of a complete RL step with that of other programs. The times of its phases (sampling,
-training, saving) are also compared.
+"""Compare the times that our engine and other programs take for a complete RL step and for each of its phases
+(sampling, training, saving).
 
 The step plays 2 groups of 8 trajectories and makes one update. A trajectory has a prompt of 512 tokens and
 3 turns, each with 48 observed and 32 sampled tokens.

@@ -2,9 +2,9 @@
 
     taskset -c 0,1 python -m scripts.bench.shapes
 
-A process with an empty compilation cache (cold) runs 200 random requests (samples of all lengths and
-settings, and forward and forward_backward of all lengths), and then 200 other requests, which must not
-compile any program. A second process does the same with the filled cache (warm).
+A process with an empty compilation cache (cold) runs 200 requests (samples of random lengths and settings,
+and forward and forward_backward of random lengths), and then 200 other requests, which must not compile any
+program. A second process does the same with the filled cache (warm).
 """
 
 from __future__ import annotations

@@ -356,8 +356,12 @@ class Engine:
 
     def _decode(self) -> None:
         self._counts["decode_dispatches"] += 1
+        num_preempted = self._sampler.num_preempted
         try:
             any_ended = self._sampler.decode()
+            if self._sampler.num_preempted < num_preempted:
+                with self._work:
+                    self._scheduler.retry_deferred()
             finished = self._sampler.poll(dispatch_next=self._decodes_next(free_slots=1 if any_ended else 0))
         except Exception as error:
             self._fail_all_samples(error)

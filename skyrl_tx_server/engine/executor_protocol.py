@@ -78,7 +78,7 @@ class SequencesLostError(ServerError):
     """The KV cache with the state of all sequences was lost. The executor continues with an empty cache. With
     several ranks, the server stops."""
 
-    num_requests: int = 1  # number of requests in the failed prefill batch
+    num_requests: int = 1  # number of requests in the failed prefill batch; 0: another call has failed
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
@@ -98,6 +98,11 @@ class Sampler(Protocol):
     def num_running(self) -> int:
         """The number of sequences that have a slot. A preempted sequence counts, because its slot stays
         reserved."""
+        ...
+
+    @property
+    def num_preempted(self) -> int:
+        """The number of preempted sequences."""
         ...
 
     @property

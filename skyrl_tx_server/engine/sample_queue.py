@@ -50,10 +50,11 @@ class SampleQueue:
 
     def num_waiting_sequences(self, *, at_most: int) -> int:
         """Return the number of waiting sequences of all requests, or `at_most` if there are more. Requests
-        that wait until a snapshot is saved count too."""
+        that wait until a snapshot is saved do not count."""
+        requests = map(self.requests.__getitem__, self._waiting)
+        ready = (request for request in requests if request.op.weights not in self._unsaved)
         # Each request has a waiting sequence, so `at_most` requests suffice.
-        requests = islice(self._waiting, at_most)
-        return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
+        return min(at_most, sum(request.num_waiting for request in islice(ready, at_most)))
 
     def __contains__(self, request_id: int) -> bool:
         """Whether the request has waiting sequences."""

@@ -216,10 +216,14 @@ class Scheduler:
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
         """Queue these requests again. The first request must wait for KV pages, a LoRA slot or preempted
-        sequences, until a sequence finishes or is paused."""
+        sequences, until a sequence finishes or is paused, or `retry_deferred` is called."""
         self.requeue(prefills)
         first = prefills[0].request_id
         self._deferred = first if first in self._samples else None  # a client may have cancelled the request
+
+    def retry_deferred(self) -> None:
+        """Offer the deferred request again, because a preempted sequence was restored."""
+        self._deferred = None
 
     def prefill_continues(self, prefill: PrefillRequest) -> None:
         """Note that a chunk of the prompt was computed and that the prompt has more chunks."""

@@ -19,9 +19,9 @@ def write_json(file: Path, value: object) -> None:
 def read_json_object(
     file: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool = True
 ) -> dict[str, object]:
-    """Return the JSON object in `file`. Raise OSError if the file cannot be read or is not a regular file, and
-    ValueError if its content is not a JSON object, is larger than `max_bytes`, or has more than MAX_DEPTH
-    levels."""
+    """Return the JSON object in `file`. Raise OSError if the file cannot be read or is not a regular file.
+    Raise ValueError if its content is not a JSON object, is larger than `max_bytes`, or has more than
+    MAX_DEPTH levels."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)
     try:

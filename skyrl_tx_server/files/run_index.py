@@ -104,7 +104,7 @@ class RunIndex:
         return self._runs.get(owner, {}).get(run_id) if self._tenant in (None, owner) else None
 
     def expiry(self, path: str, generation: str) -> datetime | None:
-    """Return the time at which this generation of a checkpoint is deleted; None: never. A generation is
+        """Return the time at which this generation of a checkpoint is deleted; None: never. A generation is
         one save of the checkpoint."""
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 

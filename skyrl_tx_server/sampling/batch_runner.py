@@ -99,6 +99,11 @@ class BatchRunner:
         return self.pool.num_running
 
     @property
+    def num_preempted(self) -> int:
+        """The number of preempted sequences."""
+        return len(self.pool.preempted)
+
+    @property
     def prefills_per_dispatch(self) -> float:
         """The estimated time of one decode dispatch for all slots, divided by the estimated time of
         a full prefill batch."""
@@ -162,7 +167,8 @@ class BatchRunner:
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:
-        """Discard the dispatch in flight if no sequence has a slot: all have ended or were released."""
+        """Discard the dispatch in flight if no sequence has a slot: all have ended or were released. Raise
+        SequencesLostError if the dispatch has failed and sequences are paused."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None
@@ -172,9 +178,14 @@ class BatchRunner:
             logger.warning(
                 "a decode dispatch whose sequences had ended has failed; the KV cache was cleared: %s", error
             )
+            has_paused = bool(self.pool.paused)
             self._clear()
             if jax.process_count() > 1:  # the dispatch may have failed on this rank only
                 raise
+            if has_paused:
+                lost = SequencesLostError(f"a decode dispatch failed: {error}")
+                lost.num_requests = 0
+                raise lost from error
 
     def _clear(self) -> None:
         """Discard all sequences and empty the KV cache."""

@@ -76,6 +76,7 @@ class FakeExecutor:
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
     max_partial_prefill_tokens: int = 0
+    num_preempted: int = 0
     prefills_per_dispatch: float = 0.0
 
     @property

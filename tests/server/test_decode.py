@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence, SequencesLostError
 from skyrl_tx_server.engine.operations import Sample, SampledSequence, SamplingSettings, StopReason
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
@@ -302,6 +302,31 @@ def test_a_preempted_sequence_is_restored_before_later_requests_of_its_tenant(dr
     ]
     assert len(sampler.prefill(requests)) == (1 if is_small_cache else 2)
     for request_id in range(103, 107):
+        sampler.release(request_id)
+
+
+def test_a_failed_dispatch_without_sequences_fails_paused_sequences(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = driver.executor.sampler
+    op = replace(REQUESTS[LONG], settings=replace(REQUESTS[LONG].settings, max_tokens=100))
+    for request_id in (101, 102):
+        sampler.prefill([PrefillRequest(request_id=request_id, op=op, first=0, count=1)])
+    sampler.pause([(101, 0)])
+    sampler.decode()
+    sampler.poll(dispatch_next=True)
+    sampler.release(102)
+
+    def fail() -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(sampler.runner, "wait", fail)
+    waiting = [PrefillRequest(request_id=103, op=op, first=0, count=1)]
+    with pytest.raises(SequencesLostError, match="RESOURCE_EXHAUSTED") as error:
+        sampler.prefill(waiting)
+    assert error.value.num_requests == 0, "the waiting request has not failed"
+    assert len(sampler.prefill(waiting)) == 1
+    for request_id in (101, 103):
         sampler.release(request_id)
 
 

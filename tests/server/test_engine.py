@@ -235,6 +235,28 @@ def test_a_sample_without_a_lora_slot_waits_for_one():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
+def test_a_sample_that_waits_for_a_preempted_sequence_starts_when_it_is_restored():
+    class Restoring(FakeExecutor):
+        def prefill(self, requests):
+            if self.num_preempted:
+                raise CapacityError("preempted sequences are restored before new sequences start")
+            self.num_preempted = 1 if requests[0].op.settings.max_tokens == 50 else 0
+            return super().prefill(requests)
+
+        def decode(self):
+            self.num_preempted = 0
+            return super().decode()
+
+    ended = []
+    with running(Restoring()) as engine:
+        futures = [engine.submit(sample(1, max_tokens=50)), engine.submit(sample(2))]
+        for name, future in zip(("long", "short"), futures, strict=True):
+            future.add_done_callback(lambda _, name=name: ended.append(name))
+        for future in futures:
+            future.result(TIMEOUT_S)
+    assert ended == ["short", "long"]
+
+
 def test_a_waiting_sample_starts_after_another_is_withdrawn():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):

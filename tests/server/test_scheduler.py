@@ -329,6 +329,29 @@ def test_a_deferred_sample_keeps_its_place_until_a_sequence_ends():
     assert next_work(scheduler, free_slots=2, num_running=1) == request
 
 
+def test_requests_that_wait_for_a_snapshot_do_not_increase_the_prefill_budget():
+    """Running sequences decode as often as without the requests, which cannot use the free slots."""
+
+    def kinds(num_blocked: int) -> list[type]:
+        scheduler = Scheduler(max_partial_prefill_tokens=10**6, prefills_per_dispatch=1.0)
+        scheduler.add(1, SaveSampler(model_id="m", weights="s"))
+        assert isinstance(scheduler.next(free_slots=12, num_running=4), OperationStep)
+        scheduler.block(1)
+        if num_blocked:
+            scheduler.add(2, sample("s", num_samples=num_blocked))
+        settings = SamplingSettings()
+        scheduler.add(3, Sample(weights=None, prompt=np.zeros(100_000, np.int32), settings=settings))
+        found = []
+        for _ in range(12):
+            work = scheduler.next(free_slots=12, num_running=4)
+            found.append(type(work))
+            for request in work.requests if isinstance(work, Prefill) else ():
+                scheduler.prefill_continues(request)
+        return found
+
+    assert kinds(100) == kinds(0) and Prefill in kinds(0) and Decode in kinds(0)
+
+
 def test_running_samples_decode_between_two_prefill_chunks():
     scheduler = queue(sample(), sample())
     for _ in range(3):

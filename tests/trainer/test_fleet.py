@@ -290,7 +290,7 @@ def test_shared_state_is_a_warning(
     opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
     assert [record.getMessage() for record in caplog.records] == [
         f"{server}/stateless/mcp gives its sessions no ids, so trials may share the state of the server; "
-        "set reset_tool"
+        "set reset_tool and n_parallel_envs=1"
     ] * num_warnings
 
 

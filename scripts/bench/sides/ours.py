@@ -38,7 +38,7 @@ LORA = LoraSpec(rank=RANK, train_unembed=False)  # as in the compared programs
 
 
 class Ours:
-    """One engine with one model in training, called `model`, and one sampler snapshot of it."""
+    """One engine with one training model, called `model`, and its latest sampler snapshot."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,8 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. In a stream, each event with new text belongs to one sample. It is sent after a prefill batch or a
-decode dispatch, or for a sample of the external sampler after the whole sample. If the client disconnects,
+checkpoint. In a stream, each event with new text belongs to one sample and follows a prefill batch or a
+decode dispatch; the external sampler gives one such event for the whole sample. If the client disconnects,
 the slots of its samples are freed.
 """
 
@@ -90,8 +90,8 @@ async def get_model(state: AppState, request: Request) -> Reply:
 
 
 async def _models(state: AppState) -> dict[str, int]:
-    """Return the creation time of each model, in seconds since 1970, by name. The base model has time 0, and a
-    sampler has the time of its session."""
+    """Return the creation time of each model, in seconds since 1970, by name. The base model has time 0, and
+    a sampler has the time of its session."""
     names = {state.base_model: 0}
     for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}

@@ -221,7 +221,8 @@ async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
             )
         if not session.is_stateful and not settings.reset_tool:
             logger.warning(
-                "%s gives its sessions no ids, so trials may share the state of the server; set reset_tool",
+                "%s gives its sessions no ids, so trials may share the state of the server; set reset_tool "
+                "and n_parallel_envs=1",
                 url,
             )
 

@@ -1,7 +1,7 @@
 """A session with an MCP server over streamable HTTP (modelcontextprotocol.io, revision 2025-06-18).
 
 This module uses httpx instead of the package `mcp`, because that package neither reports the HTTP status nor
-limits the size of a response. A trial needs the HTTP status to distinguish a failed call from a failed
+limits the size of a JSON response. A trial needs the HTTP status to distinguish a failed call from a failed
 server. A response that exceeds the limit counts as a failed call.
 """
 
@@ -64,7 +64,10 @@ class McpSession:
 
     @classmethod
     async def connect(cls, url: str, *, headers: Mapping[str, str], call_timeout_s: float) -> McpSession:
-        """Open a session. Raises EnvServerError if the server cannot be reached or is not an MCP server."""
+        """Open a session.
+
+        Raises EnvServerError if the server cannot be reached, denies access or is not an MCP server.
+        """
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         client = httpx.AsyncClient(
             headers=dict(headers), timeout=timeout, follow_redirects=True, verify=_ssl_context()
@@ -96,7 +99,10 @@ class McpSession:
         raise EnvServerError(f"{self._url} sent more than {MAX_PAGES} pages of tools")
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
-        """Call a tool. Raises CallFailed, or EnvServerError if the server cannot be reached."""
+        """Call a tool.
+
+        Raises CallFailed, or EnvServerError if the server cannot be reached or has a status in UNAVAILABLE.
+        """
         params = {"name": name, "arguments": arguments}
         try:
             return tool_result(await self._request("tools/call", params, timeout_s=self._call_timeout_s))
@@ -113,7 +119,7 @@ class McpSession:
             raise EnvServerError(f"{self._url} has stopped answering: {error}") from error
 
     async def close(self) -> None:
-        """End the session. A server that cannot be reached is no error."""
+        """End the session. Failures of the server are ignored."""
         try:
             if self.is_stateful:
                 with suppress(httpx.HTTPError, TimeoutError):
@@ -197,7 +203,7 @@ def openai_schema(tool: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def tool_result(result: Mapping[str, object]) -> ToolResult:
-    """Convert a result of `tools/call`. In the text, a note replaces each image and sound.
+    """Convert a result of `tools/call`. In the text, a note replaces each image, sound and binary resource.
 
     Raises ValueError if `content` is not a list of objects.
 

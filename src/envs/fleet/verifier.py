@@ -38,7 +38,8 @@ CallTool = Callable[[str, Mapping[str, object]], Awaitable[ToolResult]]
 
 
 async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_s: float) -> float:
-    """Run the verifier of `task` and return the reward. `timeout_s` limits its time without its tool calls.
+    """Run the verifier of `task` and return the reward. `timeout_s` limits the time of the verifier, without
+    the time of its tool calls.
 
     Raises AgentFault if the verifier gives no reward, SandboxError if its process cannot start or is killed,
     and the errors of `call_tool`.
@@ -79,7 +80,7 @@ async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_
 
 
 def sandbox_command(seccomp: int) -> list[str]:
-    """Return the command line of the verifier's sandbox. `seccomp` is the file descriptor of its filter."""
+    """Return the command line of the verifier's sandbox. `seccomp` is a descriptor of the seccomp filter."""
     interpreter, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
     command = ["/usr/bin/bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]

@@ -97,7 +97,7 @@ def tool_fields(conversation: Sequence[Message]) -> dict[int, Message]:
 class TrainingTerminus2(Terminus2):
     """Terminus-2 with the `TinkerLLM` of the session whose key is in `llm_kwargs`."""
 
-    MODEL_CONNECTION = None  # Harbor looks for no endpoint and no API key of the model.
+    MODEL_CONNECTION = None  # Harbor does not look for an endpoint or an API key of the model.
     session: AgentSession
 
     @override
@@ -144,8 +144,8 @@ class TrainingTerminus2(Terminus2):
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Run the agent on the task. Raises TrainerError if grading is impossible. Raises unexpected errors
-        of Terminus-2 again.
+        """Run the agent on the task. Raises TrainerError if grading is impossible, and errors of Terminus-2
+        that are not errors of the terminal.
         """
         self._num_answers = 0
         self._is_confirmed = False
@@ -172,12 +172,12 @@ class TrainingTerminus2(Terminus2):
         return StopReason.SESSION_CLOSED if self._num_answers < self._n_episodes else StopReason.MAX_TURNS
 
     async def _attribute_error(self, error: Exception, environment: BaseEnvironment) -> None:
-        """Attribute an error of the terminal to the agent if its sandbox still runs commands, else to the
-        sandbox.
+        """Attribute an error of the terminal to the agent if the environment still runs commands, else to the
+        environment.
 
-        An error that is attributed to the agent does not prevent grading: an agent that damaged its sandbox
-        (`rm -rf /`, `kill -9 -1`) is graded on the state that remains. Raises SandboxError if the sandbox
-        runs no commands, and `error` itself if it is not an error of the terminal.
+        An error that is attributed to the agent does not prevent grading: an agent that damaged its
+        environment (`rm -rf /`, `kill -9 -1`) is graded on the state that remains. Raises SandboxError if the
+        environment runs no commands, and `error` itself if it is not an error of the terminal.
         """
         if isinstance(error, TrainerError):
             self.session.error = error

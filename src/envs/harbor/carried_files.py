@@ -240,16 +240,16 @@ class FilteredArchive:
         self._changes = changes
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
-        self._file_modes: dict[str, int] = {}  # of the regular files
+        self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
         self.num_members = 0
-        self.unresolved_links: list[str] = []  # hard links that were not added, because their file was not
+        self.unresolved_links: list[str] = []  # hard links to files that were not added
         self._num_bytes = 0
 
     def add(
         self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
     ) -> None:
         """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
-        Their names are relative to `directory`.
+        The names of the members in `source` are relative to `directory`.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
@@ -274,7 +274,7 @@ class FilteredArchive:
         if ".." in path.split("/") or len(path.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES:
             return
         if "\0" in f"{path}{member.linkname}":
-            return  # A forged archive: the program that unpacks it would cut the name at this byte.
+            return  # The archive is forged: the program that unpacks it would cut the name at this byte.
         link_target = _normalize(f"{directory}/{member.linkname}")
         if member.islnk():
             if link_target not in self._file_modes:
@@ -373,7 +373,7 @@ def is_below(path: str, directories: Collection[str]) -> bool:
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:
     """Write an archive with one empty file that no verifier reads. Return the changes that the archive
-    contains. Unpacking it shows whether an environment accepts files.
+    contains. Unpacking the archive shows whether an environment accepts files.
     """
     with tarfile.TarFile(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         tar.addfile(tarfile.TarInfo(PROBE_FILE.lstrip("/")))

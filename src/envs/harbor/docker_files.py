@@ -47,13 +47,14 @@ class _Export:
 
     container: Any
     filtered: FilteredArchive
-    trees: set[str]  # new paths, with which everything below them is exported
+    trees: set[str]  # new paths; the export of such a path includes everything below it
 
     def add_paths(self, directory: str, paths: Sequence[str]) -> None:
         """Add `paths`. Each of them is `directory` or a path below it.
 
         A request takes tens of milliseconds. If there are more than MAX_REQUESTS paths, they are therefore
-        taken from one archive of `directory` or, if it is too large, from archives of its subdirectories.
+        taken from one archive of `directory`. If that archive is too large or `directory` is `/`, they are
+        taken from archives of its subdirectories.
         """
         is_small = len(paths) <= MAX_REQUESTS
         if not is_small and self._add_directory(directory, paths):
@@ -71,7 +72,7 @@ class _Export:
 
     def _add_directory(self, directory: str, paths: Sequence[str]) -> bool:
         """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
-        if this archive is too large.
+        if this archive is too large, or if `directory` is `/` or does not exist.
         """
         if directory == "/":
             return False
@@ -217,7 +218,7 @@ def engine_answers() -> bool:
 def _in_container[Result](
     environment: BaseEnvironment, function: Callable[..., Result], *args: object
 ) -> Result:
-    """Call `function` with the main container of the environment. Blocks."""
+    """Call `function` with the main container of the environment. This function blocks its thread."""
     with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
         return function(find_container(client, environment.session_id, MAIN_SERVICE_NAME), *args)
 

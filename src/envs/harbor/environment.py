@@ -35,7 +35,7 @@ OWN_ENVIRONMENTS = {
     "sandbox": "src.envs.sandbox.environment:SandboxEnvironment",
     "docker": "src.envs.sandbox.containers:ContainerEnvironment",
 }
-"""`environment_type` -> import path of the class that runs the environment in place of Harbor's class."""
+"""`environment_type` -> import path of the class of this project that runs the environment."""
 
 
 def new_run_label() -> str:
@@ -122,7 +122,11 @@ def check_folders_of(settings: EnvironmentOptions, *, run_label: str) -> Checked
 
 
 def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[list[Task], list[Task]]:
-    """Return the training tasks and the held-out tasks. Raises ConfigError if no training task is left."""
+    """Return the training tasks and the held-out tasks.
+
+    Raises ConfigError if no training task is left, if a pattern of `eval_tasks` matches no task, or if two
+    tasks share an id.
+    """
     (_, tasks), *held_out_folders = checked.tasks.items()
     eval_tasks = settings.eval_tasks or ()
     patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
@@ -291,8 +295,8 @@ def trial_environment(
 
 
 def prepare_machine(environment_type: str, *, run_label: str, n_parallel: int) -> None:
-    """Create the host directory of the run if environments of this type need one. Log a warning if Docker
-    has too few networks for `n_parallel` trials."""
+    """Create the host directory of the run if environments of this type need one. Log a warning if Docker's
+    default address pools may be too small for `n_parallel` trials."""
     if environment_type in OWN_ENVIRONMENTS:
         run_directory(run_label)
     if environment_type == "docker" and n_parallel > MAX_TRIAL_NETWORKS:
@@ -307,7 +311,8 @@ def prepare_machine(environment_type: str, *, run_label: str, n_parallel: int) -
 def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, object]:
     """Return `environment_kwargs` as fields of Harbor's EnvironmentConfig.
 
-    Names that EnvironmentConfig does not have are passed to the environment class.
+    The resources (with or without `override_`), `force_build`, `delete` and the enforcement policies become
+    fields. All other names are passed to the environment class, also those of other fields.
 
     >>> environment_options({"override_cpus": "2", "memory_mb": "512", "network": "true"})
     {'kwargs': {'network': True}, 'override_cpus': 2, 'override_memory_mb': 512}

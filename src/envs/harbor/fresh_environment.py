@@ -1,6 +1,7 @@
 """A fresh environment of a trial's task, created from the same configuration as the agent's environment.
 
-It has the network policy of the verifier, and only the directories for logs and artifacts are mounted in it.
+It has the network policy of the verifier. Its only mounts are Harbor's mounts for logs and artifacts.
+`SandboxEnvironment` and `ContainerEnvironment` replace these mounts by directories or volumes of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from harbor.trial.trial import Trial
 def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnvironment:
     """Return a fresh environment of the trial's task. The caller starts it.
 
-    `role` is the suffix of the session id of the environment. The verifier, agent and artifacts directories
-    of `paths` are mounted in the environment.
+    `role` is the suffix of the session id of the environment. Harbor's mounts name the verifier, agent and
+    artifacts directories of `paths`.
     """
     config = trial.task.config
     return EnvironmentFactory.create_environment_from_config(

@@ -13,8 +13,9 @@ The following steps grade a trial in a fresh environment:
     verification   If the agent's environment is a container, the container is killed. The files that the
                    agent changed are unpacked in the fresh environment, in which the verifier then runs.
 
-An error after the agent has acted is attributed to the agent, with the reward 0, unless the same error occurs
-without the agent. A fresh environment without the agent's files is started to determine this.
+An error after the agent has acted is attributed to the agent, with the reward 0, unless an error also occurs
+without the agent or this cannot be determined. A fresh environment without the agent's files is started to
+determine this.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ VERIFIER_REASONS = (
     ZeroReason.UNREADABLE_REWARD,
     ZeroReason.VERIFIER_ERROR,
 )
-MIN_FREE_BYTES = 64 * 2**20  # With fewer free bytes, the disk of the host counts as full.
+# If the disk of the temporary files has fewer free bytes, `Grading.attribute` returns None.
+MIN_FREE_BYTES = 64 * 2**20
 
 
 class AgentFiles(Protocol):
@@ -116,8 +118,8 @@ class Grading:
         return self._files is not None
 
     async def attribute(self, reason: ZeroReason) -> ZeroReason | None:
-        """Return the graded-zero reason of an error, or None if the error also occurs without the agent or if
-        this cannot be determined.
+        """Return the graded-zero reason of an error, or None if an error also occurs without the agent, if
+        this cannot be determined, or if the disk of the host is full (MIN_FREE_BYTES).
 
         If `fault` is set, its reason replaces `reason`.
         """

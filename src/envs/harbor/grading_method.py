@@ -2,7 +2,7 @@
 
 The settings `grading` and `keep_processes` of `environment_kwargs` select the method of all tasks. Without
 them, the record that `src.envs.validate` wrote selects the method of a task. A task without a record is
-graded in a fresh environment.
+graded in a fresh environment. A task for which `can_be_fresh` is false is always graded in place.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class GradingOption:
 
 def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[str, str], GradingOption]:
     """Split `environment_kwargs` into the options of the environment and the option for grading.
+
+    Raises ConfigError if `grading` or `keep_processes` is invalid, or if they contradict each other.
 
     >>> parse_grading_option({"memory_mb": "512", "keep_processes": "true"})[1].method
     GradingMethod(mode=<GradingMode.IN_PLACE: 'in_place'>, keep_processes=True, is_recorded=False)

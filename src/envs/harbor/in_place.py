@@ -8,9 +8,9 @@ from src.envs.harbor.carried_files import STARTUP
 from src.envs.harbor.grading_method import GradingMethod
 from src.envs.sandbox.environment import SandboxEnvironment
 
-# Removes /etc/ld.so.preload and the files that changed after the agent started: start-up files, modules and
-# .pth files that Python loads automatically, and programs in /usr/local that take precedence over a system
-# program of the same name.
+# Removes /etc/ld.so.preload and these files if they changed after the agent started: start-up files; modules
+# and .pth files in /usr/local and /opt that Python loads automatically; programs in /usr/local that take
+# precedence over a system program of the same name.
 SCRIPT = """
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 unset BASH_ENV ENV LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT PYTHONPATH PYTHONSTARTUP PYTHONHOME
@@ -31,7 +31,7 @@ TIMEOUT_S = 120
 
 async def clean_in_place(environment: BaseEnvironment, method: GradingMethod, *, since: float) -> None:
     """Kill the processes of a sandbox, unless `method` keeps them, and remove the files of the agent that a
-    verifier would load implicitly. Some of these files may remain.
+    verifier would load implicitly. Only common locations are searched, so some of these files may remain.
 
     Changes after the time `since`, in seconds since the epoch, are attributed to the agent.
     """

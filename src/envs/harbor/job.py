@@ -52,7 +52,7 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
 
 
 def trial_result(folder: Path) -> TrialResult | None:
-    """Return the result of a trial, or None if the trial was cancelled or killed."""
+    """Return the result of a trial, or None if the trial has not ended, for example because it was killed."""
     try:
         result = TrialResult.model_validate_json((folder / "result.json").read_text())
     except (OSError, ValidationError):

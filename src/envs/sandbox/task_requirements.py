@@ -48,7 +48,9 @@ def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> Ne
 
 
 def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPlan:
-    """Read the build plan of a task's image. Raises ConfigError if the sandbox cannot build it."""
+    """Read the build plan of a task's image. Without a Dockerfile, the plan has no steps, and `docker_image`
+    must be debian, ubuntu or buildpack-deps. Raises ConfigError if the sandbox cannot build the image.
+    """
     if (environment_dir / "docker-compose.yaml").exists():
         raise ConfigError(
             f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"
@@ -70,7 +72,7 @@ def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPl
 
 def image_warning(plan: BuildPlan) -> str | None:
     """Return a warning if the Dockerfile of a plan starts from an image other than debian, ubuntu or
-    buildpack-deps."""
+    buildpack-deps, else None."""
     if plan.image is None or DEBIAN_LIKE.match(plan.image):
         return None
     return (

@@ -2,10 +2,10 @@
 
 A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is
 therefore not root. The kernel's limits per user apply to each sandbox separately. A process of one sandbox
-has no permissions for the processes of another sandbox. The uids come from a range that no distribution and
-no tool assigns. Two trainers do not use the same uid, because the trainer locks one byte of a shared file for
-each uid. The kernel releases the lock when the trainer ends. The sandboxes of an ordinary user run with the
-uid of that user.
+has no permissions for the processes of another sandbox. No distribution and no tool assigns these uids
+(`PREFERRED_UIDS` or `SMALL_UIDS`). Two trainers do not use the same uid, because the trainer locks one byte
+of a shared file for each uid. The kernel releases the lock when the trainer ends. If the trainer does not run
+as root, its sandboxes run as the user of the trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from src.core.errors import SandboxError
 
 PREFERRED_UIDS = range(1_900_000_000, 1_900_060_000)
-# For a container whose user namespace ends at 65535; systemd documents this range as unused.
+# Used in a container whose user namespace ends at 65535. systemd documents this range as unused.
 SMALL_UIDS = range(60_578, 61_184)
 LOCKS_NAME = ".uids"
 
@@ -35,7 +35,7 @@ class SandboxUser:
     lock: int | None
 
     def prefix(self) -> list[str]:
-        """Return a command line that runs the command after it as this user."""
+        """Return the beginning of a command line: a command that is appended to it runs as this user."""
         if self.uid is None:
             return []
         program = shutil.which("setpriv", path="/usr/bin:/bin")

@@ -1,7 +1,7 @@
 """Split an answer into its text and its tool calls, for the formats of DeepSeek, Llama 3.1 and Qwen3-Coder.
 
-`src/envs/service/tool_calls.py` handles the formats that consist of JSON, and parses and checks the arguments
-of all calls.
+`src/envs/service/tool_calls.py` handles all other formats. It also parses arguments that are JSON text and
+checks the calls of all formats.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]])
 
 
 def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]]:
-    """Return the parameters that accept only text, or only text and null, by the name of the tool."""
+    """Map the name of each tool to its parameters that accept only text, or only text and null."""
     texts: dict[str, set[str]] = {}
     for tool in tools:
         function: Any = tool["function"]
@@ -113,7 +113,7 @@ def _deepseek_call(text: str) -> WrittenCall:
 def _function_call(name: str, body: str, *, is_closed: bool, texts: Collection[str]) -> WrittenCall:
     if body.lstrip().startswith("{"):
         return WrittenCall(name=name, arguments=body.strip())
-    # Without a limit, the expression would search the rest of the text once for each tag that is not closed.
+    # Without `end`, PARAMETER would search the rest of the text again for each tag that is not closed.
     end = body.rfind(PARAMETER_END) + len(PARAMETER_END) if PARAMETER_END in body else 0
     if not is_closed or "<parameter=" in PARAMETER.sub("", body[:end]) + body[end:]:
         problem = f"the call of {name} is incomplete: a closing tag is missing"

@@ -1,8 +1,8 @@
 """Service domains of your own, in addition to the built-in domains.
 
-A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names the
-function, or an installed package registers it as an entry point of the group `agent_trainer.service_domains`.
-docs/environments.md describes an example.
+A function that returns a `ServiceDomain` defines a domain. `environment_kwargs=domain=module:function` names
+the function, or an installed package registers it as an entry point of the group
+`agent_trainer.service_domains`. docs/environments.md describes an example.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServiceDomain:
 
     name: str  # in the rows of task files and in metrics
     splits: Mapping[str, Sequence[Task]]  # split -> its tasks; `test` and further splits are optional
-    episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a task with a seed
+    episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a trial from its task and a seed
     # (task id, definition) -> the task that a row of a task file defines. The function raises ConfigError for
     # gold actions that cannot be executed. None: rows can only name existing tasks of the domain.
     defined: Callable[[str, TaskDefinition], Task] | None = None
@@ -97,8 +97,10 @@ def tool_domain(
     """Return a domain with tools over a JSON database, with the grading of toy_retail.
 
     Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
-    `path` is the file that defines the domain. The id of each task begins with `id_prefix`. If `id_prefix` is
-    None, the id begins with the name of the domain and a slash.
+    Rows whose split is neither `train` nor `test` are ignored. `path` is the file that defines the domain.
+    `user_instructions` is the prompt of the user simulator's model, in which the instruction of the task
+    replaces `{}`. The id of each task begins with `id_prefix`. If `id_prefix` is None, the id begins with the
+    name of the domain and a slash.
     Raises ConfigError if a gold action fails.
     """
     by_name = {tool.name: tool for tool in tools}

@@ -142,7 +142,7 @@ def tool_fields(
 ) -> dict[int, Message]:
     """Return `StepResult.tool_fields` of an answer (key 0) and of the messages after it (keys from 1).
 
-    `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
+    `content` is the text around the calls, and `num_earlier` is the number of calls of earlier answers.
     The arguments of a call are an object, because most chat templates expect an object. In OpenAI's API, the
     arguments are JSON text.
     """
@@ -167,7 +167,7 @@ def tool_fields(
 async def do_nothing(env: MessageEnv) -> float:
     """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns.
 
-    Service environments pass this function as `EnvSpec.noop_reward`.
+    env=tau_bench and env=fleet pass this function as `EnvSpec.noop_reward`.
     """
     reward = 0.0
     try:

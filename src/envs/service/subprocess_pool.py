@@ -159,9 +159,9 @@ class WorkerSession:
     async def ask(self, request: Mapping[str, object]) -> WorkerReply:
         """Return the reply to a request.
 
-        Raises WorkerLost if the requests of this episode have ended too many workers, RequestFailed if the
-        worker replies with an error, SandboxError if no worker can continue this episode, and the errors of
-        `start_worker`.
+        Raises WorkerLost if the new requests of this episode have ended more than `MAX_LOSSES` workers,
+        RequestFailed if the worker replies with an error, another SandboxError if no worker can continue this
+        episode, and the errors of `start_worker`.
         """
         while True:
             worker = await self._restored()
@@ -243,7 +243,7 @@ class WorkerPool:
 
     async def worker(self) -> Worker:
         """Return the worker with the fewest sessions, after starting it if it is not running. Raises
-        SandboxError if the pool is closed."""
+        SandboxError if the pool is closed, and the errors of `start_worker`."""
         number = min(range(len(self._workers)), key=self._load)
         self._waiting[number] += 1
         try:

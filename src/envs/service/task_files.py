@@ -87,7 +87,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def row_of(record: object, *, where: str) -> Row:
-    """Parse one record. The domain is `extra_info.domain`, or else the last part of `data_source`.
+    """Parse one record. The domain is `extra_info.domain`, or else the last part of `data_source`. The id of
+    the task is `extra_info.task_id`, or else `extra_info.index`, or else a hash of the definition.
 
     >>> row_of({"data_source": "tau_bench/airline", "extra_info": {"index": 3}}, where="here")
     Row(domain='airline', task='3', definition=None)

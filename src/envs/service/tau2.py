@@ -113,8 +113,8 @@ class Tau2Episode:
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Play one answer of the agent. A call that exceeds its deadline on two workers ends the episode with
-        the reward 0."""
+        """Play one answer of the agent. If its calls exceed their deadline and requests of this episode have
+        then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0."""
         errors_before = self._num_tool_errors
         try:
             state = await self._send_message(content, calls)
@@ -123,7 +123,7 @@ class Tau2Episode:
                 raise
             self._has_timed_out = True
             return ActionResult(is_done=True)
-        except RequestFailed as error:  # the agent's call ended two workers, or the worker rejected it
+        except RequestFailed as error:  # the worker rejected the calls, or the calls ended it
             if not calls:
                 raise
             raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
@@ -136,6 +136,7 @@ class Tau2Episode:
     async def grade(self) -> Grade:
         """Return the reward of the official evaluator.
 
+        The reward is 0 if calls of the agent exceeded their deadline or tau2 cannot evaluate the episode.
         Raises VerifierError if the task needs a judge and there is none.
         """
         if self._has_timed_out:
@@ -182,7 +183,8 @@ class Tau2Episode:
     async def _until_agent(self, state: WorkerReply) -> WorkerReply:
         """Send messages of the user simulator until the agent speaks next or the conversation is over.
 
-        Return the last state.
+        Return the last state. If the user simulator ended the conversation, `messages` of this state is its
+        last message.
         """
         assert self._user is not None
         errors_before = self._num_tool_errors
@@ -292,8 +294,8 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
 
 
 def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
-    """Set `Task.grading` unless `grading` is `all`. Metric names then contain it, and no task needs a
-    judge."""
+    """Set `Task.grading` to `grading` unless it is `all`. If `grading` is `env`, metric names contain `env`,
+    and no task needs a judge."""
     return (
         list(tasks)
         if grading == "all"
@@ -302,7 +304,8 @@ def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
 
 
 def gradable_tasks(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
-    """Return the tasks that can be graded. If there are others, which need a judge, log their number."""
+    """Return the tasks that can be graded. Without a judge, log how many tasks are skipped because they need
+    one."""
     kept = [task for task in tasks if has_judge or not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
         logger.warning(

@@ -40,7 +40,7 @@ AGENT, USER, OVER = "agent", "user", "over"  # who speaks next
 
 
 class JudgeRequest(Exception):
-    """The evaluator needs the reply of a language model, which the trainer requests."""
+    """The evaluator needs the reply of the judge, which the trainer requests."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class ScriptedParticipant:
     """An agent or a user for the orchestrator. `Episode.say` sets its next message.
 
     `is_stop` is true for a message without tool calls that contains `stop_token`. If `stop_token` is None,
-    `is_stop` is always false. The orchestrator calls `is_stop` of the agent only. It checks the messages of
-    the user with tau2's UserSimulator.
+    `is_stop` is always false. The orchestrator calls `is_stop` of the agent only. For messages of the user,
+    it calls `is_stop` of tau2's UserSimulator.
     """
 
     def __init__(self, stop_token: str | None) -> None:
@@ -115,7 +115,7 @@ class Episode:
         return AGENT if self.orchestrator.to_role.value == "agent" else USER
 
     def say(self, content: str | None, tool_calls: list[dict[str, Any]]) -> None:
-        """Add a message of the current speaker. Raises ValueError if the message is empty."""
+        """Add a message of `speaker`. Raises ValueError if the message is empty."""
         from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
         from tau2.utils.utils import get_now
 
@@ -144,10 +144,10 @@ class Episode:
         self._advance()
 
     def unseen_messages(self) -> list[dict[str, Any]]:
-        """Return the messages that the current speaker has not seen, in OpenAI's format.
+        """Return the messages that `speaker` has not seen, in OpenAI's format.
 
         For the user, they include the user's own messages with the ids of their tool calls. For the agent,
-        they do not include the agent's own messages.
+        they do not include the messages that the agent added with `say`.
         """
         from tau2.agent.base_agent import is_valid_agent_history_message
         from tau2.user.user_simulator_base import is_valid_user_history_message
@@ -193,7 +193,7 @@ class EpisodeServer:
     ) -> dict[str, Any]:
         """Return the official tasks of a split (None: of all splits), or a task for each definition.
 
-        The records contain the gold actions, because checks replay them.
+        The records contain the gold actions, because scripts/check_tau2.py replays them.
         """
         environment = environment_of(domain)
         tasks = (
@@ -281,7 +281,8 @@ class EpisodeServer:
 
 
 def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | None) -> Any:
-    """Evaluate with tau2.
+    """Return tau2's evaluation of an episode. Raises JudgeRequest if the evaluator needs the judge and
+    `judge_reply` is None, and JudgeError for an invalid `judge_reply`.
 
     `grading` is a term of tau2: `all` is the full reward, and `env` is the part that checks the end state.
     """

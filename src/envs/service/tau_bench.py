@@ -54,7 +54,7 @@ NUM_WORKERS = 4
 STEP_TIMEOUT_S = 60.0
 # Domain -> the split to train on and the split to hold out.
 SPLITS: dict[str, tuple[str, str | None]] = {toy_retail.NAME: ("train", "test"), **tau2.SPLITS}
-# Deprecated name of an option -> its current name. Deprecated names are accepted for one release.
+# Former name of an option -> its current name. Former names are accepted for one release.
 RENAMED_OPTIONS = {
     "customer": "user_simulator",
     "customer_model": "user_model",
@@ -150,7 +150,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def provider_of(domain: ServiceDomain) -> DomainProvider:
-    """Return the provider of toy_retail or a user-defined domain."""
+    """Return the provider of toy_retail or of a domain of your own."""
 
     def completed(task: Task) -> Task:
         return replace(task, domain=task.domain or domain.name, row={**task.row, "domain": domain.name})
@@ -188,7 +188,7 @@ def open_domains(
     model: UserModel | None,
     judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
-    """Return the providers of toy_retail and of the tau2-bench domains that are in `domains`."""
+    """Return the providers of the built-in domains in `domains`: toy_retail and the domains of tau2-bench."""
     if config.tasks_dir is not None and toy_retail.NAME not in domains:
         names = "+".join(sorted(domains))
         raise ConfigError(

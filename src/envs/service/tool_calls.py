@@ -1,5 +1,6 @@
-"""The parser of tool calls in the agent's answers, for env=fleet and for service domains (tasks with tools
-and a user simulator, as in env=tau_bench). It tries these strategies in order:
+"""The parser of tool calls, for the agent's answers in env=fleet and in service domains (tasks with tools and
+a user simulator, as in env=tau_bench), and for messages of user simulators that have tools. It tries these
+strategies in order:
 
     whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
     tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes
@@ -139,7 +140,8 @@ def parse(
 
 
 def without_thoughts(answer: str) -> str:
-    """Return the answer without special tokens and thoughts. A thought that is not closed is also removed."""
+    """Return the answer without special tokens and thoughts. A thought without an opening or a closing tag is
+    also removed. The special tokens of DeepSeek's tool calls are kept."""
     text = THOUGHT.sub("", answer)
     return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
@@ -230,7 +232,7 @@ def _bare_name(text: str, tools: Collection[str]) -> ParsedAnswer | None:
 
 
 def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAnswer:
-    """Parse the calls in several JSON texts. If one text is invalid, no call is made."""
+    """Parse the calls in several JSON texts. If one text is invalid, no call is returned."""
     values: list[object] = []
     num_repaired = 0
     for part in parts:
@@ -244,7 +246,7 @@ def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAn
 
 
 def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
-    """Parse calls in a form of `call_forms`. If a call cannot be read, no call is made."""
+    """Parse calls in a form of `call_forms`. If a call cannot be read, no call is returned."""
     problems = [call.problem for call in written.calls if call.problem]
     if problems:
         return ParsedAnswer(content=written.content, strategy=strategy, problem="; ".join(problems))
@@ -255,7 +257,7 @@ def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
 def _parsed(
     values: Sequence[object], strategy: Strategy, *, content: str, num_repaired: int = 0
 ) -> ParsedAnswer:
-    """Validate parsed calls.
+    """Validate parsed calls. If a call has no name or has invalid JSON as arguments, no call is returned.
 
     Arguments that are not an object are replaced by {} and reported as a problem.
     """
@@ -319,8 +321,8 @@ def _json(text: str) -> tuple[object, int]:
 def _missing_brackets(text: str) -> str:
     """Return the brackets that close the text, or "" if no bracket is open.
 
-    Raises ParseError if the text ends inside a string, if it ends with a digit while brackets are open,
-    because the number may be incomplete, or if more than MAX_ADDED_BRACKETS brackets are open.
+    Raises ParseError if the text ends inside a string, if more than MAX_ADDED_BRACKETS brackets are open, or
+    if brackets are open after a digit at the end of the text, because the number may be incomplete.
     """
     open_brackets: list[str] = []
     in_string = escaped = False

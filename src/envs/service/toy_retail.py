@@ -1,4 +1,4 @@
-"""toy_retail, a small service domain: eight tools over a JSON database, a written policy, scripted users
+"""toy_retail, a small service domain: eight tools over a JSON database, a written policy, user simulators
 and tau2's grading.
 
 The domain is a folder, by default datasets/toy_retail:
@@ -140,7 +140,8 @@ TOOLS = {tool.name: tool for tool in (
 def call(
     database: Database, name: str, arguments: Mapping[str, object], tools: Mapping[str, Tool] = TOOLS
 ) -> Mapping[str, object]:
-    """Execute a tool, which may change `database`, and return its result. Raises ToolError."""
+    """Execute a tool, which may change `database`, and return its result. Raises ToolError for an unknown
+    tool or wrong arguments, or if the tool fails."""
     if name not in tools:
         raise ToolError(f"there is no tool {name}")
     tool = tools[name]

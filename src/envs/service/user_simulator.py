@@ -2,8 +2,9 @@
 
 A user simulator follows a script or uses a language model behind an OpenAI-compatible or a Tinker endpoint.
 The model is not trained. Its seeds depend only on the seed of the run, the task, the index of the trial in
-its group and the length of the conversation. A user simulator therefore behaves in the same way throughout a
-run. The messages of a user simulator are observations of the agent and contribute no training tokens.
+its group, the length of the conversation and, after an empty reply, the number of the try. A user simulator
+therefore behaves in the same way throughout a run. The messages of a user simulator are observations of the
+agent and contribute no training tokens.
 """
 
 from __future__ import annotations
