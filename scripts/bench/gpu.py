@@ -8,10 +8,10 @@ Most rows of the output have the measured time. Rows of decode steps with one ad
 training also have the time that `scripts/simulate/costs.py` calculates for an H200, and the share of the
 limit, which is the limit divided by the measured time. The limit is the longer of two times: the time to move
 the row's bytes at 4.3 TB/s, and the time to compute its operations at 790 TFLOP/s. According to
-`scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure them. The table
-states how the bytes or operations are calculated that usually take longer (N weights in the matrices of the
-layers and the head, in operations only those of the experts that a token uses, T tokens, L layers, H heads, K
-key-value heads, hd head dimensions, 2 bytes per value):
+`scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure them. For each
+kind of row, the table states the bytes or the operations, whichever usually take longer (N weights in the
+matrices of the layers and of the head, for operations only of the experts that a token uses; T tokens, L
+layers, H heads, K key-value heads, hd head dimensions, 2 bytes per value):
 
     decode step    bytes = 2 N + sum of contexts * 4 L K hd    the weights once, and all keys and values
     prefill        operations per token = 2 N + 2 L H hd T

@@ -28,9 +28,10 @@ def write_merged(
     the dtype of each tensor, except that FP8 weights become bfloat16.
 
     A tied head with its own delta is untied: config.json gets `tie_word_embeddings: false`, and
-    `lm_head.weight` is written.
+    `lm_head.weight` becomes the embedding + the delta.
     """
-    unties = HEAD in deltas and HEAD not in base.files
+    is_tied = HEAD not in base.files or _read(base.directory / "config.json").get("tie_word_embeddings")
+    unties = HEAD in deltas and is_tied
     unknown = sorted(name for name in deltas if name not in base.files and not (unties and name == HEAD))
     if unknown:
         raise UserError(f"{base.directory} has no tensor {unknown[0]}: the adapter belongs to another model")
@@ -39,6 +40,8 @@ def write_merged(
     for file in files:
         merged = {}
         for name, tensor in base.read_file(file):
+            if unties and name == HEAD:  # a stored copy of the tied head, which models do not read
+                continue
             merged[name] = _sum(name, tensor, deltas.get(name), dtype)
             if unties and name == EMBEDDING:
                 merged[HEAD] = _sum(HEAD, tensor, deltas[HEAD], dtype)

@@ -102,7 +102,7 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         dropout = float(config.get("lora_dropout") or 0.0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
-    if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
+    if rank < 1 or not 0 < alpha < math.inf or not 0 <= dropout <= 1:
         raise UserError(
             f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are not valid; expected rank "
             ">= 1, alpha > 0 and dropout in 0..1"

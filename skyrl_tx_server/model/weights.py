@@ -320,6 +320,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
             weight_map: Any = read_json_object(index)["weight_map"]
             file_of: dict[str, str] = weight_map
             paths = sorted(set(file_of.values()))
+            if not paths:
+                raise LookupError
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(f"{index} has no valid weight_map: download the model again") from None
     elif single.exists():

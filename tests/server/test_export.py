@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections import namedtuple
@@ -91,6 +92,22 @@ def test_a_merged_model_equals_the_base_model_with_its_adapter(
     assert (
         np.abs(merged - adapted).max() < 1e-4 < np.abs(adapted - logits(FIXTURES / model, None, spec)).max()
     )
+    assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
+
+
+def test_a_stored_copy_of_a_tied_head_is_not_merged(tmp_path: Path) -> None:
+    """Models read the embedding in place of a stored head if config.json ties them."""
+    spec = LoraSpec(rank=3)
+    arrays = save(tmp_path, FIXTURES / "tied", spec)
+    base = tmp_path / "base"
+    shutil.copytree(FIXTURES / "tied", base)
+    tensors = load_file(base / "model.safetensors")
+    head = np.zeros_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors | {"lm_head.weight": head}, base / "model.safetensors", metadata={"format": "pt"})
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'merged'}"]
+    assert main(["merge", *options, f"base_model={base}"]) == 0
+    merged, adapted = logits(tmp_path / "merged", None, spec), logits(FIXTURES / "tied", arrays, spec)
+    assert np.abs(merged - adapted).max() < 1e-4
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
 
 
@@ -280,6 +297,10 @@ def rename_modules(adapter: Path) -> None:
         (
             lambda adapter: change_config(adapter, lora_alpha=0),
             "rank 3, alpha 0 and dropout 0 are not valid",
+        ),
+        (
+            lambda adapter: change_config(adapter, lora_alpha=math.nan),
+            "alpha nan and dropout 0 are not valid",
         ),
         (lambda adapter: change_config(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),

@@ -156,6 +156,12 @@ def test_eight_bit_weights_of_an_unquantized_config_are_refused(tmp_path, dtype,
         load_params(tmp_path, config, "float32")
 
 
+def test_an_empty_weight_map_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ConfigError, match="has no valid weight_map"):
+        load_params(tmp_path, load_model_config(FIXTURES / "tied"), "float32")
+
+
 def test_a_model_path_must_be_an_existing_directory(tmp_path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="no such directory"):

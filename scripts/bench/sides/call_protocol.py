@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
-    """Call `start`, which returns the methods by name, and then answer calls until standard input ends. What
-    libraries print goes to standard error, because standard output carries the answers."""
+    """Call `start`, which returns the methods by name. Write a first line, which shows that the program is
+    ready, and then answer calls until standard input ends. What libraries print goes to standard error,
+    because standard output carries the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     methods = start()

@@ -122,8 +122,9 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, recompute: bool = False, **options: object) -> Iterator[Ours]:
-    """Run an engine. `options` replace the defaults of `settings`. With `recompute`, the backward pass
-    recomputes activations, as it does for a model whose activations do not fit into memory."""
+    """Run an engine. `options` replace the defaults of `settings`. With `recompute`, which has an effect only
+    on a CPU, the backward pass recomputes activations, as for a model whose activations do not fit into
+    memory."""
     if recompute:
         memory_division.ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:
