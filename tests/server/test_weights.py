@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import ml_dtypes
