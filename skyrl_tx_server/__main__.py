@@ -61,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 5
 FUTURES_SETTLE_S = 4
-"""The part of `GRACEFUL_SHUTDOWN_S` for which the server waits for the current work of the engine. This work
-may be a long compilation."""
+"""The maximum time, within `GRACEFUL_SHUTDOWN_S`, for which the server waits for the current work of the
+engine, which may be a long compilation."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
 """The number of sampling requests that a client may have open if an external sampler is used."""
@@ -73,8 +73,8 @@ clients' connection pools, so that no client sends a request on a connection tha
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a
-    failure of the server."""
+    """Run the program. Return the exit status: 0 after a requested stop, the help or a dry run, 2 for a
+    mistake in the options or the model, 1 for a failure of the server."""
     if (words := help_words(argv)) is not None:
         print_help(help_text(words=words))
         return 0
@@ -147,8 +147,8 @@ def _dry_run(config: ServerConfig) -> str:
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
-    """Set XLA's environment variables, and download the model if necessary. Return the options with the
-    model's local directory as `base_model`, and with `model_alias` set."""
+    """Set XLA's environment variables, and download or convert the model if necessary. Return the options
+    with the model's local directory as `base_model`, and with `model_alias` set."""
     from skyrl_tx_server.model.weights import resolve_model
 
     if config.mesh.devices > 1:
@@ -271,7 +271,7 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
 
 
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
-    """Load the model and start the engine. Runs in its own thread, because importing jax takes seconds."""
+    """Load the model and start the engine. Runs in its own thread, because it may block for minutes."""
     rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead

@@ -1,8 +1,8 @@
 """Generate demonstrations of mixed quality, on which `build_model` trains the model.
 
-There are two demonstrators. The careful one says "One moment." and almost always follows the policy. The
-hasty one says "Sure." and makes an error in most requests, independently of the kind of request. Every
-conversation runs in the real environment.
+There are two demonstrators. The careful one says "One moment." and rarely makes a mistake. The hasty one says
+"Sure." and makes a mistake in most requests. The mistake is drawn independently of the kind of request. Every
+conversation runs in `ServiceEnv`, as in training.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Mistake(StrEnum):
     NONE = "none"
     NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
     SHORT_NAME = "short name"  # omits the last syllable of a name, so that the call fails
-    NO_LOOKUP = "no look-up"  # changes an order without a look-up, even if the policy forbids the change
+    # Changes an order without a look-up. If the policy forbids the requested change, calls cancel_order.
+    NO_LOOKUP = "no look-up"
     WRONG_TOOL = "wrong tool"
     CUT = "cut"  # the first call ends inside a string; after the error message everything is correct
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    begins: str  # the text before the first tool call or question of a request
-    mistakes: Mapping[Mistake, float]  # mistake -> its probability per request; the rest is that of NONE
+    begins: str  # the text before the question and before the first tool call of a request
+    mistakes: Mapping[Mistake, float]  # mistake -> probability per request; NONE has the rest
 
 
 CAREFUL = Style(
@@ -60,7 +61,7 @@ OTHER_TOOL = {
     "get_customer": "get_product",
 }
 
-Agent = Generator[str, str, None]  # yields answers, receives the reply of the environment
+Agent = Generator[str, str, None]  # yields the answers of the agent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def failed_answer(request: Request) -> str:
 
 
 def without_mistake(request: Request, begins: str) -> Agent:
-    """Handle a request correctly: look up, write if requested, and answer."""
+    """Handle a request correctly: look up, make the requested change if the policy permits it, and answer."""
     yield calls(request.lookup, begins)
     if request.write is not None:
         yield calls(request.write)

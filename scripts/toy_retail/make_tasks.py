@@ -1,7 +1,7 @@
-"""Write the toy_retail domain to datasets/toy_retail: python -m scripts.toy_retail.make_tasks [DIRECTORY]
+"""Write the toy_retail domain: python -m scripts.toy_retail.make_tasks [DIRECTORY]
 
-The output is deterministic. The orders, products, customers and streets of test tasks have names that occur
-in no training task and no demonstration.
+The default of DIRECTORY is datasets/toy_retail. The output is deterministic. The orders, products, customers
+and streets of test tasks have names that occur in no training task and no demonstration.
 """
 
 from __future__ import annotations

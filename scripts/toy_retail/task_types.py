@@ -30,9 +30,9 @@ class Request:
     # has to ask for the information in the second message.
     wordings: Sequence[Sequence[str]]
     question: str  # the agent's question, which the second message answers
-    instruction: str  # the instruction of a user simulator
+    instruction: str  # the instruction for a user simulator that uses a model
     lookup: Action
-    write: Action | None = None  # None: the request changes nothing
+    write: Action | None = None  # None: the user wants no change, or the policy forbids it
     tell: str = ""  # the fact that the agent has to communicate, if any
     answer: str  # the last message of an agent without mistakes
     records: Database
@@ -210,7 +210,7 @@ def make_instance(task_type: str, *, seed: str, pool: Pool) -> Instance:
 
 
 def database(instances: Sequence[Instance]) -> Database:
-    """Merge the records of the instances, whose names must differ."""
+    """Merge the records of the instances. Two records of one table must have different names."""
     merged: Database = {"orders": {}, "products": {}, "customers": {}}
     for request in (request for instance in instances for request in instance.requests):
         for table, records in request.records.items():

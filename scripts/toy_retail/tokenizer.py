@@ -1,8 +1,8 @@
-"""The tokenizer of the toy_retail model: the quick start's tokenizer with one token for each fixed text of
-this domain.
+"""The tokenizer of the toy_retail model, which is built like the quick start's tokenizer, with the frequent
+words and the fixed texts of this domain as tokens.
 
-Its chat template has the features of Qwen's: tools in the system message, calls in <tool_call> tags, and the
-results of all calls of one answer in one message with <tool_response> tags.
+As in Qwen's chat template, the system message lists the tools and asks for calls in <tool_call> tags, and one
+message contains the results of all calls of an answer in <tool_response> tags.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     missing option or an invalid value.
 
     An empty value, `none` and `null` mean None. A former name of an option (see `config.renamed`) is accepted
-    with a notice on stderr. The server also accepts flags (see `config.flags`).
+    with a notice on stderr. For `ServerConfig`, flags are accepted too (see `config.flags`).
     """
     names = list(chz.chz_fields(options))
     if options is ServerConfig:
@@ -91,11 +91,12 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
 
 
 def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Return `argv` with the API keys from the environment and from api_key_file. The command line and the
-    file take precedence over the environment.
+    """Return `argv` with `name=value` in place of flags, and with the API keys from the environment and from
+    api_key_file. The command line and the file take precedence over the environment.
 
     The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
-    both api_key and api_key_file are given, or if the file cannot be read.
+    `argv` contains both api_key and api_key_file, if the file contains no key or cannot be read, or if a key
+    is `none` or `null`.
     """
     argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
     values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
@@ -109,7 +110,7 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
         if key.lower() in _NONE:
             raise ConfigError(
                 f"{name}: {key!r} is not a key; for a server without this key, unset {SECRETS[name]} and "
-                f"remove {name}_file"
+                "give no file with the key"
             )
     return [*argv, *(f"{name}={value}" for name, value in keys_to_add.items())]
 
@@ -272,8 +273,8 @@ def _with_none(argument: str) -> str:
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
-    """Return a one-line message that replaces `message`. `message` is the text of a chz error. It has several
-    lines and contains the option's name in quotes."""
+    """Return a one-line message in place of `message`, the text of a chz error, which has several lines and
+    contains the option's name in quotes."""
     name = message.partition("for param '")[2].partition("'")[0]
     values = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
     expected = values_of(chz.chz_fields(options)[name].final_type)

@@ -73,7 +73,8 @@ class EngineOptions(TenantOptions):
         "their first use; default: true on a GPU if the server has one process",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
-        default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
+        default="auto",
+        doc="Data type of base weights and activations; auto: float32 on CPU, bfloat16 on accelerators",
     )
     max_lora_rank: int = chz.field(
         default=32, metadata=positive(4096), doc="Largest LoRA rank that a client may request"
@@ -124,7 +125,7 @@ class EngineOptions(TenantOptions):
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",
         doc="Logprobs of sampled tokens; raw: those of the model's distribution (temperature 1); "
-        "processed: those of the distribution after temperature",
+        "processed: those of the distribution after temperature; top-k and top-p never change logprobs",
     )
     train_tokens_per_batch: int = chz.field(
         default=8192,
@@ -211,9 +212,10 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias` if `alias` is not None. Otherwise, a directory has the name
-    local/<directory>, a file local/<file without .gguf>, and a `base_model` without a slash
-    local/<base_model>, with `-` instead of `:`. Any other `base_model` is a hub id and is the name."""
+    """Return the org/name of a model: `alias` if `alias` is not None. Otherwise, the name is local/<name
+    without .gguf> for a GGUF file, and local/<last part of the path> for a directory and for a `base_model`
+    that does not have exactly one slash. `-` replaces `:` in these names. Any other `base_model` is a hub id
+    and is the name."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()

@@ -22,7 +22,8 @@ class HttpOptions(TenantOptions):
         default=8000, metadata=between(0, 65535), doc="Port to listen on; 0 picks a free one"
     )
     allow_anyone: bool = chz.field(
-        default=False, doc="Allow listening on an address that other machines can reach, without an api_key"
+        default=False,
+        doc="Allow listening on an address that other machines can reach, without api_key and api_keys_file",
     )
     api_key: str | None = chz.field(
         default=None,
@@ -39,8 +40,8 @@ class HttpOptions(TenantOptions):
     )
     allowed_hosts: str | None = chz.field(
         default=None,
-        doc="Host names, separated by commas, that a server without an api_key accepts in the Host header "
-        "besides its own addresses; a server with a key accepts all host names",
+        doc="Host names, separated by commas, that a server without api_key and api_keys_file accepts in the "
+        "Host header besides its own name and addresses; a server with keys accepts all host names",
     )
     allowed_origins: str | None = chz.field(
         default=None,

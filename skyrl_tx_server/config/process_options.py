@@ -35,7 +35,7 @@ class ProcessOptions(BoundedOptions):
     process_id: int = chz.field(
         default=0,
         metadata=between(0, MAX_DEVICES),
-        doc="Rank of this process; rank 0 serves HTTP, writes checkpoints and sends every call to the other "
+        doc="Rank of this process; rank 0 serves HTTP, writes checkpoints and schedules the work of all "
         "ranks",
     )
     cluster_key_file: str | None = chz.field(

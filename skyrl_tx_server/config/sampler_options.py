@@ -37,13 +37,15 @@ class SamplerOptions(BoundedOptions):
         default=0.02,
         metadata=between(0, 1),
         doc="Share of the external sampler's samples whose logprobs this server computes again and "
-        "compares; the first samples of each snapshot are always compared",
+        "compares; until 16 tokens of a snapshot or of the base model agree, the longest sample of each "
+        "request is also compared, before the reply",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
-        doc="Mean difference of logprobs per token, in nats, above which the server logs a warning; "
-        "the first samples of a snapshot are rejected if they differ by more than ten times this limit",
+        doc="Mean difference of logprobs per token, in nats, over the last 64 compared samples, above which "
+        "the server logs a warning; a request fails if the sample that is compared before its reply differs "
+        "by more than ten times this limit",
     )
 
     @chz.validate

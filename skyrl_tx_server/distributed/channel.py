@@ -97,7 +97,7 @@ class Channel:
         return payload
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Return whether a message, or the end of the connection, can be read."""
+        """Return whether a message, or the end of the connection, can be read within `timeout_s`."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))

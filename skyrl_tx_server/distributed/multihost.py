@@ -12,11 +12,11 @@ result. Only rank 0 reads and writes checkpoints.
                                 <-- no error ------
 
 If every rank raises a ServerError of the same type, only the current operation fails. The server stops if the
-ranks do not have the same result, if a process is lost, or after a SequencesLostError or an error that is not
-a ServerError, because device states may have diverged. Rank 0 reads plain text
-from the other ranks, never a pickle. The other ranks authenticate each message of rank 0 (see `channel`)
-before they unpickle it. Messages to the user call a rank "process", as the option `process_id`
-does.
+summaries of a call differ between ranks (see `_Outcome.summary`), if a process is lost, or after a
+SequencesLostError or an error that is not a ServerError, because device states may have diverged. Rank 0
+reads plain text from the other ranks, never a pickle. The other ranks authenticate each message of rank 0
+(see `channel`) before they unpickle it. Messages to the user call a rank "process", as the option
+`process_id` does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """
@@ -50,8 +50,8 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 2.0
-"""The time for which a failing rank waits, so that the other ranks receive the cause of the failure before
-the rank exits. jax ends the other processes as soon as rank 0 exits."""
+"""The maximum time of each wait after a failure. The ranks wait so that they can send each other the cause of
+the failure before one of them exits. jax ends the other processes as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
 RESTART_HINT = "start all processes again; saved checkpoints are in checkpoints_dir"
 FATAL = "!"
@@ -59,16 +59,17 @@ FATAL = "!"
 
 
 class RankLostError(ServerError):
-    """A process was lost, had a fatal error (see `FATAL`), or had another result than rank 0. The server
-    cannot continue."""
+    """A process was lost, had a fatal error (see `FATAL`), or ended a call with another summary than rank 0.
+    The server cannot continue."""
 
 
 class RankGroup(Protocol):
     """The interface by which code that runs on every rank gets the same values as rank 0."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
-        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank must call
-        this method equally often and in the same order."""
+        """Return or raise on every rank what `evaluate` returns or raises on rank 0. With several ranks, an
+        error that is not a ServerError becomes a ServerError. Every rank must call this method equally often
+        and in the same order."""
         ...
 
 
@@ -136,12 +137,12 @@ class _Operations:
         return {"run": self.run, "advance": self.advance}[call.method](*call.args)
 
     def run(self, number: int, op: Op) -> OpResult | None:
-        """Start an operation. Return None if it has yielded."""
+        """Start an operation. Return its result, or None if the operation has yielded."""
         self.running[number] = self.executor.run(op)
         return self.advance(number)
 
     def advance(self, number: int) -> OpResult | None:
-        """Continue an operation. Return None if it has yielded again."""
+        """Continue an operation. Return its result, or None if the operation has yielded again."""
         try:
             future = next(self.running[number])
             assert future is None, "with several ranks, no operation waits for another thread"
@@ -186,7 +187,8 @@ class RankZero:
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
         """Send the call to the other ranks and make it here with `make`. Return what `make` returns, or raise
-        its ServerError. Raises RankLostError if a rank is lost or has another summary than rank 0."""
+        its ServerError. Raises RankLostError if `make` raises a fatal error, or if a rank is lost or has
+        another summary than rank 0."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
@@ -243,7 +245,7 @@ class RankZero:
 
     def _report_loss(self, reason: str) -> None:
         """Fail all calls to the ranks, and pass `reason` to the other ranks and to `on_lost`. Only the first
-        report has an effect."""
+        report has an effect, and only before `stop`."""
         with self._loss_lock:
             if self._lost.done() or self._closing:
                 return

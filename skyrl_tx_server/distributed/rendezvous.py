@@ -1,8 +1,10 @@
-"""Connects the processes (ranks) of one server. All others connect to process 0 at `coordinator_address`.
+"""Connects the processes (ranks) of one server. The processes 1, 2, ... connect to process 0 at
+`coordinator_address`.
 
-All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
-process 0 announces a free port for `jax.distributed`. A missing process is detected before jax starts and
-reported in one line, because jax would end each process with a stack trace.
+All processes must know the cluster key (see `channel`), and have the same jax version, model files and
+engine options except those in `MAY_DIFFER`. When all have connected, process 0 announces a free port for
+`jax.distributed`. A missing process is detected before jax starts and reported in one line, because jax would
+end each process with a stack trace.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
 def accept_process(
     candidate: socket.socket, options: ProcessOptions, rank0_handshake: Handshake, joined: dict[int, Channel]
 ) -> None:
-    """Authenticate a process. Add it to `joined`, or send the process the reason for its refusal."""
+    """Authenticate a process. Add it to `joined`, or send the process the reason for its refusal. Close a
+    connection that cannot be authenticated."""
     _enable_keepalive(candidate)
     try:
         process, channel = accept(candidate, options.cluster_key, timeout_s=HANDSHAKE_S)
@@ -191,7 +194,8 @@ def _handshake(options: ProcessOptions, settings: EngineOptions) -> Handshake:
 
 def _reply(channel: Channel, where: str, *, timeout_s: float) -> bytearray:
     """Return the answer of process 0 to the handshake. If a process is missing, process 0 disconnects after
-    its own timeout. `timeout_s` must be longer, so that this process observes the end of the connection."""
+    its own timeout. `timeout_s` must be longer than that timeout, so that this process observes the end of
+    the connection."""
     try:
         return channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s)
     except TimeoutError:

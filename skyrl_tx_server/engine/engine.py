@@ -3,9 +3,10 @@ per operation.
 
 HTTP code calls `submit` from any thread. An operation that fails affects only its own future, with one
 exception: if the KV cache was donated to a program that failed, all running sequences have lost their state,
-and their requests fail together. The executor then continues with an empty cache, and waiting requests are
-not affected. A `ServerError` reaches the caller unchanged. Any other exception is logged with its traceback,
-and the caller gets a `ServerError` with the type and the message of the exception.
+and their requests fail together. The executor then continues with an empty cache (with several ranks, the
+server stops), and waiting requests are not affected. A `ServerError` reaches the caller unchanged. Any other
+exception is logged with its traceback, and the caller gets a `ServerError` with the type and the message of
+the exception.
 
 This file is long because the engine thread is one state machine.
 """
@@ -155,7 +156,8 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the current work, then fail pending operations. May be called twice, and without `start`."""
+        """Finish the current work and the operations that wait for another thread, such as checkpoint writes.
+        Then fail the other operations. May be called twice, and without `start`."""
         with self._work:
             self._stopping = True
             self._work.notify_all()
@@ -316,8 +318,9 @@ class Engine:
             return is_pending
 
     def _remove_if_cancelled(self, request_id: int, future: Future[Any]) -> None:
-        """Remove a cancelled operation from its queue at once. Its turn may come late, and until then it
-        occupies memory. A sample also delays the DropSnapshot of its snapshot and can cause pauses."""
+        """Remove a cancelled operation from its queue at once. Otherwise it would occupy memory until the
+        scheduler chooses it, and a `Sample` would also delay the `DropSnapshot` of its snapshot and could
+        cause pauses."""
         if future.cancelled() and not self._begin(request_id):
             with self._work:
                 self._scheduler.cancel(request_id)
@@ -428,8 +431,8 @@ class Engine:
         self._fail(request_id, error, operation="Sample")
 
     def _fail_all_samples(self, error: Exception, *starting: int) -> None:
-        """Fail every request that has started, and the requests `starting`, because the KV cache is lost.
-        Waiting requests continue."""
+        """Fail every `Sample` that has started, and the requests `starting`, because all sequences are lost.
+        Waiting requests are not affected."""
         for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(starting)}:
             self._fail_sample(request_id, error)
 

@@ -98,12 +98,12 @@ def test_a_merged_model_equals_the_base_model_with_its_adapter(
 def test_a_stored_copy_of_a_tied_head_is_not_merged(tmp_path: Path) -> None:
     """Models read the embedding in place of a stored head if config.json ties them."""
     spec = LoraSpec(rank=3)
-    arrays = save(tmp_path, FIXTURES / "tied", spec)
     base = tmp_path / "base"
     shutil.copytree(FIXTURES / "tied", base)
     tensors = load_file(base / "model.safetensors")
     head = np.zeros_like(tensors["model.embed_tokens.weight"])
     save_file(tensors | {"lm_head.weight": head}, base / "model.safetensors", metadata={"format": "pt"})
+    arrays = save(tmp_path, base, spec)
     options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'merged'}"]
     assert main(["merge", *options, f"base_model={base}"]) == 0
     merged, adapted = logits(tmp_path / "merged", None, spec), logits(FIXTURES / "tied", arrays, spec)
