@@ -117,13 +117,14 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
 
 def move_secrets() -> None:
     """Move the secrets from the command line to the environment, which other users cannot read, and restart
-    this program. Do nothing if the command line contains no secret."""
-    visible = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
-    if not visible:
+    this program. Do nothing if the command line contains no secret, or if it contains api_key_file, which
+    `with_secrets` then refuses together with api_key."""
+    values = {name: value for name, _, value in (argument.partition("=") for argument in sys.argv[1:])}
+    visible = [name for name in SECRETS if values.get(name, "").lower() not in _NONE]
+    if not visible or {"api_key_file", "--api-key-file", "--api_key_file"} & values.keys():
         return
     for name in visible:
-        values = [argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")]
-        os.environ[SECRETS[name]] = values[-1]
+        os.environ[SECRETS[name]] = values[name]
         print(
             f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the "
             f"environment instead",

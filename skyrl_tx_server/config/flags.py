@@ -88,5 +88,5 @@ def as_options(
 def _is_value(argument: str, names: Sequence[str]) -> bool:
     """Return whether `argument` is the value of the flag before it, not another flag or option."""
     name, equals, _ = argument.partition("=")
-    is_option = equals and (name in names or name in RENAMED_OPTIONS)
+    is_option = equals and (name in {*names, *RENAMED_OPTIONS, *OPTION_OF_FLAG, *WITHOUT_EFFECT})
     return not argument.startswith("--") and not is_option

@@ -41,6 +41,7 @@ NUMERIC_OPTIONS = {
     for name, field in chz.chz_fields(ServerConfig).items()
     if {int, float} & {field.final_type, *get_args(field.final_type)}
 }
+ROOT = Path(__file__).resolve().parents[2]
 TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
 
 
@@ -342,6 +343,25 @@ def test_the_value_of_a_flag_may_contain_an_equals_sign() -> None:
     assert parse(["--base-model", "./a=b", "port=1"]).base_model == "./a=b"
     with pytest.raises(ConfigError, match="--base-model needs a value"):
         parse(["--base-model", "port=1"])
+    flags = ["--base-model", "x", "--yarn", "checkpoints_base=/x", "--gradient-checkpointing"]
+    config = parse([*flags, "max_model_len=4096"])
+    assert (config.checkpoints_dir, config.max_context_length, config.yarn) == ("/x", 4096, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["api_key=tml-a", "api_key_file=/dev/null"], "api_key and api_key_file: both are given"),
+        (["api_key=none", "port=99999"], "port=99999"),
+        (["api_key=tml-a", "port=99999"], "port=99999"),
+    ],
+)
+def test_a_key_on_the_command_line_of_the_program_is_checked(arguments: list[str], message: str) -> None:
+    """The program moves a key to the environment before it parses its options."""
+    command = [sys.executable, "-m", "skyrl_tx_server", "base_model=x", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and message in result.stderr.splitlines()[-1]
+    assert ("was visible" in result.stderr) == (arguments == ["api_key=tml-a", "port=99999"])
 
 
 @pytest.mark.parametrize("name", ["base_model", "checkpoints_dir", "host"])
