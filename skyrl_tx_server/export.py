@@ -45,7 +45,7 @@ from skyrl_tx_server.files.peft_files import (
 class AdapterOptions:
     """Write the adapter of a checkpoint in PEFT format."""
 
-    checkpoint: str = chz.field(doc="tinker:// path of a training or sampler checkpoint")
+    checkpoint: str = chz.field(doc="tinker:// path of a checkpoint")
     output: str = chz.field(doc="Output directory; it must be empty or not exist")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] = chz.field(
@@ -62,14 +62,14 @@ class AdapterOptions:
 class MergeOptions:
     """Write a full Hugging Face model: the base model with a checkpoint's adapter merged into its weights."""
 
-    checkpoint: str = chz.field(doc="tinker:// path of a training or sampler checkpoint")
+    checkpoint: str = chz.field(doc="tinker:// path of a checkpoint")
     base_model: str = chz.field(
         doc="Directory or GGUF file of the base model that the checkpoint was trained on"
     )
     output: str = chz.field(doc="Output directory; it must be empty or not exist")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(
-        default=None, doc="Data type of all tensors; default: as in the base model"
+        default=None, doc="Data type of the weights; default: as in the base model, bfloat16 for FP8 weights"
     )
 
 
@@ -92,7 +92,7 @@ class ImportOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0, or 2 after printing an error in one line to stderr."""
+    """Run a command. Return the exit status: 0, or 2 after printing an error in one line to stderr."""
     command = argv[0] if argv else "--help"
     if command in HELP:
         print_help(str(__doc__).strip())
@@ -183,7 +183,7 @@ def _read(
     except NotFoundError as error:
         raise NotFoundError(
             f"{error} in checkpoints_dir={checkpoints_dir}; pass the server's checkpoints_dir "
-            "(run_skyrl_tx.sh stores checkpoints in <run folder>.server/checkpoints)"
+            "(a quick start of run_skyrl_tx.sh uses <run folder>.server/checkpoints)"
         ) from None
     return CheckpointStore(root, info.base_model, base_hash).read(path)
 
@@ -191,7 +191,7 @@ def _read(
 @contextmanager
 def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     """Yield a temporary directory and rename it to `output` at the end, so that `output` is complete or
-    absent. If a file cannot be written, raise the OSError if it has a file name, otherwise ServerError."""
+    unchanged. If a file cannot be written, raise the OSError if it has a file name, otherwise ServerError."""
     target = Path(output).expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"output={output}: exists and is not an empty directory; choose another")

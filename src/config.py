@@ -100,8 +100,8 @@ class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
     )
     stop_timeout_s: float = chz.field(
         default=120,
-        doc="Longest time that the run takes to finish its update and to save a checkpoint after SIGINT, "
-        "SIGTERM or a failure",
+        doc="Longest time, in seconds, that the run takes to finish its update and to save a checkpoint "
+        "after SIGINT, SIGTERM or a failure",
         validator=above(0),
     )
 

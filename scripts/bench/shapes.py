@@ -35,7 +35,7 @@ class ShapesConfig:
     )
     cache: str | None = chz.field(default=None, doc="Compilation cache of the measured process")
     layers: int = chz.field(
-        default=8, doc="Layers of the model; their number does not change the number of programs"
+        default=8, doc="Layers of the model; with at least 8 layers, rolled decode programs are also compiled"
     )
 
 

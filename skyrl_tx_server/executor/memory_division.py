@@ -1,8 +1,9 @@
 """Divides the memory of a device between the training programs and the KV cache before weights are loaded.
 
-On a GPU, the training programs are compiled and XLA reports the memory that they need. The KV pages get the
+On a GPU, two training programs are compiled and XLA reports the memory that they need. The KV pages get the
 remaining memory. The server later reads the programs from the persistent compilation cache. On a CPU, no
-program is compiled in advance, and training and KV pages get fixed shares of the memory.
+program is compiled. The KV pages get a fixed share of the memory, and training keeps activations for the
+backward pass if their estimated size is at most another fixed share.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
-"""A training program keeps activations for the backward pass if it needs at most this share of the memory
-that weights and adapters leave, or no more memory than the program that recomputes layers."""
+"""Training keeps activations for the backward pass if the program of the `budget` shape then needs at most
+this share of the memory that weights and adapters leave, or no more memory than the program that recomputes
+the layers of the longest streams."""
 ESTIMATE_MARGIN = 1.2
 """`minimum_training_bytes` multiplies its estimate by this factor. For Qwen3-4B, XLA reports that the
 training program with recomputed layers needs 1.1 times the estimate without the factor."""
@@ -52,7 +54,7 @@ training program with recomputed layers needs 1.1 times the estimate without the
 class MemoryDivision:
     """How training and the KV cache share the memory of one device."""
 
-    training_bytes: int | None  # temporary buffers of the largest training program; None on a CPU
+    training_bytes: int | None  # batch and buffers of the largest training program; None on a CPU
     activations_length: int  # tokens of the longest stream whose activations are kept for the backward pass
     cache_bytes: float  # memory of the KV cache
 
@@ -93,7 +95,7 @@ def with_fitting_limits(
 def divide_memory(
     model: ResolvedModel, available_bytes: float, ranks: RankGroup = SINGLE_RANK
 ) -> MemoryDivision:
-    """Return how the available memory is divided. All ranks call this function."""
+    """Return how the available memory is divided. With several ranks, all of them must call this function."""
     shapes = model.train_shapes
     longest, budget = shapes.shapes[-1], shapes.budget
     if not on_gpu():
@@ -131,8 +133,8 @@ def divide_memory(
 
 
 def fixed_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of the weights, of the layers that a decode dispatch copies, and of the adapters.
-    Training programs and the KV cache share the remaining bytes."""
+    """Return the bytes of the weights, of the layers that a decode dispatch copies, of the training models
+    and of the LoRA slots. Training programs and the KV cache share the remaining bytes."""
     return (
         weights_bytes(model)
         + copied_layers_bytes(model)
@@ -189,7 +191,7 @@ def _bytes_with_activations(model: ResolvedModel, tokens: int) -> int:
 
 
 def _values_of_a_layer(model: ResolvedModel) -> int:
-    """Return the number of values per token that the recomputation of a layer stores on one device."""
+    """Estimate the number of values per token that the recomputation of a layer stores on one device."""
     config = model.config
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared

@@ -1,8 +1,8 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
-The training programs are compiled, and XLA reports their memory for the model family, mesh and remat policy
-of the server. When the server starts later, it reads the programs from the persistent compilation cache. The
-plan and the server both divide the memory with `memory_division.divide_memory`.
+Training programs are compiled, and XLA reports the memory that they need for the model, the mesh and the
+`Remat` of the server. When the server starts later, it reads the programs from the persistent compilation
+cache. The plan and the server both divide the memory with `memory_division.divide_memory`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class MemoryPlan:
 
 
 def plan_memory(settings: EngineOptions) -> MemoryPlan:
-    """Return the plan of an executor. Compiles training programs, but loads no weights."""
+    """Return the plan of a server with these options. Compiles training programs, but loads no weights."""
     use_compilation_cache(settings)
     available = device_memory.free_bytes(settings)
     model = fitting_model(settings, available)
     division, longest = divide_memory(model, available), model.train_shapes.shapes[-1]
     # Without a GPU, the plan shows the requested cache even if the cache does not fit into memory. A server
-    # that starts on this machine has fewer slots in this case.
+    # that starts on this machine has fewer slots in this case, or it refuses to start.
     cache = fitting_cache(model, division.cache_bytes) if on_gpu() else requested_cache(model)
     training_bytes = division.training_bytes or temporary_bytes(
         model, longest, division.remat(longest.length)

@@ -38,7 +38,8 @@ DEFAULT_LIMITS = (
     Limits(max_models=1, max_loras=2, max_context_length=8_192),
     Limits(max_models=1, max_loras=2, max_context_length=4_096),
 )
-"""Default limits, largest first. A CPU uses the first entry, a GPU the first that fits into its memory."""
+"""Default limits, largest first. A CPU uses the first entry. A GPU uses the first entry that fits into its
+memory, or the last entry if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,10 @@
-"""The adapters of the external sampler. The operation `SaveSampler` writes a snapshot in PEFT format. The
-external sampler loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
-unloaded or lost in the meantime, the next sample loads it again. The adapter of a checkpoint that an earlier
-process saved is written and loaded for the first sample that uses the checkpoint."""
+"""The adapters of the external sampler.
+
+The operation `SaveSampler` writes a snapshot in PEFT format. The external sampler loads the adapter at once
+and unloads it when the snapshot is dropped. If the adapter was unloaded or lost in the meantime, the next
+sample loads it again. If a checkpoint has no adapter in PEFT format on disk, for example because an earlier
+process saved it, the adapter is written and loaded before the next sample that uses the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Number of compared tokens whose logprobs agree. The key is True for samples whose temperature scales the
-logits (any temperature except 0 and 1), and False for all other samples."""
+"""Number of tokens whose logprobs were compared and accepted. The key is True for samples whose temperature
+scales the logits (any temperature except 0 and 1), and False for all other samples."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -39,6 +42,12 @@ class ExternalAdapter:
     loaded: asyncio.Task[str] | None = None  # returns the name of the loaded adapter; None: not loaded
     users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use the snapshot
     agreed: AgreedTokens = field(default_factory=Counter)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last attempt to load the adapter has failed."""
+        loaded = self.loaded
+        return loaded is not None and loaded.done() and (loaded.cancelled() or loaded.exception() is not None)
 
 
 class ExternalAdapters:
@@ -67,7 +76,9 @@ class ExternalAdapters:
 
     @property
     def num_loaded(self) -> int:
-        return sum(adapter.loaded is not None for adapter in self._adapters.values())
+        return sum(
+            adapter.loaded is not None and not adapter.has_failed for adapter in self._adapters.values()
+        )
 
     def new_directory(self) -> Path:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
@@ -80,7 +91,8 @@ class ExternalAdapters:
         self.load(self._adapters[weights])
 
     def use(self, weights: str) -> ExternalAdapter:
-        """Return a snapshot and mark it as most recently used. Raise NotFoundError if it does not exist."""
+        """Return a snapshot and mark it as most recently used. Raise NotFoundError if the snapshot is not a
+        checkpoint and does not exist. A missing checkpoint is reported when its adapter is loaded."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
@@ -98,9 +110,7 @@ class ExternalAdapters:
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
         """Return the task that loads an adapter. Start a new task if there is none or the last one failed."""
-        if adapter.loaded is None or (
-            adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
-        ):
+        if adapter.loaded is None or adapter.has_failed:
             adapter.loaded = self._tasks.run(self._load(adapter))
         return adapter.loaded
 
@@ -135,7 +145,7 @@ class ExternalAdapters:
         unused = [
             adapter
             for adapter in self._adapters.values()
-            if adapter.loaded and adapter.loaded.done() and not adapter.users
+            if adapter.loaded and adapter.loaded.done() and not adapter.has_failed and not adapter.users
         ]
         for adapter in unused[: max(0, self.num_loaded - self._max_loaded)]:
             if is_on_disk(adapter.weights):

@@ -26,8 +26,8 @@ class LogprobDiff:
 
     num_tokens: int
     absolute: float  # the sum of |ours - theirs|
-    # the sum of r - 1 - log r with r = exp(ours - theirs): an unbiased, never negative estimate of
-    # KL(theirs || ours) (Schulman 2020)
+    # the sum of r - 1 - log r with r = exp(ours - theirs): a never negative estimate of KL(theirs || ours),
+    # unbiased for samples at temperature 1 without top-k and top-p (Schulman 2020)
     kl: float
     largest: float  # the maximum of |ours - theirs|
 
@@ -66,7 +66,7 @@ class LogprobMismatch:
 
     def add(self, diff: LogprobDiff) -> None:
         """Add a comparison. Warn if the mean difference over the last WINDOW comparisons is above the limit,
-        but only once in WINDOW comparisons."""
+        but not before MIN_SAMPLES comparisons and at most once in WINDOW comparisons."""
         self._recent.append(diff)
         self._tokens += diff.num_tokens
         self._since_warning += 1

@@ -45,8 +45,8 @@ from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_s
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 MIN_AGREED_TOKENS = 16
-"""After the logprobs of this number of tokens of a snapshot, or of the base model, have been compared and
-accepted, samples are returned without a prior comparison."""
+"""The number of tokens of a snapshot, or of the base model, whose logprobs must be compared and accepted
+before samples are returned without a prior comparison. See `_check`."""
 
 
 class ExternalSampling:
@@ -220,8 +220,9 @@ class ExternalSampling:
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Until MIN_AGREED_TOKENS tokens of the snapshot agree, compare the longest sample of each request
-        before the request is answered. In the background, compare the fraction `sampler_check` of samples.
+        """Until MIN_AGREED_TOKENS tokens of the snapshot or of the base model are accepted, compare the
+        longest sample of each request before the reply. In the background, compare the fraction
+        `sampler_check` of all samples.
 
         With wrong settings, the external sampler may return correct logprobs at temperature 0 or 1 and wrong
         logprobs at other temperatures. Samples of these two kinds are therefore counted separately.
@@ -245,7 +246,7 @@ class ExternalSampling:
             return 0
         if self._mismatch.is_other_model(diff):
             raise SamplerError(
-                f"the sampler at {self._server.url} is not used: its logprobs of "
+                f"a reply of the sampler at {self._server.url} was refused: its logprobs of "
                 f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per "
                 "token. The sampler runs another base model, does not apply the adapter, or returns "
                 "logprobs to which the temperature was applied; start it as in docs/external-sampler.md"

@@ -1,5 +1,5 @@
-"""The connection to the external sampler, a vLLM or SGLang server: identifies the server, loads adapters and
-requests samples."""
+"""The connection to the external sampler, a vLLM or SGLang server: identifies the external sampler, loads
+adapters and requests samples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ExternalServer:
         self._client = client
 
     async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
-        """Return samples. Raise AdapterLostError if `adapter` is not loaded, and SamplerError if the server
-        cannot be reached, refuses the request or sends an invalid reply."""
+        """Return samples. Raise AdapterLostError if `adapter` is not loaded, and SamplerError if the external
+        sampler cannot be reached, refuses the request or sends an invalid reply."""
         path, body = self.dialect.request(request, adapter or self._model, adapter)
         response = await self._client.send("POST", path, body)
         if response.is_client_error and adapter is not None and adapter not in await self._client.served():
@@ -48,7 +48,7 @@ class ExternalServer:
 
     async def load(self, directory: Path) -> str:
         """Load an adapter in PEFT format from `directory` under a new name, and return this name. Raise
-        SamplerError if the server does not load the adapter."""
+        SamplerError if the external sampler does not load the adapter."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
         response = await self._client.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
@@ -112,7 +112,7 @@ async def connect(
     """Connect to the external sampler. Raise ConfigError if it does not answer, is of an unknown kind, serves
     another model or cannot load adapters at run time.
 
-    Unload the adapters whose files are in the directory `adapters`, because only an earlier run of
+    Unload the adapters whose files are in the directory `adapters`, because only an earlier process of
     skyrl_tx_server can have loaded them.
     """
     assert options.sampler_url is not None, "there is no external sampler to connect to"

@@ -57,7 +57,7 @@ class Dialect(Protocol):
     needs: str  # environment variable and option with which the external sampler must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """Whether the external sampler can apply these settings exactly."""
+        """Return whether the external sampler can apply these settings exactly."""
         ...
 
     def request(

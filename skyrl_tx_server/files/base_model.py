@@ -1,4 +1,4 @@
-"""Reads the directory of a base model: its tensors as numpy arrays, and a fingerprint for checkpoints."""
+"""Reads the tensors of a base model as numpy arrays, and computes the fingerprint that checkpoints store."""
 
 from __future__ import annotations
 

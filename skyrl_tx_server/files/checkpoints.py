@@ -9,7 +9,7 @@ symbolic links below the root are refused.
 The name of the arrays file contains the generation of the checkpoint: 32 random hex digits. Derived files
 (see `derived`) belong to one generation, so they never come from an earlier save.
 
-This file is long because saving, listing and deleting follow one order of file operations.
+This file is long because saving, reading and deleting depend on the same order of file operations.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class MakeFiles(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one base model below one directory. A view, which `for_tenant` returns, contains
-    only the checkpoints that a tenant may access."""
+    """The checkpoints below one directory. Only the arrays of checkpoints of one base model can be read. A
+    view, which `for_tenant` returns, contains only the checkpoints that a tenant may access."""
 
     def __init__(
         self,
@@ -246,7 +246,8 @@ class CheckpointStore:
             return checkpoint_info(path, record)
 
     def _remove_others(self, directory: Path, keep: Iterable[str]) -> None:
-        """Remove replaced arrays, their derived files, and the files of an interrupted write."""
+        """Remove all files except `keep`: replaced arrays with their derived files, and the files of an
+        interrupted write."""
         for leftover in directory.iterdir():
             if leftover.name in keep:
                 continue
@@ -285,7 +286,7 @@ class CheckpointStore:
     def delete(self, path: str, *, only: str | None = None) -> str | None:
         """Delete the checkpoint atomically and return its generation.
 
-        If the checkpoint has another generation than `only`, delete nothing and return None.
+        If `only` is not None and the checkpoint has another generation, delete nothing and return None.
         """
         self._check_own(path)
         with _WRITE_LOCK:
@@ -312,7 +313,9 @@ class CheckpointStore:
 
     def _check_inside(self, path: str, file: Path) -> None:
         """Raise UserError if `file` is reached through a symbolic link below the root."""
-        if file.resolve() != self.root.resolve() / file.relative_to(self.root):
+        inside = self.root.resolve() / file.relative_to(self.root)
+        # Unlike Path.resolve, os.path.realpath raises no exception for a link that refers to itself.
+        if file.is_symlink() or os.path.realpath(file) != str(inside):
             raise UserError(
                 f"checkpoint {path} is refused: {file} is reached through a symbolic link; copy the "
                 "directory instead"

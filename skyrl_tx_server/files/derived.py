@@ -75,7 +75,8 @@ class DerivedFiles:
         return True
 
     def sweep(self, unused_for_s: float) -> None:
-        """Remove files that were not used for `unused_for_s` seconds."""
+        """Remove generations that were not used for `unused_for_s` seconds, and temporary files of this
+        age."""
         oldest = time.time() - unused_for_s
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:

@@ -80,7 +80,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)
-    return jnp.minimum(first, scores.shape[-1] - 1)  # keeps the index valid if all scores are NaN
+    return jnp.minimum(first, scores.shape[-1] - 1)  # keeps the index valid if a score is NaN
 
 
 def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int) -> jax.Array:

@@ -32,8 +32,8 @@ from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 MAX_LOG_RATIO = 80.0
-"""The upper limit of log-ratios. The exponential of a larger value could overflow float32, and an infinite
-ratio times a zero advantage is NaN."""
+"""The upper limit of log-ratios in exponentials. A larger value could overflow float32, and an infinite ratio
+times a zero advantage is NaN."""
 
 jax.tree_util.register_dataclass(
     LossSettings, data_fields=[field.name for field in fields(LossSettings)], meta_fields=[]

@@ -1,9 +1,10 @@
-"""Packs training data into batches of token streams. Sequences with a common prefix share the tokens of this
-prefix. All arrays are in host memory.
+"""Packs training data into micro-batches of token streams. Sequences with a common prefix can share the
+tokens of this prefix. All arrays are in host memory.
 
 A stream is a forest of prefix trees in depth-first order: the shared prefix of two sequences occurs once, and
 only the other tokens of the second sequence follow. A token attends to itself and to the earlier tokens whose
-subtree contains it. The subtree of token j ends before index `subtree_end[j]`. Example with the prefix `a b`:
+subtree contains it. The subtree of token j ends before index `subtree_end[j]`. For example, if
+`prefix_trees.MIN_SHARED` were 2, the prefix `a b` would be shared:
 
     data    a b c d        stream       a b c d e f | x y z | . .
             a b e f        positions    0 1 2 3 2 3 | 0 1 2 | . .
@@ -50,7 +51,7 @@ class MicroBatch:
 
 
 def dummy_batch(shape: BucketShape) -> TrainBatch:
-    """Return a batch of this shape, for compilation."""
+    """Return the arrays of a micro-batch of this shape, for compilation."""
     tokens = np.zeros(shape.length, np.int32)
     datum = TrainDatum(tokens=tokens, target_tokens=tokens)
     (packed,) = pack([datum], [np.ones(shape.length, bool)], BucketShapes(shapes=(shape,), budget=shape))
@@ -58,8 +59,8 @@ def dummy_batch(shape: BucketShape) -> TrainBatch:
 
 
 def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes) -> list[MicroBatch]:
-    """Pack validated data into batches with little padding. `trained` has one array [N] bool per datum, True
-    at positions with a gradient."""
+    """Pack validated data into micro-batches with little padding. `trained` has one array [N] bool per datum,
+    True at positions with a gradient."""
     num_targets = _num_targets(data)
     streams_by_shape = plan_streams(data, trained, shapes, num_targets=num_targets or 1)
     return [
@@ -70,8 +71,8 @@ def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: Buck
 
 
 def unpack(batches: Sequence[MicroBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Convert one array per batch, in the shape of the batch's targets, to one array per datum, in the shape
-    of the datum's targets. The datums have the order in which `pack` received them."""
+    """Convert one array per micro-batch, in the shape of its targets, to one array per datum, in the shape of
+    the datum's targets. The datums have the order in which `pack` received them."""
     by_datum = {
         span.datum: _cut_targets(array[span.stream, span.loss_positions], span.num_targets)
         for batch, array in zip(batches, values, strict=True)
@@ -81,14 +82,14 @@ def unpack(batches: Sequence[MicroBatch], values: Sequence[np.ndarray]) -> tuple
 
 
 def _num_targets(data: Sequence[TrainDatum]) -> int | None:
-    """Return the number of targets per position of the batch, rounded up to a power of two, because each
-    number needs a compiled program. None: no datum has a target axis."""
+    """Return the number of targets per position in the arrays: the maximum over the data, rounded up to a
+    power of two, because each number needs a compiled program. None: no datum has a target axis."""
     widths = [datum.target_tokens.shape[1] for datum in data if datum.target_tokens.ndim > 1]
     return 1 << (max(widths) - 1).bit_length() if widths else None
 
 
 def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
-    """Convert values in the shape of the batch's targets, [N] or [N, K], to that of the datum's targets."""
+    """Convert the values of one datum, [N] or [N, K], to the shape of the datum's targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if num_targets is None else values[:, :num_targets]

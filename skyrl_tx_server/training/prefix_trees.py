@@ -11,7 +11,7 @@ import numpy as np
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.model.shapes import BucketShape, BucketShapes, common_length
 
-MIN_FILL = 0.75  # minimum filled fraction of a batch and of each stream, if a shape allows it
+MIN_FILL = 0.75  # minimum filled fraction of a micro-batch and of each stream (see `_fill_streams`)
 MIN_SHARED = 16  # minimum number of tokens of a shared prefix
 
 
@@ -149,10 +149,10 @@ def _fill_streams(
     """Distribute trees over streams, and yield (shape, stream).
 
     A shape is usable if each tree fits into one of its streams. Choose the longest usable shape, up to
-    `limit`, for which the trees fill at least MIN_FILL of one batch. Yield the streams that are filled to
-    MIN_FILL, and repeat these steps with the trees of the other streams. If no stream is filled to MIN_FILL,
-    yield all streams. If the trees are too few for every usable shape up to `limit`, distribute them over
-    streams of the shortest usable shape, and yield all streams.
+    `limit`, for which the trees fill at least MIN_FILL of one micro-batch. Yield the streams that are filled
+    to MIN_FILL, and repeat these steps with the trees of the other streams. If no stream is filled to
+    MIN_FILL, yield all streams. If the trees have too few tokens for every usable shape up to `limit`,
+    distribute them over streams of the shortest usable shape, and yield all streams.
     """
     while trees:
         total = sum(tree.tokens for tree in trees)
@@ -180,7 +180,7 @@ def _by_shape(streams: Iterable[tuple[BucketShape, PrefixTree]]) -> dict[BucketS
 
 
 def _computed_tokens(streams: Mapping[BucketShape, Sequence[PrefixTree]]) -> int:
-    """Return the number of tokens in the batches, including padding."""
+    """Return the number of tokens in the micro-batches, including padding."""
     return sum(-(-len(planned) // shape.streams) * shape.tokens for shape, planned in streams.items())
 
 

@@ -1,4 +1,4 @@
-"""The arguments of the training programs, in host memory or on the device."""
+"""The batch argument of the training programs, in host memory or on the device."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `forward` and `forward_backward` are compiled once for each pair of a training shape and a number of targets
 per position. `adam_step` is compiled once. Other losses, loss settings, adapter ranks or optimizer settings
 need no further compilation. Pass the batch, the loss and the optimizer settings as numpy arrays in host
-memory.
+memory, because committed device arrays would compile the programs again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def forward_backward(
     Tinker defines them.
 
     No argument is donated, because a model keeps its `grad_sum` if the operation fails, and because the
-    initial `grad_sum` is one array of zeros that all models share.
+    initial `grad_sum` is one adapter of zeros that all models share.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:

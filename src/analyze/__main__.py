@@ -20,7 +20,7 @@ TITLE = [
     "python -m src.analyze runs=RUN,OTHER_RUN",
     "",
     "Write the analysis of one run, or of several runs and their comparison, to a Markdown file. With task=,",
-    "print the conversations of the trials of that task.",
+    "print the conversations of the matching held-out tasks instead.",
 ]
 
 

@@ -43,7 +43,7 @@ COMPARED_METRICS = (
     "time/update",
     "time/total",
 )
-# Options that name a run, a project or a folder. Their differences do not affect the training.
+# Options that name a run, a project or an output folder. Their differences do not affect the training.
 NAMING_OPTIONS = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}
 
 
@@ -88,14 +88,18 @@ def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
 
 
 def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
-    """Return one line with the options whose values differ between the runs."""
+    """Return one line with the options whose values differ between the runs, without NAMING_OPTIONS."""
     names = [name for name in {**first.options, **second.options} if name not in NAMING_OPTIONS]
     differing = [
         f"`{name}={first.options.get(name)}` and `{second.options.get(name)}`"
         for name in names
         if first.options.get(name) != second.options.get(name)
     ]
-    return f"Options that differ: {'; '.join(differing)}." if differing else "The options are equal."
+    return (
+        f"Options that differ: {'; '.join(differing)}."
+        if differing
+        else "The options are equal, except for names and folders."
+    )
 
 
 def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The trials of one held-out task as text: the result and all messages of each trial."""
+"""The trials of held-out tasks as text: the result and all messages of each trial."""
 
 from __future__ import annotations
 

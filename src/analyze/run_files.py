@@ -2,8 +2,9 @@
 
 The dumps may also come from SkyRL, whose dumps have fewer fields. A folder has one of these layouts:
 
-    RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   a run folder, or its export_path
-    FOLDER/global_step_<N>/<environment>.jsonl                   dumps from an object store
+    RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   RUN is a run folder or an `export_path`
+    FOLDER/global_step_<N>/<environment>.jsonl                   a copy of dumps in an object store, from
+                                                                 `upload_url` or from SkyRL
 """
 
 from __future__ import annotations

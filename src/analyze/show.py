@@ -8,8 +8,8 @@ show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantag
 show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
 
 `show RUN TRIAL` without a STEP prints the latest trial of this name, and a line that lists the steps and
-evaluations of the others. Several trials can have one name, because a task that is not a Harbor task has the
-same trial names in every evaluation.
+evaluations of its other trials. Several trials can have one name, because a task that is not a Harbor task
+has the same trial names in every evaluation.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def help_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """Return the trainer's help: its options, or those that contain `words`, with types and defaults."""
+    """Return the trainer's help: its options, or those that match `words`, with types and defaults."""
     title = [
         "python -m src.train key=value ...",
         "",
@@ -179,7 +179,7 @@ def print_help(text: str) -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the option that a mistyped name most likely means.
+    """Return the option that a mistyped name most likely means; None if no option is similar.
 
     A name that contains a word for held-out data never gives an option that selects training tasks.
 

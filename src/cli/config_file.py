@@ -23,9 +23,9 @@ CONFIG = "config="
 
 
 def with_config_files(argv: Sequence[str]) -> list[str]:
-    """Replace `config=FILE` by the options of the file. Other arguments take precedence over them.
+    """Return the options of all `config=FILE` arguments, and then the other arguments, which take precedence.
 
-    Raises ConfigError, with the line number if it is known, for a file that is not a mapping of options.
+    Raises ConfigError for a file that cannot be read or is not a mapping of options.
     """
     from_files = [
         option

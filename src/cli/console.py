@@ -63,8 +63,9 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """Print one line: task, solved trials, turns, time and failures. The mean reward is printed too if a
-        reward is neither 0 nor 1.
+        """Print the result of a group: task, solved trials, turns, time and failures.
+
+        The mean reward is printed too if a reward is neither 0 nor 1. `_show_first_failures` adds lines.
         """
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
@@ -136,7 +137,8 @@ class Display:
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print `content`.
 
-        After an error nothing more is printed, because the run's folder contains the same information.
+        If the output cannot be written, nothing more is printed. The run folder contains the same
+        information.
         """
         try:
             # Emoji codes are not replaced, because a model id may contain `:train:`.
@@ -160,7 +162,7 @@ class Terminal(Console):
 
 
 def terminal() -> Console:
-    """Return standard output. In a pipe, its width is PIPE_WIDTH, which is enough for the tables."""
+    """Return standard output. If it is not a terminal, the width is PIPE_WIDTH, in which the tables fit."""
     return Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 

@@ -17,11 +17,12 @@ def run_program(
     *,
     label: str = "error",
 ) -> int:
-    """Run the program and return its exit status, which is the result of `run(argv)`.
+    """Run the program and return its exit status, which is the result of `run(argv)` if `run` ends normally.
 
     If `argv` requests help, the text that `help_of` returns for the words in `argv` is printed, and the exit
-    status is 0. A TrainerError is printed as one line that starts with `label`. If TRAINER_DEBUG is set, the
-    error is raised instead, and Python prints the traceback.
+    status is 0. A TrainerError is printed as one line that starts with `label`, and its `exit_status` is
+    returned. If TRAINER_DEBUG is set, the error is raised instead, and Python prints the traceback. The exit
+    status after a KeyboardInterrupt is INTERRUPTED.
     """
     if (words := help_words(argv)) is not None:
         print_help(help_of(words))

@@ -33,7 +33,7 @@ def program_of(run: str) -> str:
 
 
 def server_folder_of(run: str) -> Path | None:
-    """Return the folder of the server that the launcher started for a run; None if there is no such server.
+    """Return the folder of the server that the launcher started for a run; None if there is no such folder.
 
     The fine-tuning of a quick start, whose run folder is RUN.sft, uses the server of the RL run RUN.
     """
@@ -48,7 +48,8 @@ def server_folder_of(run: str) -> Path | None:
 def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that continue the run in the folder `run`.
 
-    `changes` are arguments that replace options of the run. Raises ConfigError if the folder has no run.
+    `changes` are arguments that replace options of the run. Raises ConfigError if the folder has no run or a
+    change is not `key=value`.
     """
     options = _saved(run)
     kind = SftConfig if SUPERVISED in options else TrainerConfig
@@ -68,7 +69,7 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
     The files are written to a new folder in `evaluations/` of the run, unless `changes` set `log_path` or
-    `logs_dir`. Raises ConfigError if the folder has no run of the trainer.
+    `logs_dir`. Raises ConfigError if the folder has no run of the trainer or a change is not `key=value`.
     """
     options = _saved(run)
     if SUPERVISED in options:
@@ -87,7 +88,7 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that chat with the last checkpoint of a run.
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
-    Raises ConfigError if the folder has no run.
+    Raises ConfigError if the folder has no run or a change is not `key=value`.
     """
     arguments = _changed(_shared_values(_saved(run), ChatConfig), ChatConfig)
     arguments |= {"checkpoint": str(Path(run).expanduser().resolve())} | _pairs(changes, "chat")

@@ -13,10 +13,11 @@ MAX_MESSAGE = 300  # characters
 
 
 def described(error: BaseException) -> str:
-    """Return type, message, file and line of an exception as one line.
+    """Return one line with the type of an exception, the start of its message, and its origin.
 
-    File and line are those of the innermost frame outside this package and installed libraries, or of the
-    innermost frame if there is no such frame.
+    The origin is the file, the line and the function of the innermost frame outside this package and
+    installed libraries, or of the innermost frame if there is no such frame. It is missing if the exception
+    has no traceback, as in the example.
 
     >>> described(ValueError("no such order"))
     'ValueError: no such order'

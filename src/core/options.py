@@ -116,7 +116,8 @@ class SeedOptions(Options):
 
     seed: int = chz.field(
         default=0,
-        doc="Seed of every sample and, in training, of the adapter and the task order",
+        doc="Seed of every sample and of environments; in training also of the adapter, the task order and "
+        "the choice of held-out tasks",
         validator=at_least(0),
     )
 

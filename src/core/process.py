@@ -58,7 +58,7 @@ async def run_until_signal(
     The first signal cancels `work`. If `work` still runs `stop_timeout_s` seconds later, it is cancelled
     again, which ends its clean-up. `say` prints a message for the user: `announcement` after the first
     signal, and a notice if `work` is cancelled again. The signal handlers are those of the module `signal`
-    and not of the event loop, so signals also work while the loop is blocked.
+    and not of the event loop, so a second signal ends the process even while the loop is blocked.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())
@@ -101,8 +101,10 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """Run `function` in a new daemon thread. Unlike a `to_thread` thread, it does not delay the process exit,
-    and a function that never returns occupies no thread of a pool. A StopIteration becomes a RuntimeError.
+    """Run `function` in a new daemon thread and return its result.
+
+    Unlike a thread of `asyncio.to_thread`, this thread does not delay the end of the process, and a function
+    that never returns occupies no thread of a pool. A StopIteration becomes a RuntimeError.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -151,7 +153,7 @@ async def deadline(seconds: float, error: type[TrainerError], message: str) -> A
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process after its threads and exit handlers have ended, or after `EXIT_S` if they do not end.
+    """End the process when its non-daemon threads and exit handlers have ended, or after `EXIT_S` seconds.
 
     The interpreter is not finalized. Before Python 3.14, finalization ends daemon threads by `pthread_exit`,
     which aborts the process (SIGABRT, without a message) if the thread of the tinker SDK runs code in Rust.

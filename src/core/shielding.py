@@ -37,7 +37,8 @@ async def to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
 
 
 async def run_to_its_end[T](work: Coroutine[object, object, T]) -> T:
-    """Finish `work` even if the caller is cancelled meanwhile, and raise CancelledError afterwards."""
+    """Finish `work` even if the caller is cancelled meanwhile. Return its result, or raise CancelledError if
+    the caller was cancelled."""
     completed = await to_its_end(work)
     if completed.is_stopped:
         raise asyncio.CancelledError

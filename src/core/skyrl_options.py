@@ -76,8 +76,8 @@ _SERVER_SIDE = "the server chooses it, not the client; remove it"
 NO_DROPOUT = "the Tinker API has no LoRA dropout; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# SkyRL's option or configuration group -> why it is refused. An option without an entry has the reason of the
-# innermost configuration group that has an entry.
+# SkyRL's option or configuration group -> why it is refused. An option without an entry has the reason of
+# `src.config.REFUSED` for the last part of its name, or else that of the innermost group that has an entry.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -160,7 +160,7 @@ def skyrl_name(name: str, option_names: Collection[str], refused: Collection[str
     """Return the full name of the SkyRL option that ends with `name`, or `name` itself if it begins with one
     of GROUPS.
 
-    Returns None if SkyRL has no such option, or if `name` is in `option_names` or in `refused`.
+    Returns None if NAMES has no such option, or if `name` is in `option_names` or in `refused`.
 
     >>> skyrl_name("eval_interval", (), ()), skyrl_name("seed", ("seed",), ())
     ('trainer.eval_interval', None)

@@ -13,11 +13,11 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # completion: a stop token; trajectory: the episode ended
     LENGTH = "length"  # completion: it was cut at max_tokens; trajectory: its last completion was cut
-    CONTEXT_LENGTH = "context_length"  # the next prompt exceeds the context
+    CONTEXT_LENGTH = "context_length"  # the next prompt exceeds max_input_length or fills context_limit
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"
     SESSION_CLOSED = "session_closed"  # the agent closed its terminal
-    TIMEOUT = "timeout"  # a call of the environment did not return
+    TIMEOUT = "timeout"  # a tool call of the agent exceeded its deadline
     FAILED = "failed"  # the trial could not be graded; failed_trial_reward is its reward
 
 
@@ -45,12 +45,12 @@ class FailureKind(StrEnum):
     SANDBOX = "sandbox"
     BACKEND = "backend"
     VERIFIER = "verifier"
-    TIMEOUT = "timeout"  # the trial reached its deadline, and no terminal agent had used most of the time
-    AGENT = "agent"
-    HARBOR = "harbor"
+    TIMEOUT = "timeout"  # the trial reached its deadline, and ZeroReason.TIMEOUT does not apply
+    AGENT = "agent"  # Harbor's agent failed or gave no answer
+    HARBOR = "harbor"  # Harbor failed before the setup of the sandbox, or the trial raised an exception
     ENV_INIT_FAILED = "env_init_failed"  # a message environment could not start
     ENV_SERVER = "env_server"  # the server of a message environment failed
-    ENV_ERROR = "env_error"  # a message environment failed during the episode
+    ENV_ERROR = "env_error"  # a message environment failed during the episode, but not because of an answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +117,12 @@ class TrialFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryGroup:
-    """All trials of one task for one training step."""
+    """All trials of one task in one training step or evaluation."""
 
     task: Task
     trajectories: list[Trajectory]
     failures: list[TrialFailure] = field(default_factory=list)
-    step: int = 0
+    step: int = 0  # the training step for which, or after which, the group was played
 
     @property
     def rewards(self) -> list[float]:

@@ -57,8 +57,8 @@ class DeadlineAware(Protocol):
     """A trial that can determine whether its agent caused the trial to exceed its deadline."""
 
     def timeout_result(self) -> Trajectory | None:
-        """Return a trajectory with the reward 0 and a graded-zero reason, or None if the agent used at most
-        half of the time of the trial. The timeout is then an infrastructure failure.
+        """Return a trajectory with the reward 0 and a graded-zero reason, or None if the timeout is an
+        infrastructure failure, because the agent gave no answer or used at most half of the trial's time.
 
         `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
         cancels `run`.

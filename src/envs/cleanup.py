@@ -17,8 +17,8 @@ from src.envs.sandbox.run_directory import live_run_labels, remove_ended_runs
 
 def clean() -> CleanupReport:
     """Remove the directories and Docker objects of ended runs."""
-    # List the live runs first. `remove_ended` also keeps the objects of a run that starts later, because the
-    # process of this run exists.
+    # A run that starts after this call is not in the set. `remove_ended` keeps its objects nevertheless,
+    # because its process exists.
     live_labels = live_run_labels()
     directories = [f"sandbox directory {label}" for label in remove_ended_runs()]
     report = remove_ended(keep=live_labels) if why_no_engine() is None else CleanupReport()

@@ -123,6 +123,16 @@ def test_a_symbolic_link_to_another_directory_is_not_used(tmp_path: Path, level:
     assert store.list() == [] and sorted(outside.rglob("*")) == files_before
 
 
+def test_a_symbolic_link_to_itself_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, "m")
+    save_version(store, GOOD, 1)
+    (tmp_path / "run/weights/bad").symlink_to("bad")
+    with pytest.raises(UserError, match="symbolic link"):
+        store.info(BAD)
+    store.remove_interrupted_writes(0)
+    assert [info.path for info in store.list()] == [GOOD]
+
+
 def test_a_root_that_is_a_symbolic_link_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "disk")

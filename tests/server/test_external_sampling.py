@@ -220,6 +220,19 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     foreign_dir.rmdir()
 
 
+async def test_an_adapter_that_failed_to_load_needs_no_room(
+    url: str, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
+) -> None:
+    async with connected(url, engine, checkpoints_dir, model_dir, max_adapters=2) as external:
+        await run_op(external, SaveSampler(model_id="m", weights="s1"))
+        await run_op(external, sample("s1"))
+        with pytest.raises(NotFoundError):
+            await run_op(external, sample("tinker://m/sampler_weights/absent"))
+        await run_op(external, SaveSampler(model_id="m", weights="s2"))
+        await run_op(external, sample("s2"))
+        assert len(sampler.adapters) == 2
+
+
 async def test_a_failed_duplicate_save_keeps_the_checkpoint(external: ExternalSampling) -> None:
     path = "tinker://m/sampler_weights/twice"
     saves = [external.submit(SaveSampler(model_id="m", weights=path)) for _ in range(2)]

@@ -106,13 +106,13 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
         (
             {"trials": [SOLVED] * 8 + [CUT] * 2},
             ProblemName.TRUNCATED,
-            "2 of the last 10 trials were cut by a length limit",
+            "2 of the last 10 graded trials were cut by a length limit",
             "resume {run} max_tokens=200",
         ),
         (
             {"trials": [SOLVED] * 8 + [CUT] * 2, "options": {"max_generate_length": 300}},
             ProblemName.TRUNCATED,
-            "2 of the last 10 trials were cut by a length limit",
+            "2 of the last 10 graded trials were cut by a length limit",
             "resume {run} max_generate_length=600",
         ),
         (

@@ -52,7 +52,8 @@ class DoctorConfig(Options):
 
 
 def findings_of(config: DoctorConfig) -> list[Finding]:
-    """Return the findings about the run or the machine. Raises ConfigError if there is no such run."""
+    """Return the findings about the run or the machine. Raises ConfigError if the run or the file
+    `server_log` does not exist."""
     if config.run is not None:
         return run_findings(CheckedRun(config.run, server_log=config.server_log))
     return machine_findings(config.skyrl_tx_url or os.environ.get("SKYRL_TX_URL"))

@@ -94,6 +94,6 @@ def server(url: str) -> Finding:
     except BackendError as error:
         return Finding(name="server", measured=str(error), command="scripts/start_skyrl_tx.sh MODEL")
     models = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
-    if isinstance(models, str):  # for example, it refuses the key
+    if isinstance(models, str):  # the reason, for example that the server refuses the key
         return Finding(name="server", measured=f"{url}: {models}", command="export TINKER_API_KEY=tml-...")
     return Finding(name="server", measured=f"ready at {url}")

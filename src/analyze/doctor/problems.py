@@ -1,4 +1,5 @@
-"""The problems that `agent-trainer doctor` looks for. docs/how-to/troubleshooting.md has the same table."""
+"""The problems that `agent-trainer doctor` looks for. docs/how-to/troubleshooting.md is generated from
+the table PROBLEMS."""
 
 from __future__ import annotations
 
@@ -56,14 +57,15 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.REWARD_FLAT: Problem(
         sign=f"the run has at least {MIN_STEPS} steps, and the mean of `env/all/reward/total` in the last "
         f"third of the steps is at most {NOISE_ERRORS:g} standard errors above the mean in the first third; "
-        f"the mean in the last third is also below {SATURATED:.0%} of the largest reward",
+        f"also, no reward is above 0, or the mean in the last third is below {SATURATED:.0%} of the largest "
+        "reward",
         meaning="The policy does not improve. Read some trials; if they are sound, the learning rate is too "
         "low.",
         command="agent-trainer resume {run} learning_rate={higher_rate}",
     ),
     ProblemName.GROUPS_ALIKE: Problem(
-        sign=f"`env/all/by_group/frac_mixed` is below {MIN_MIXED_GROUPS:.0%} over the last {RECENT_STEPS} "
-        "steps",
+        sign=f"the mean of `env/all/by_group/frac_mixed` over the last {RECENT_STEPS} steps is below "
+        f"{MIN_MIXED_GROUPS:.0%}",
         meaning="In most groups all rewards are equal, so these groups have zero advantages and train "
         "nothing: the tasks are too hard or too easy.",
         command="agent-trainer resume {run} {more_mixed_groups}",
@@ -88,11 +90,12 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.TRUNCATED: Problem(
         sign=f"more than {MAX_TRUNCATED:.0%} of the graded trials of the last {RECENT_STEPS} steps ended "
         "with the stop reason `length` or `context_length`",
-        meaning="Answers are cut at `max_tokens` or at the context before they are complete.",
+        meaning="Answers are cut at `max_tokens`, or trials end early at the context limit.",
         command="agent-trainer resume {run} {more_tokens}",
     ),
     ProblemName.FAILURES: Problem(
-        sign=f"more than {MAX_FAILED:.0%} of the trials could not be graded",
+        sign=f"more than {MAX_FAILED:.0%} of the training trials of the finished steps could not be graded; "
+        "or all of them were graded, and the run ended because too many later trials could not be graded",
         meaning="The sandbox, verifier, environment or server fails, and the groups lose trials.",
         command="agent-trainer show {run} {trial}",
     ),

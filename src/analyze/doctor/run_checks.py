@@ -1,5 +1,5 @@
-"""Checks of a run. They read its config.json, metrics.jsonl, journal, rollouts/ and logs.log, and the
-log of its server.
+"""Checks of a run. They read its config.json, metrics.jsonl, journal, rollouts/ and logs.log, and the log and
+the server.json of its server.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def truncated(run: CheckedRun) -> Finding:
     if not graded:
         return Finding(name="answers", measured="no graded trial yet")
     num_cut = sum(line.get("stop_reason") in CUT for line in graded)
-    measured = f"{num_cut} of the last {len(graded)} trials were cut by a length limit"
+    measured = f"{num_cut} of the last {len(graded)} graded trials were cut by a length limit"
     if num_cut <= MAX_TRUNCATED * len(graded):
         return Finding(name="answers", measured=measured)
     # max_generate_length takes precedence over max_tokens.
@@ -185,7 +185,8 @@ def truncated(run: CheckedRun) -> Finding:
 
 
 def failures(run: CheckedRun) -> Finding:
-    """Compare the share of ungraded trials with MAX_FAILED."""
+    """Compare the share of ungraded trials with MAX_FAILED. If no finished step has an ungraded trial, check
+    that the run did not end because of ungraded trials."""
     ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
     end = last_end(run.path)
     if end is not None and end.state == RunState.TOO_MANY_FAILURES and not ungraded:

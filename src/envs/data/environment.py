@@ -27,7 +27,7 @@ from src.policy.chat import Chat, Message
 logger = logging.getLogger(__name__)
 
 RETRY_MESSAGE = "That is not correct. Try again."
-SOLVED = 1.0  # after an answer with at least this reward there is no further answer
+SOLVED = 1.0  # RETRY_MESSAGE is not the reply to an answer with at least this reward
 FORMER_MAX_ANSWERS = "attempts"  # former name of the option max_answers; accepted for one release
 
 
@@ -37,7 +37,8 @@ class DataEnv:
     The agent answers the opening messages and each follow-up message. Only the answer to the last of these
     messages is graded. With `max_answers` above 1, RETRY_MESSAGE is the reply to a graded answer with a
     reward below 1, and only the reward of the last answer counts. If the reward function returns a message,
-    the agent answers this message, and both rewards are added.
+    the agent answers this message, and the rewards of both answers are added. `max_answers` does not count
+    the answer to which the message is the reply.
     """
 
     def __init__(self, question: Question, reward: Reward, *, system: str = "", max_answers: int = 1) -> None:
@@ -87,7 +88,8 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def check_data(config: EnvironmentOptions) -> None:
-    """Raise ConfigError for files and options with which `open_data` would fail. Needs no server."""
+    """Raise ConfigError for unknown settings in `environment_kwargs`, and for files and options with which
+    `open_data` would fail. Needs no server."""
     options = config.environment_options
     if unknown := options.keys() - {"question", "answer", "system", "max_answers", FORMER_MAX_ANSWERS}:
         raise ConfigError(

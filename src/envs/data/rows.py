@@ -34,10 +34,10 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The columns that the user selects. For None, the first default column that the row has is used."""
+    """The columns that the user selects."""
 
-    question: str | None = None
-    answer: str | None = None
+    question: str | None = None  # None: the first of QUESTION_COLUMNS that the row has
+    answer: str | None = None  # None: the first value of ANSWER_COLUMNS and NESTED_ANSWERS that is not null
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,13 @@ class Question:
 
 
 def read_questions(path: Path, columns: Columns) -> list[Question]:
-    """Read the questions of a file. Raises ConfigError with file and line if a row has no question."""
+    """Read the questions of a file. Raises the errors of `read_records` and `question_of`."""
     return [question_of(record, columns) for record in read_records(path)]
 
 
 def question_of(record: Record, columns: Columns) -> Question:
-    """Return the question of a row.
+    """Return the question of a row. Raises ConfigError with file and line if the row has no valid question or
+    lacks a column of `columns`.
 
     >>> row = Record(values={"question": "6 * 7?", "answer": "42"}, number=1, where="a.jsonl:1")
     >>> question = question_of(row, Columns())
