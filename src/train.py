@@ -1,6 +1,6 @@
 """The trainer as a command, `python -m src.train key=value ...`, and as the function `train`.
 
-Exit status of the command: 0, 1 (failed), 2 (invalid options), 130 (interrupted).
+Exit status of the command: 0 (finished), 1 (failed), 2 (invalid option, file or task), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) 
     """Run the training to its end and return its result.
 
     `events` receives the progress; None: it is shown in the terminal. Like the command, the function reads
-    `.env` and sets unset environment variables of libraries. Cancel the call to stop the run with a
-    checkpoint. Raises TrainerError for every error that the user can fix.
+    `.env` and sets unset environment variables of libraries. Cancel the call to save a checkpoint and stop
+    the run. Raises TrainerError for every error that the user can fix.
     """
     load_environment([f"backend={config.backend}"])
     # These imports take seconds. They come late so that --help and errors in options appear at once.
@@ -58,7 +58,7 @@ def read_result(folder: str | Path) -> RunResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the trainer and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
+    """Run the trainer and return its exit status. With TRAINER_DEBUG=1, errors are shown with tracebacks."""
     return run_program(argv, _run, help_text)
 
 

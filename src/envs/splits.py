@@ -18,7 +18,7 @@ def hold_out(
     Tasks whose ids match one of `patterns` (ids or globs) are held out. Without patterns, a random `fraction`
     of the tasks is held out, at least one if there are several tasks and `fraction` is positive.
 
-    Raises ConfigError if a pattern matches no task or if no training task is left.
+    Raises ConfigError if there are no tasks, if a pattern matches no task, or if no training task is left.
     """
     if not tasks:
         raise ConfigError("the environment has no tasks; correct the options that select them")
@@ -56,7 +56,9 @@ def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:
-    """Raise ConfigError if two tasks share an id. Groups, journal and metrics identify a task by its id."""
+    """Raise ConfigError if two tasks share an id. Groups, the journal and the rollout store identify a task
+    by its id.
+    """
     seen: dict[str, Task] = {}
     for task in tasks:
         if task.id in seen:

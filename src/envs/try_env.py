@@ -4,11 +4,13 @@ The command prints each conversation with its reward, and then the pass rate. Th
 source of the answers:
 
     policy=model     a model of a Tinker or an OpenAI-compatible endpoint; the default with model_name
-    policy=typed     the user, at the terminal; the default at a terminal without answers=
-    policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
+    policy=typed     the user; the default at a terminal without model_name and answers=
+    policy=scripted  the lines of answers=FILE or, with data=, the reference answers; otherwise the default
 
-Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each graded trial),
-2 (wrong options, or no server at the default address), 130 (interrupted).
+Only policy=model needs a server for the answers.
+
+Exit status: 0, 1 (the connection to the model failed, no trial could be graded, or the environment raised an
+error in each graded trial), 2 (wrong options, or no server at the default address), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
     )
     checkpoint: str | None = chz.field(
-        default=None, doc="tinker:// path of a sampler checkpoint, or a run folder; None: base model"
+        default=None,
+        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
     base_url: str | None = chz.field(
         default=None, doc="OpenAI-compatible endpoint in place of a Tinker endpoint; key: OPENAI_API_KEY"
@@ -274,7 +277,11 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
 
 
 def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table | Text]:
-    """Return a table with one row per task, and lines with the pass rate of all trials."""
+    """Return a table with one row per task, and a line with the pass rate of all graded trials.
+
+    With policy=model and several trials per task, a further line has the number of tasks whose trials have
+    different rewards.
+    """
     table = Table(box=None, padding=(0, 1))
     for heading in ("task", "solved", "rewards", "not graded"):
         table.add_column(heading, no_wrap=heading == "task")

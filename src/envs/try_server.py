@@ -18,8 +18,8 @@ LOCAL_SERVER = "http://localhost:8000"
 
 
 def with_backend(argv: Sequence[str]) -> list[str]:
-    """Add backend=skyrl-tx if a model gives the answers, no option names a backend or an endpoint, and no
-    valid key for the Tinker cloud is set."""
+    """Add backend=skyrl-tx if a model gives the answers, no option names a backend or an endpoint, and there
+    is neither a valid key nor a stored credential for the Tinker cloud."""
     values = values_of(argv)
     if not _has_model(values) or values.keys() & {"backend", "skyrl_tx_url", "tinker_base_url"}:
         return list(argv)

@@ -4,12 +4,13 @@ task.
 Each task is played without a model: its own solution must get the reward 1, and an agent that does nothing
 must get the reward 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task
 gives no training signal or a wrong one. A task that has no solution and passes the other check is counted
-separately. The command prints one line per task. The exit status is 1 if a task is unsound, and 2 for wrong
-options, or if the folder has no valid tasks.
+separately. The command prints one line per task. The exit status is 1 if a task is unsound. It is 2 for
+wrong options, if a task folder is invalid, or if there are no task folders.
 
 The solution is graded in a fresh environment and in place (in the environment where it ran). If both rewards
 agree, or if grading in place gives no reward, the trainer grades the task in a fresh environment. Otherwise
-the trainer grades the task in place. `grading.json` in tasks_dir records the grading method.
+the trainer grades the task in place, and keeps the agent's processes only if the reward depends on them.
+`grading.json` in tasks_dir records the grading method of each task whose checks both gave a reward.
 `environment_kwargs=grading=fresh` or `grading=in_place` tests and records one method only.
 """
 

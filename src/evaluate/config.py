@@ -18,12 +18,13 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 
     model_name: str = chz.field(doc="Model as the server or the endpoint names it")
     tasks: list[str] | None = chz.field(
-        default=None, doc="Only these tasks, as ids or globs; None: all tasks, including held-out tasks"
+        default=None,
+        doc="Ids or globs of the tasks to evaluate; None: all tasks or, with held_out_of, all held-out tasks",
     )
     train_data: str | None = chz.field(
         default=None,
-        doc="Training tasks, which must not be evaluated: a run folder or a folder of tasks; None: the "
-        "value of the option checkpoint, if it is a run folder",
+        doc="Training tasks, which must not be evaluated: a run folder or a folder of Harbor tasks; None: "
+        "the value of the option checkpoint, if it is a run folder",
     )
     checkpoint: str | None = chz.field(
         default=None,
@@ -38,7 +39,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     compare_with: str | None = chz.field(
         default=None,
-        doc="Compare task by task with the folder of another evaluation, a checkpoint, or base (base model)",
+        doc="Compare task by task with the folder of another evaluation, a checkpoint, or base (base model); "
+        "the difference is this evaluation minus the other one",
     )
     n_samples: int = chz.field(default=4, doc="Trials per task", validator=at_least(1))
     top_p: float = chz.field(
@@ -104,4 +106,7 @@ class CompareConfig(Options):
     """Comparison of two finished evaluations"""
 
     results: str = chz.field(doc="Folder of a finished evaluation; no trials are played")
-    compare_with: str = chz.field(doc="Folder of the evaluation with which results is compared, task by task")
+    compare_with: str = chz.field(
+        doc="Folder of the evaluation that is compared with results, task by task; the difference is this "
+        "evaluation minus results"
+    )

@@ -102,9 +102,10 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
 
     The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
     whose mean would have the same variance as this mean. The variance of this mean is estimated from the
-    spread of the rates over tasks. The effective number is at most `num_trials`, and equals the number of
-    tasks if the rates are equal. `scripts/bench/interval_coverage.py` compares the coverage with that of the
-    bootstrap over tasks, whose coverage is below 95 % if tasks are few or rates are close to 0 or 1.
+    spread of the rates over tasks. The effective number is limited to the range from the number of tasks
+    minus 1 to `num_trials`, and equals the number of tasks if the rates are equal. With one task, the
+    interval is [0, 1]. `scripts/bench/interval_coverage.py` compares the coverage with that of the bootstrap
+    over tasks, whose coverage is below 95 % if tasks are few or rates are close to 0 or 1.
     """
     num_tasks, mean = len(rates_P), fmean(rates_P)
     if num_tasks == 1:  # one task gives no information about others
@@ -126,8 +127,8 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     """Compare two policies on the same tasks, in the same order. A task is left out unless both policies have
     a graded trial of it.
 
-    The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
-    that of the exact sign-flip test, whose null hypothesis is that the success rates do not differ.
+    The interval of the difference of the success rates is Student's t interval over tasks, or the whole range
+    from -1 to 1 if there is only one task. The p-value is that of the exact sign-flip test, whose null hypothesis is that the success rates do not differ.
     """
     # The import takes a second, and training runs do not need scipy.
     from scipy.stats import t
@@ -137,7 +138,7 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     exact = [Fraction(b.solved, b.graded) - Fraction(a.solved, a.graded) for a, b in pairs]
     values = [float(difference) for difference in exact]
     mean, num_tasks = fmean(values), len(pairs)
-    half_width = 1.0
+    half_width = 2.0
     if num_tasks > 1:
         half_width = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1)) * stdev(values) / math.sqrt(num_tasks)
     return Comparison(

@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out tasks, with the rollout code of training."""
+"""Evaluation of a policy on given tasks, with the rollout code of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from src.learning.played_groups import SOLVED, by_domain_or_task_type
 from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
 
-MAX_DOMAINS = 5  # reports show each domain if there are at most this many
+MAX_DOMAINS = 5  # reports show each domain if there are 2 to MAX_DOMAINS domains
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class TaskRewards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The evaluation of the weights after `step` training steps."""
+    """The evaluation of the weights after `step` training steps. `src.evaluate` always sets `step` to 0."""
 
     step: int
     groups: list[TrajectoryGroup]
@@ -138,7 +138,9 @@ def reward_pass_rates(prefix: str, groups: Sequence[TrajectoryGroup], *, group_s
 
 
 def section_metrics(prefix: str, section: EvalSection) -> dict[str, float]:
-    """Return the rates with their intervals, the no-op success and the shares of the failure patterns."""
+    """Return the rates with their intervals, the success rate of an agent that does nothing and, for each
+    failure pattern, the share of the failed trials that show it.
+    """
     values: dict[str, float] = {}
     for name, rate in section.rates.items():
         values |= {

@@ -4,12 +4,13 @@ A failed trial can show several patterns, each at most once. Tools report errors
 errors are recognized by words in this text. An error is a tool result that starts with `Error`, or a line of
 a result that has the form of a program's error message. The tool results are
 
-    service agents    messages of role `tool`
-    other agents      messages of role `user` or `tool` after the first message, which are the output of a
-                      terminal or of an environment
+    service domains, env=fleet    messages of role `tool`
+    other environments            messages of role `user` or `tool` after the first message, which are the
+                                  output of a terminal or of an environment, without Terminus-2's replies to
+                                  unparsable answers
 
-A service trial is recognized by the metric `parse_attempts`, the number of answers with a tool call. Only
-such a trial can have a user simulator.
+A trial of a service domain or of env=fleet is recognized by the metric `parse_attempts`, the number of
+answers with a tool call. Only trials of service domains have a user simulator.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Pattern(StrEnum):
     CONTEXT_OVERFLOW = "context_overflow"
     LIMIT = "other_limit"  # a limit of turns, time, answer length or errors
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
-    GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
-    FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
+    GRADING_PREVENTED = "grading_prevented"  # a `ZeroReason` other than TIMEOUT, and no limit was reached
+    FALSE_COMPLETION = "false_completion"  # no other cause ended the trial, and the last call did not fail
     USER_SIMULATOR = "user_simulator_fault"  # a fault that `user_simulator_faults` returns
 
 
@@ -111,6 +112,10 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
 
 
 def has_user_simulator(trajectory: Trajectory) -> bool:
+    """Return whether the trial is one of a service domain or of env=fleet.
+
+    Trials of env=fleet have no user simulator.
+    """
     return "parse_attempts" in trajectory.metrics
 
 
@@ -123,11 +128,13 @@ def tool_results(trajectory: Trajectory) -> list[str]:
         messages = [message for message in trajectory.conversation if message.get("role") == "tool"]
         return [_text(message) for message in messages]
     results: list[str] = []
-    has_called = True
+    has_called: bool | None = None  # None: no answer precedes
     for index, message in enumerate(trajectory.conversation):
         if message.get("role") == "assistant":
             has_called = _calls({**message, **trajectory.tool_fields.get(index, {})})
-        elif index and message.get("role") in ("user", "tool") and PARSE_ERROR not in _text(message):
+        elif has_called is None:  # the system message or the question
+            continue
+        elif message.get("role") in ("user", "tool") and PARSE_ERROR not in _text(message):
             if has_called or not results:
                 results.append(_text(message))
             else:

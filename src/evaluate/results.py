@@ -118,8 +118,8 @@ def report_section(
     does nothing, the success on tasks that need a writing action and on tasks that need none, and the failure
     patterns.
 
-    Failure patterns describe the tool calls of an agent, so they are printed only if the environment reports
-    `tool_calls`.
+    Most failure patterns describe the tool calls of an agent, so the patterns are printed only if the
+    environment reports `tool_calls`.
     """
     if has_partial_rewards:
         printer.say(f"{indent}mean reward: {metrics[f'{prefix}/reward/total']:.3f}")
@@ -162,8 +162,8 @@ def compare(
 ) -> Comparison:
     """Compare two evaluations task by task. Tasks with equal content hashes are the same task.
 
-    `write_to` is the file for the comparison; None: no file is written. Raises ConfigError if the evaluations
-    share no graded task.
+    The difference is `second` minus `first`. `write_to` is the file for the comparison; None: no file is
+    written. Raises ConfigError if the evaluations share no graded task.
     """
     before, after = (tallies_by_content(results) for results in (first, second))
     common = [content for content in before if content in after]

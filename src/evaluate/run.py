@@ -1,8 +1,10 @@
 """Run an evaluation: connect, play the tasks with the rollout code of training, write the results and
 compare.
 
-The folder of an evaluation has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An
-interrupted evaluation is resumed if it is started again with the same folder.
+The folder of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
+`harbor view`. With `compare_with`, it also has comparison.json and, if the other policy is evaluated too, the
+folder compared/ of that evaluation. An interrupted evaluation is resumed if it is started again with the same
+folder.
 """
 
 from __future__ import annotations
@@ -64,10 +66,11 @@ class PolicyAndTasks:
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # stops the evaluation if health checks fail; None: there are none
+    watchdog: Watchdog | None = None  # stops the evaluation if health checks fail; None: no health checks
 
 
-# The options that determine which tasks a run holds out.
+# `environment_of` takes these options from the config of a run. Together with the other options of the
+# environment, they determine which tasks the run holds out.
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
 OpenPolicyAndTasks = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[PolicyAndTasks]]
 
@@ -259,7 +262,8 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
-    # These options may differ in a resumed evaluation. `results` is an option of earlier releases.
+    # These options may differ in a resumed evaluation. A saved file may contain `results`, which is not an
+    # option of EvaluateConfig.
     for option in (
         "results",
         "log_path",

@@ -1,9 +1,10 @@
-"""Task selection by Thompson sampling. It prefers tasks with a pass rate near one half.
+"""Task selection by Thompson sampling. It prefers tasks with a success rate near one half.
 
-Each task has a Beta posterior of its pass rate, with the prior Beta(1, 1). A step draws a rate for every task
-from its posterior and selects the tasks whose draws are closest to one half. Tasks with few trials are
-therefore tried, and tasks that are known to be impossible or solved are avoided. A share of every batch,
+Each task has a Beta posterior of its success rate, with the prior Beta(1, 1). A share of every batch,
 `exploration_floor`, goes to the tasks played longest ago, so that every task is played again at some time.
+For the rest of the batch, a step draws a rate for each remaining task from the posterior of the task and
+selects the tasks whose draws are closest to one half. Tasks with few trials are therefore tried, and tasks
+that are known to be impossible or solved are avoided.
 
 The policy changes during training, so old evidence decays. Each new graded group of a task multiplies the
 earlier counts of the task by `DECAY`, so about the last 1 / (1 - DECAY) groups count. Without decay, an
@@ -91,7 +92,7 @@ class Curriculum:
 def curriculum_metrics(
     state: Curriculum, tasks: Sequence[Task], options: CurriculumOptions
 ) -> dict[str, float]:
-    """Return the number of unplayed tasks, and how many played tasks have a low, medium or high pass rate."""
+    """Return the number of unplayed tasks, and of played tasks with a low, medium or high success rate."""
     if options.task_sampling == "uniform":
         return {}
     means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]

@@ -17,7 +17,8 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import apply_reward_rules, is_constant
 from src.learning.options import DynamicSamplingOptions, FilterOptions
 
-# Plays tasks. The number is 0 for the step's own tasks, and 1 or more for a refill.
+# Plays tasks. The second argument is `refill_index`: 0 for the first tasks of a step, and 1 or more for a
+# refill.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
 
 
@@ -41,7 +42,7 @@ EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
-    """Return whether the rewards differ or the group has only one, as in SkyRL. Ungraded groups are bad."""
+    """Return whether the rewards differ or there is only one reward, as in SkyRL. Ungraded groups are bad."""
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
 
 
@@ -102,8 +103,8 @@ def add_batch(
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
             f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards or none, "
-            f"so dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier tasks, a "
-            "larger group_size or a larger dynamic_sampling_max_batches"
+            f"so dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier or harder "
+            "tasks, a larger group_size or a larger dynamic_sampling_max_batches"
         )
     return after
 
@@ -128,8 +129,8 @@ def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> d
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, refill_index: int) -> list[T]:
-    """Return `count` shuffled tasks for a further batch. The shuffle does not affect the tasks of later
-    steps."""
+    """Return at most `count` shuffled tasks for a further batch. The shuffle does not affect the tasks of
+    later steps."""
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{refill_index}").shuffle(order)
     return order[:count]

@@ -84,8 +84,8 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages of the examples by whitened advantages. Call this function before
-    `apply_loss_reduction`, because it replaces the advantage of every sampled token."""
+    """Replace the advantages of the examples and of their sampled tokens by whitened advantages. Call this
+    function before `apply_loss_reduction`, whose weights it would overwrite."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     whitened = iter(
@@ -117,7 +117,7 @@ def split_substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int)
 
 
 def apply_loss_reduction(examples: Sequence[Example], options: AdvantageOptions) -> list[Example]:
-    """Multiply the advantages by the weights of the loss reduction, since the server sums over tokens."""
+    """Multiply the advantages by the loss-reduction weights, since the server sums the loss over tokens."""
     weights = token_weights(
         [example.num_tokens for example in examples],
         prompts_S=[example.trajectory.task_id for example in examples],

@@ -55,11 +55,11 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards that training uses. Each caller applies the rules once per group.
+    """Return the groups with the rewards that training uses.
 
     The rules are, in this order: add the judge's bonus; give failures a reward (`failed_trial_reward`); set
-    the reward to 0 for trajectories that a limit ended; set the reward to 0 for trajectories with a long
-    answer.
+    the reward to 0 for trajectories that a limit ended (`zero_reward_on_non_stop`); set the reward to 0 for
+    trajectories with a long answer (`zero_reward_on_length_threshold`).
     """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
@@ -155,7 +155,7 @@ def is_trainable(trajectory: Trajectory, options: FilterOptions) -> bool:
     match options.apply_overlong_filtering:
         case "stop_reason":
             return trajectory.stop_reason not in OVERLONG
-        case "eos":  # a sampled answer stops only at the model's end-of-turn token
+        case "eos":  # a completion has the stop reason STOP only if it ends with a stop token
             return bool(trajectory.turns) and trajectory.turns[-1].stop_reason == StopReason.STOP
         case _:
             return True

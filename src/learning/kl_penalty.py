@@ -30,8 +30,8 @@ async def apply_kl_penalty(
 ) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
-    The mean is over all sampled tokens of `examples`, so the sum of the advantages of these tokens does not
-    change.
+    The penalty of a token is the estimate of `kl_estimates`. The mean is over all sampled tokens of
+    `examples`, so the sum of the advantages of these tokens does not change.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))

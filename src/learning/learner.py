@@ -26,7 +26,7 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Logprobs of the trained tokens of one forward_backward, from the sampler and from the trainer."""
+    """Sampler and trainer logprobs of the trained tokens of one forward_backward (in TIS: of one example)."""
 
     sampled_logprobs: np.ndarray  # [N] float32; after `apply_tis`: the trainer's logprobs before the update
     trained_logprobs: np.ndarray  # [N] float32
@@ -35,10 +35,10 @@ class TrainedTokens:
 class Learner:
     """Sends datums and optimizer steps to one training client.
 
-    `update_scale` multiplies the learning rate and divides the weight decay, so the decay per step does not
-    change. Adam's step does not depend on the size of the gradient. A larger learning rate of B therefore has
-    the same effect on `alpha / rank * B @ A` as an alpha that is larger by the same factor. The change of A
-    has little effect while B is small.
+    `update_scale` is the option `lora_alpha` divided by the server's alpha. It multiplies the learning rate
+    and divides the weight decay, so the decay per step does not change. Adam's step does not depend on the
+    size of the gradient. A larger learning rate of B therefore has the same effect on `alpha / rank * B @ A`
+    as an alpha that is larger by the same factor. The change of A has little effect while B is small.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class Learner:
     async def update(
         self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
     ) -> dict[str, float]:
-        """Take one optimizer step for all datums of `add` and one per non-empty list. Return the metrics.
+        """Take the optimizer steps of one update and return the metrics.
 
-        `step` is the number of the batch in the learning-rate schedule, counted from 1. Raises TrainerError
-        if the logprobs are not finite.
+        All datums of `add` together have one optimizer step, and each non-empty list of `datums_per_substep`
+        has one. `step` is the training step in the learning-rate schedule, counted from 1. Raises
+        TrainerError if the logprobs are not finite.
         """
         options = self._options
         rate = learning_rate(options, options.learning_rate, step=step, num_steps=self._num_steps)
@@ -202,11 +203,12 @@ def _rows(
 def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) -> dict[str, float]:
     """Return metrics of the logprob difference between sampler and trainer.
 
-    The names are those of tinker-cookbook (`optim/`) and SkyRL (`policy/`).
+    The names are those of tinker-cookbook (`optim/`) and SkyRL (`policy/`). `kl_sample_train_v1` and `_v2`
+    are Schulman's k1 and k2.
 
-    The first `num_before_step` parts were computed before the first optimizer step. With on-policy samples,
-    their differences come from numerics alone. The differences of later parts include optimizer steps too.
-    `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2.
+    The `optim/` metrics use all parts. The `policy/` metrics use the first `num_before_step` parts, which
+    were computed before the first optimizer step. With on-policy samples, their differences come from
+    numerical errors alone. The differences of later parts also contain the effect of optimizer steps.
     """
     differences = [part.sampled_logprobs - part.trained_logprobs for part in parts]
     first, difference = np.concatenate(differences[:num_before_step]), np.concatenate(differences)

@@ -111,7 +111,7 @@ class FilterOptions(Options):
     """Reward rules and group filters"""
 
     remove_constant_reward_groups: bool = chz.field(
-        default=False, doc="Leave groups whose rewards are all equal out of the batch"
+        default=False, doc="Leave out groups of two or more trials whose rewards are all equal"
     )
     min_group_size: int = chz.field(
         default=1, doc="Leave out groups with fewer graded trials", validator=at_least(1)
@@ -125,18 +125,21 @@ class FilterOptions(Options):
         default="off",
         doc="Which trajectories train no token, but keep their reward in the group (DAPO). stop_reason: "
         "those that a limit ended (tokens, context, turns or time) or that failed. eos: those whose last "
-        "answer does not end with an end token",
+        "answer does not end with a stop token",
     )
     zero_reward_on_non_stop: bool = chz.field(
-        default=False, doc="Give trajectories that a limit ended the reward 0 before advantages are computed"
+        default=False,
+        doc="Before advantages are computed, set the reward to 0 for trajectories that a limit ended",
     )
     zero_reward_on_length_threshold: bool = chz.field(
         default=False,
-        doc="Give trajectories with an answer longer than max_assistant_response_tokens the reward 0 before "
-        "advantages are computed",
+        doc="Before advantages are computed, set the reward to 0 for trajectories with an answer longer than "
+        "max_assistant_response_tokens",
     )
     max_assistant_response_tokens: int = chz.field(
-        default=2048, doc="Longest answer for zero_reward_on_length_threshold", validator=at_least(1)
+        default=2048,
+        doc="Longest answer, in tokens, that zero_reward_on_length_threshold allows",
+        validator=at_least(1),
     )
 
 
@@ -260,8 +263,8 @@ class StalenessOptions(Options):
 
     max_staleness: int = chz.field(
         default=0,
-        doc="0: on-policy. n: roll out while training, and train no token sampled more than n updates before "
-        "(docs/staleness.md)",
+        doc="0: on-policy. n: roll out while training, and train no token that was sampled more than n "
+        "updates earlier (docs/staleness.md)",
         validator=at_least(0),
     )
 
@@ -273,10 +276,10 @@ class CurriculumOptions(SeedOptions):
     task_sampling: Literal["uniform", "thompson"] = chz.field(
         default="uniform",
         doc="uniform: every task once per epoch; thompson: Thompson sampling, which prefers tasks with a "
-        "pass rate near one half",
+        "success rate near one half",
     )
     exploration_floor: float = chz.field(
-        default=0.1, doc="thompson: share of a batch that goes to the tasks that were chosen longest ago"
+        default=0.1, doc="thompson: share of a batch that goes to the tasks that were played longest ago"
     )
 
     @chz.validate

@@ -15,11 +15,11 @@ class KlOptions(Options):
 
     kl_penalty_coef: float = chz.field(
         default=0.0,
-        doc="Weight of the KL penalty towards the base model, inside the advantages",
+        doc="Weight of the KL penalty towards the base model, which changes the advantages; 0: no penalty",
         validator=at_least(0),
     )
     kl_estimator: Literal["k1", "k2", "k3"] = chz.field(
-        default="k1", doc="Schulman's estimator of the KL penalty, per token"
+        default="k1", doc="Schulman's estimator of the KL divergence at each token"
     )
 
 

@@ -87,7 +87,7 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
 
 
 def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the parse failure rate and the number of repairs.
+    """Return the parse failure rate and the number of repaired tool calls.
 
     The rate is the number of answers that could not be parsed, divided by the number of answers with a tool
     call. If an environment does not count the answers with a tool call, the divisor is the number of turns.
@@ -127,11 +127,7 @@ def aggregate(name: str, values: Sequence[float]) -> float:
 
 
 def num_response_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens after the first prompt.
-
-    The turns are divided into chains (`merge_turns`). The result is the sum over the chains of the number of
-    tokens after the first prompt of the chain.
-    """
+    """Return the number of tokens after the first prompt of each chain (`merge_turns`), in total."""
     return sum(
         len(chain[-1].prompt_ids) + len(chain[-1].completion_ids) - len(chain[0].prompt_ids)
         for chain in merge_turns(trajectory.turns)

@@ -92,8 +92,8 @@ def require_trained(log_path: Path) -> None:
     rewards = recorded(metrics_file, "env/all/reward/total").values()
     if any(recorded(metrics_file, "reward/signal_ratio").values()):
         cause = (
-            "the filters removed every group whose rewards differ; see groups/dropped/* and batch/* in "
-            "metrics.jsonl"
+            "filters, reward rules or masks left nothing to train in the groups whose rewards differ; see "
+            "groups/dropped/*, reward/zeroed_by_* and batch/* in metrics.jsonl"
         )
     else:
         mean = sum(rewards) / max(1, len(rewards))
@@ -198,7 +198,7 @@ def resume_command(log_path: Path) -> str:
 
 
 def agent_trainer() -> str:
-    """Return the path of the program `agent-trainer`, relative to the working directory if it is below it."""
+    """Return the path of `agent-trainer`, relative to the working directory if that contains the program."""
     program = Path(sys.executable).with_name("agent-trainer")
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
@@ -243,7 +243,7 @@ def success_name(is_partial: bool) -> str:
 
 
 def shown_reward(reward: float) -> str:
-    """Return the reward with three significant digits.
+    """Return the reward with at most three significant digits, or without decimals from 100 on.
 
     >>> shown_reward(0.00125), shown_reward(0.5), shown_reward(0.6251), shown_reward(1234.5)
     ('0.00125', '0.5', '0.625', '1234')

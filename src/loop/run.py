@@ -177,7 +177,7 @@ async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
 
 @contextmanager
 def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
-    """Show the command that continues the run if the block is cancelled."""
+    """If the block is cancelled, show the command that continues the run."""
     try:
         yield
     except asyncio.CancelledError:
@@ -187,7 +187,7 @@ def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Generator[Journal]:
-    """Open the journal of the run. At the end of the block, record the end state and the error in it."""
+    """Open the journal of the run. When the block ends, record the end state and the error in the journal."""
     journal = Journal(log_path)
     try:
         yield journal

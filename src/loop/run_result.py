@@ -20,7 +20,7 @@ class RunResult:
     """What a run has achieved so far, and how its last process ended."""
 
     folder: Path
-    end: RunState | None  # None: the process is still running, or it was killed, or none has started
+    end: RunState | None  # None: the process still runs, it was killed, or no process has started
     error: str  # the message of the error that ended the process; empty if there was none
     num_steps: int  # the last step that has a line in metrics.jsonl; 0 if there is none
     metrics: Mapping[str, float]  # the finite values of the last line of metrics.jsonl

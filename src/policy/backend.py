@@ -28,11 +28,11 @@ from src.policy.training_client import TrainingClient
 logger = logging.getLogger(__name__)
 
 # If heartbeat_timeout_s is smaller than one of the next two timeouts, the option replaces that timeout.
-HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
+HEALTH_TIMEOUT_S = 5.0  # per request that is sent without the SDK, such as a health check
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
-DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; a server without keys ignores it
-_KEY_PREFIXES = ("tml-", "eyJ")
+DUMMY_KEY = "tml-dummy"  # for the SDK, which requires a key; a server without keys ignores it
+_KEY_PREFIXES = ("tml-", "eyJ")  # the SDK rejects a key with another prefix
 
 
 class Backend(Protocol):
@@ -54,8 +54,10 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raise BackendError if the endpoint does not answer within seconds, or ServerLost if it has lost the
-        weights of this run.
+        """Run a health check.
+
+        Raises BackendError if the endpoint does not answer in time or is not ready, and ServerLost if it does
+        not have the weights of this run.
         """
         ...
 
@@ -121,7 +123,8 @@ class TinkerBackend:
 def require_key(options: BackendOptions) -> str | None:
     """Return the API key for the SDK, or None if the SDK is to use its stored credentials.
 
-    Raises ConfigError if the cloud is used without a valid key.
+    With backend=skyrl-tx, DUMMY_KEY replaces a missing or invalid key. Raises ConfigError if the cloud is
+    used with an invalid key, or with neither a key nor stored credentials.
     """
     key = os.environ.get("TINKER_API_KEY") or None
     if options.backend == "skyrl-tx":
@@ -205,7 +208,8 @@ async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> flo
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
     """Raise ConfigError unless the server serves the model with a context of at least `context_limit`.
 
-    `key` is the result of `require_key`. Raises BackendError if the server does not list its models.
+    A context that the server does not report is not compared. `key` is the result of `require_key`. Raises
+    BackendError if the server does not list its models.
     """
     action = f"listing the models of the server at {base_url(options)}"
     limit_s = options.heartbeat_timeout_s
@@ -234,7 +238,7 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
 
 
 async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> None:
-    """Raise ServerLost if the server does not answer, which is then the likely cause of `error`."""
+    """Raise ServerLost if the server does not answer or is not ready, which probably caused `error`."""
     if isinstance(error, ServerLost):
         return
     url = base_url(options)
@@ -264,7 +268,7 @@ class TinkerEndpoint:
         """Open a training client with a new adapter, or with the adapter of `load_checkpoint_path`."""
         options, service = self._options, self._service
         path, rank = adapter.load_checkpoint_path, adapter.lora_rank
-        # These calls open the session of the SDK and block, so they run in a thread.
+        # The calls of `service` open the session of the SDK and block, so they run in a thread.
         if path is not None:
             load = (
                 service.create_training_client_from_state_with_optimizer
@@ -308,7 +312,7 @@ class TinkerEndpoint:
             return await _open_policy(self._service, name)
 
     async def check(self) -> None:
-        """Raise BackendError if the endpoint does not answer within seconds or answers with server errors."""
+        """Raise BackendError if the endpoint does not answer in time, is not ready or has a server error."""
         url, key = base_url(self._options), require_key(self._options)
         timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
@@ -318,7 +322,10 @@ class TinkerEndpoint:
 
 @asynccontextmanager
 async def connect(options: BackendOptions) -> AsyncGenerator[TinkerEndpoint]:
-    """Connect to an endpoint that serves the model. The session ends with the `async with` block."""
+    """Connect to an endpoint that serves the model. The session ends with the `async with` block.
+
+    If the block fails and the server does not answer, the error becomes a ServerLost.
+    """
     key = require_key(options)
     url = base_url(options)
     await check_alive(url, timeout_s=health_timeout_s(options))

@@ -70,8 +70,8 @@ class Chat:
 
     With `enable_thinking`, the model may think before each answer. Only `src.evaluate` and
     `src.evaluate.chat` have this option. The constructor raises ConfigError if the template drops assistant
-    messages, if it writes no token that ends them, or if `enable_thinking` is set and the template does not
-    support thinking.
+    messages, if it writes no token that ends them, or if `enable_thinking` is set and does not change the
+    prompt.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
@@ -178,7 +178,7 @@ class Chat:
         return ids[: turn_ends[-1] + 1]
 
     def decode(self, completion_ids: Sequence[int]) -> str:
-        """Return the text of a completion without its stop token."""
+        """Return the text of a completion without the stop tokens at its end."""
         end = len(completion_ids)
         while end and completion_ids[end - 1] in self.stop_token_ids:
             end -= 1
@@ -298,7 +298,7 @@ def load_tokenizer(model_name: str) -> ChatTokenizer:
 def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
     """Load the tokenizer of a local directory or a hub id, and return its chat format.
 
-    Raises ConfigError if there is no tokenizer or no chat template.
+    Raises ConfigError if there is no tokenizer or no chat template, or if `Chat` rejects the template.
     """
     tokenizer = load_tokenizer(model_name)
     if model_name.removesuffix("/").endswith("-Base"):

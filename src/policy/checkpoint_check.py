@@ -1,4 +1,4 @@
-"""Check that a loaded checkpoint has the base model, the rank and the trained parts that the options name."""
+"""Check that a checkpoint to be loaded has the base model, the rank and the trained parts of the options."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Only this module imports openai.
 
 Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded,
 but the policy cannot be trained on them. A trial needs token ids, so `MessageCodec` encodes conversations as
-pseudo tokens of four bytes each. A real token has about the same size. Token limits and counts are therefore
-estimates. The logprobs are NaN, so that nothing can train on them.
+pseudo tokens of up to four bytes each. A real token has about the same size. Token limits and counts are
+therefore estimates. The logprobs are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class MessageCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encode a text.
 
-        A token is the big-endian integer of the byte 1, followed by up to four bytes of text. Without the 1,
-        zero bytes at the start of the text would be lost.
+        A token is a big-endian integer whose bytes are a 1 and then up to four bytes of the text. Without the
+        1, zero bytes at the start of these four would be lost.
         """
         ids: list[int] = []
         for index, part in enumerate(text.split(END)):
@@ -97,7 +97,7 @@ class ChatReply:
 
     text: str
     tool_calls: Sequence[Mapping[str, str]] = ()  # name and arguments, both as text
-    was_cut: bool = False  # whether max_tokens ended the reply
+    was_cut: bool = False  # whether max_tokens or the context of the model ended the reply
     num_prompt_tokens: int = 0  # 0 if the endpoint does not report token counts
     num_completion_tokens: int = 0
 
@@ -185,7 +185,8 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndp
     """Connect to an endpoint.
 
     Raises ConfigError if the endpoint rejects the API key or does not serve the model, and BackendError if it
-    does not answer or fails to list its models.
+    does not answer or fails to list its models. A tinker:// path is not checked, and no model is checked if
+    the endpoint has no list of models.
     """
     async with _client(base_url) as client:
         try:

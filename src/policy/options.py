@@ -28,7 +28,7 @@ class AdapterOptions(Options):
     lora_alpha: float | None = chz.field(
         default=None,
         doc="LoRA alpha; alpha / lora_rank scales the adapter. None: the server's default, 32. If the server "
-        "has no such setting, learning_rate is scaled instead",
+        "gives the adapter another alpha, learning_rate and weight_decay are scaled instead",
         validator=above(0),
     )
     train_attn: bool = chz.field(default=True, doc="Train LoRA weights for the attention projections")
@@ -64,12 +64,12 @@ class WatchdogOptions(Options):
 
     heartbeat_timeout_s: float = chz.field(
         default=120,
-        doc="The server is lost when it has passed no health check for this long",
+        doc="The server is lost when all health checks have failed for this long",
         validator=above(0),
     )
     request_timeout_s: float = chz.field(
         default=3600,
-        doc="Longest time that one request to the server may take: open, sample, train or save",
+        doc="Longest time of one call to the server: open a client, sample a turn, train a step or save",
         validator=above(0),
     )
 

@@ -1,4 +1,4 @@
-"""Find the models of the server at an address, or the reason why the server cannot be used."""
+"""Find the models of the server at an address, and the folder of the tokenizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
 
 def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
     """Return the folder with the tokenizer of `model_name`, the model of the server at `url`. Return None if
-    the folder is not on this machine or a request fails.
+    the server or the folder is not on this machine, or if a request fails.
 
     Only `get_info` of an adapter reports the folder, and only to clients on the machine of the server. The
     function therefore creates an adapter of rank 1, and then ends the session of the adapter. The function

@@ -16,7 +16,10 @@ TOOLS_INTRODUCTION = (
 
 
 def with_described_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
-    """Return the messages with a description of the tools at the end of the system message."""
+    """Return the messages with a description of the tools at the end of the system message.
+
+    If the first message is not a system message, the description becomes a new first message.
+    """
     description = TOOLS_INTRODUCTION + "".join(f"\n- {describe_tool(tool)}" for tool in tools)
     first = messages[0] if messages else {}
     if first.get("role") != "system":

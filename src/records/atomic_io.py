@@ -1,7 +1,7 @@
 """File writes that survive crashes. A replaced file is written completely or not at all. An appended file can
 end with an incomplete line after a crash; readers skip this line.
 
-Errors of the file system become a StorageError that names the file.
+A failed write raises a StorageError that names the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DEPTH = 100  # of nested values in a JSON line; the reader of the lines allo
 
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
-    """Append one JSON line. If the disk is full, the incomplete line is removed.
+    """Append one JSON line. If the write fails, for example on a full disk, the incomplete line is removed.
 
     With `sync`, the line survives a power failure. Without `sync`, it survives only a crash of the process.
     """

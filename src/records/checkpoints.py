@@ -18,8 +18,8 @@ JOURNAL = "checkpoints.jsonl"
 class Checkpoint:
     """One line of checkpoints.jsonl.
 
-    It has no seeds of trials, because a resumed run computes them from `batch` and the config. With
-    `task_sampling=uniform`, it computes the order of the tasks in the same way.
+    The line has no seeds of trials, because a resumed run computes them from `batch` and the config. With
+    `task_sampling=uniform`, the run also computes the order of the tasks from the config.
     """
 
     name: str

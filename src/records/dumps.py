@@ -6,23 +6,25 @@
     training_examples/step_<N>_examples.jsonl                     in steps 1, 11, 21, ...: one trajectory of
                                                                   each of up to ten tasks
 
-The fields have the names and contents of SkyRL's dumps:
+These fields have the names and contents of SkyRL's dumps:
 
     input_prompt          the first prompt
-    output_response       the text after the first prompt. In dumps of evaluations, this text includes the
-                          special tokens, because programs that read these dumps count them. In training
-                          examples, the special tokens are left out
+    output_response       the text after the first prompt
     score                 a list: the rewards of the turns or, if the environment gives none, only the
                           reward of the trial. The trial is passed if the sum is above 0
-    reward                the sum of the rewards
+    reward                the reward of the trial
     env_class             the environment (`env=`)
-    data_source, domain   the domain, or the type of the task
+    data_source, domain   the domain, or the task type of a task without a domain
     env_extras            task_key, data_source, trial (its name), member, seed, zero_reason if there is one,
                           and the metrics of the trial. Lines with the same task_key are trials of the same
                           task
     conversation          the messages without special tokens, with `tool_calls` in assistant messages and
                           `name` in tool messages
     conversation_history  the same value as `conversation`
+
+Only evaluations have `score`, `env_class`, `data_source` and `domain`, and only training examples have
+`reward`. In dumps of evaluations, the prompt and the response include the special tokens, because programs
+that read these dumps count them. In training examples, the special tokens are left out.
 
 If a dump fails, a warning is logged and the step continues.
 """
@@ -142,7 +144,7 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 
 
 def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
-    """Return the metrics of a trial, its zero reason if it has one, and the fields that identify it."""
+    """Return the metrics of a trial, its graded-zero reason if any, and the fields that identify it."""
     identity = {
         "task_key": task.id,
         "data_source": domain_or_task_type(task),
@@ -158,7 +160,7 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
     """Return the messages that the environment recorded.
 
     If the environment recorded no message, or an entry without a role, return two messages: the text of the
-    first prompt, and the text after the first prompt.
+    first prompt, and the text after the first prompt. An empty text gives no message.
     """
     if trajectory.conversation and all(map(_has_role, trajectory.conversation)):
         return [

@@ -212,7 +212,7 @@ class Journal:
 
 
 def last_end(log_path: Path) -> End | None:
-    """Return how the last process of the run ended. None: it is running, it was killed, or none has started.
+    """Return how the last process of the run ended. None: it runs, it was killed, or no process has started.
 
     Raises ConfigError for a damaged line.
     """

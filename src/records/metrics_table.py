@@ -1,7 +1,8 @@
 """All metrics of a run, and their aliases. docs/metrics.md is generated from this module.
 
 `SECTIONS` joins the tables of `src/learning/metrics.py`, whose entries compute their values, with the metrics
-that other modules compute. `ALIASES` keeps dashboards of SkyRL, of its forks and of earlier releases working.
+that other modules compute. `ALIASES` has the names of the same metrics in SkyRL, in the seed documents and in
+earlier releases, so that dashboards with these names work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from src.learning.metrics import (
     TRIAL_METRICS,
 )
 
-ALL_TASKS = "all tasks"  # in results by domain or environment: the name of the results of all tasks
+ALL_TASKS = "all tasks"  # the key of all tasks together, in results by domain or task type
 COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
 MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 

@@ -40,8 +40,8 @@ class DumpOptions(RunFolderOptions):
     )
     upload_url: str | None = chz.field(
         default=None,
-        doc="Upload every dump below this fsspec URL, e.g. s3://bucket/evals, as <run>/global_step_<N>/; "
-        "None: no upload",
+        doc="Upload every dump below this fsspec URL, e.g. s3://bucket/evals: evaluations to "
+        "<run>/global_step_<N>/ and training examples to <run>/training_examples/; None: no upload",
     )
 
     @chz.validate
@@ -66,7 +66,9 @@ class TrackingOptions(Options):
 
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")
     wandb_name: str | None = chz.field(
-        default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>"
+        default=None,
+        doc="Name of the run; None: a name made from options and the date, e.g. "
+        "<tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>",
     )
     trackio_project: str | None = chz.field(
         default=None,

@@ -85,7 +85,7 @@ class CurriculumState(TypedDict):
 class StepState(TypedDict):
     strikes: NotRequired[dict[str, Count]]  # task id -> consecutive groups without a graded trial
     quarantined: NotRequired[dict[str, str]]  # task id -> most frequent cause
-    recent: NotRequired[list[LostGroup]]
+    recent: NotRequired[list[LostGroup]]  # the latest groups, oldest first
     curriculum: NotRequired[CurriculumState]
 
 

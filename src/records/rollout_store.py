@@ -2,8 +2,8 @@
 
 A prompt that continues an earlier turn is stored as the tokens that follow that turn, so each token of a
 chain is stored once. A prompt with a rewritten history is stored as the tokens after the prefix that it
-shares with the previous prompt. The first three lines below show which tokens are stored. In the file, each
-list of numbers is packed, as in the last line:
+shares with the previous prompt. The first three lines below show which tokens are stored. In the file, the
+token ids and logprobs of each turn are packed, as in the last line:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
     next prompt [1, 2, 3, 4]           ->  {"after": 0, "prompt_ids": [4]}
@@ -94,11 +94,11 @@ class FinishedRollout:
 
     result: Trajectory | TrialFailure
     seed: int
-    attempts: int
+    attempts: int  # without attempts that an interruption of the run ended
 
 
 class FinishedRollouts:
-    """The finished rollouts of one run. A resumed run does not play again what `load` returns."""
+    """The finished rollouts of one run. A resumed run does not repeat the rollouts that `load` returns."""
 
     def __init__(self, log_path: Path, journal: Journal) -> None:
         self.journal = journal
@@ -108,7 +108,7 @@ class FinishedRollouts:
             truncate_torn_line(path)
 
     def load(self, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
-        """Return the rollouts of a step or evaluation that are final.
+        """Return the final rollouts of a step or evaluation.
 
         A failure is final only if its step or evaluation has used it.
         """
@@ -120,7 +120,7 @@ class FinishedRollouts:
         }
 
     def add(self, key: RolloutKey, rollout: FinishedRollout) -> None:
-        """Write a rollout, and then the event in the journal."""
+        """Write a rollout, and then the event `finished` in the journal."""
         record = {"task": key.task, "member": key.member, "seed": rollout.seed, "attempts": rollout.attempts}
         append_record(self._path(key.purpose, key.step), record | {"result": encoded(rollout.result)})
         self.journal.finished(
@@ -130,7 +130,7 @@ class FinishedRollouts:
     def job_directory(self, purpose: str, step: int) -> Path:
         """Return the folder of all trials of a step or evaluation. The folder may not exist.
 
-        The files of unfinished trials of earlier processes are removed from it.
+        The files of trials that `load` does not return are removed from it.
         """
         directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
         if paths := [*directory.glob("*")]:
@@ -160,8 +160,8 @@ def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, Finis
 def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Trajectory | TrialFailure]]:
     """Return the rollouts whose trial is named `trial_name`, in the order in which they were played.
 
-    Several rollouts can have this name, because the trials of a task have the same names in all evaluations
-    of a run. The evaluation of a step is played after the step's training rollouts.
+    Several rollouts can have this name, because the trials of a task, except for Harbor tasks, have the same
+    names in all evaluations of a run. The evaluation of a step is played after the step's training rollouts.
     """
     results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
     for path in (log_path / "finished").glob("*_*.jsonl"):

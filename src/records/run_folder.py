@@ -1,4 +1,4 @@
-"""Find, check, lock and create the folder of a run. All checks precede the first write to a run."""
+"""Find, check, lock and create the folder of a run. All checks precede the first write to the run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def steps_done(self) -> int:
-        """The number of training steps before the checkpoint."""
+        """The number of training steps before the checkpoint; 0 without a checkpoint."""
         return 0 if self.checkpoint is None else self.checkpoint.batch
 
     def at_last_checkpoint(self) -> RunFolder:
@@ -83,7 +83,7 @@ class RunFolder:
             self.path.rename(deleted)  # so that a crash leaves no half-deleted run under this name
             shutil.rmtree(deleted)
         elif not self.resumed:
-            # left by a run that stopped before its first result
+            # A run that stopped before its first result may have left these files.
             for name in (JOURNAL, checkpoints.JOURNAL, "finished"):
                 remove(self.path / name)
         with storage_boundary(self.path):
@@ -101,8 +101,8 @@ def lock_run_dir(path: Path) -> Generator[None]:
     """Lock the folder while the block runs. Raises ConfigError if another process uses the folder.
 
     Raises StorageError if the lock file cannot be written.
-    The lock file is next to the folder, because the folder may be deleted. If only the folder is writable,
-    the lock file is in the folder. The kernel releases the lock when the process ends. On a file system
+    The lock file is next to the folder, because the folder may be deleted. If the folder exists and its
+    parent is not writable, the lock file is in the folder. The kernel releases the lock when the process ends. On a file system
     without locks, a warning is logged.
     """
     try:
@@ -123,7 +123,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
             ) from error
         except OSError as error:
             logger.warning(
-                "%s: the file system does not support locks (%s); do not start a second trainer on this run",
+                "%s: the file system does not support locks (%s); do not start a second process with this folder",
                 path,
                 error,
             )
@@ -161,7 +161,7 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
 
 
 def _prompt_user(path: Path) -> str:
-    """Return the behavior that the user chooses at the terminal, or "raise" without a terminal or answer."""
+    """Return the behavior that the user chooses. Without a terminal or a valid answer, return "raise"."""
     if not sys.stdin.isatty():
         return "raise"
     try:
@@ -186,7 +186,8 @@ def _check_same_run(path: Path, config: RunFolderOptions) -> None:
                 f"the run in {path} has {name}={saved[name]}, not {present[name]}; resume it with that "
                 "value, or give another log_path"
             )
-    # With a pipeline, a step may use tasks that a run without a pipeline uses in a later step.
+    # With a pipeline, a step may have trained on tasks that the schedule has in a later step. Without a
+    # pipeline, the resumed run would train on these tasks again.
     if _uses_pipeline(saved) and not _uses_pipeline(present):
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "

@@ -38,7 +38,7 @@ JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
 
 class TrackioRun(Protocol):
-    """The methods of a trackio run that `RunLog` uses. The package is optional."""
+    """The methods of a trackio run that this module uses. This protocol exists because trackio is optional."""
 
     def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
@@ -81,8 +81,10 @@ class RunLog:
         self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Remove the lines from `step` on, because these steps are repeated. wandb keeps the values that it
-        received first."""
+        """Remove the lines from `step` on, because these steps are repeated.
+
+        wandb keeps the values that it received first. trackio also stores the new values.
+        """
         if self._path.exists():
             self._rewrite([record for record in records(self._path) if record["step"] < step])
 
@@ -170,7 +172,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:
-    """Return the values of a metric by step. A line without the metric may have one of its aliases."""
+    """Return the values of a metric by step. In a line without the metric, the value of an alias is used."""
     names = (name, *aliases_of(name))
     values = {
         record["step"]: next((record[key] for key in names if record.get(key) is not None), None)

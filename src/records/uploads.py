@@ -32,7 +32,7 @@ class Upload(Protocol):
 
 
 def check_upload_url(url: str) -> None:
-    """Raise ConfigError if the package for `url` is missing or its protocol is unknown. Does not connect."""
+    """Raise ConfigError if the protocol of `url` is unknown or its package is missing. Nothing is sent."""
     protocol = url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)

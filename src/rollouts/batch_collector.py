@@ -112,7 +112,8 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If the groups come from the pipeline, `on_group` is called with each group when it is taken.
+        If the groups come from the pipeline, `on_group` is called with each taken group, to which the reward
+        rules have been applied. Otherwise `on_group` is not called.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.uses_pipeline:
@@ -132,7 +133,7 @@ class BatchCollector:
         return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
-        """Roll out the step's own tasks, and the further batches of dynamic sampling (refills)."""
+        """Roll out the step's own tasks, and the refills of dynamic sampling."""
         options = self._options
         scheduled = self._tasks_of(batch)
         tasks = [task for task in scheduled if not self._is_quarantined(task)]
@@ -155,8 +156,9 @@ class BatchCollector:
         return StepBatch(played=sampled.played, to_learn=sampled.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """Take one group for each task of the batch, in the order in which the groups end. Take fewer groups
-        if the pipeline has no more groups for the step, because tasks are quarantined.
+        """Take as many groups as the batch has tasks, in the order in which the groups end.
+
+        Take fewer groups if the pipeline has no more groups for the step, because tasks are quarantined.
 
         If an earlier process has recorded the groups of this step in the journal, take the same groups.
         """

@@ -28,7 +28,7 @@ from src.rollouts.options import RolloutOptions
 logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # the maximum wait between two attempts; `back_off` increases it by 0 to 50 %
+LONGEST_WAIT_S = 60.0  # the maximum of the doubled wait, to which `back_off` adds up to 50 %
 # An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
@@ -61,8 +61,8 @@ class TimedGroup:
 
 
 class Rollouts:
-    """Runs trials. At most `n_parallel_envs` trials of all groups run at the same time. Rollouts on disk are
-    not repeated.
+    """Runs trials. At most `n_parallel_envs` trials of all groups run at the same time. Rollouts that
+    `FinishedRollouts.load` returns are not repeated.
 
     The `judge` adds a bonus to training trials only. If `judge` is None, no bonus is added.
     """
@@ -124,7 +124,7 @@ class Rollouts:
                 self._noop_rewards[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
-        """Return the rollouts of the batch that are on disk."""
+        """Return the rollouts of the batch that are on disk and final (see `FinishedRollouts.load`)."""
         return self._finished.load(plan.purpose, plan.step)
 
     async def group(

@@ -95,7 +95,10 @@ def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 
 
 def require_shares(domains: Mapping[str, Sequence[Task]], options: ScheduleOptions) -> None:
-    """Raise ConfigError unless each domain has a share, and enough tasks for its share of a batch."""
+    """Raise ConfigError if a domain has no share, a share has no domain, or a domain has too few tasks.
+
+    A domain needs at least as many tasks as its share of a batch.
+    """
     if domains.keys() != options.domain_shares.keys():
         raise ConfigError(
             f"domain_mixture names the domains {', '.join(sorted(options.domain_shares))}, but the training "

@@ -15,9 +15,9 @@ class RunEvents(Protocol):
         ...
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
-        """Called when the rollouts of a step, an evaluation or a further batch of dynamic sampling start."""
+        """Called when a step, a refill or an evaluation begins to collect its groups."""
         ...
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """Called when all trials of one group have ended."""
+        """Called when a group has ended or, with the pipeline, when a step takes the group."""
         ...

@@ -1,7 +1,7 @@
 """Count trials that could not be graded, quarantine tasks, and detect that a run has too many failures.
 
-Failures are counted group by group in the order of the batch, so that the result does not depend on the order
-in which trials end.
+Failures are counted group by group in the order of the batch. Without a pipeline, the result therefore does
+not depend on the order in which trials end.
 """
 
 from __future__ import annotations

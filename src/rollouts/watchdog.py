@@ -1,9 +1,9 @@
 """The watchdog limits the time of every call to the server.
 
-The SDK retries for minutes without reporting errors. The watchdog therefore checks the server during calls:
+The SDK retries for minutes without reporting errors. The watchdog therefore sends health checks during calls:
 
-    checks fail for heartbeat_timeout_s, or the server has lost the model  ->  every call raises ServerLost
-    one call has no answer for request_timeout_s                           ->  this call raises BackendError
+    health checks fail for heartbeat_timeout_s, or the weights are lost  ->  every call raises ServerLost
+    one call has no answer for request_timeout_s                         ->  this call raises BackendError
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARNING_PERIOD_S = 30.0
 
 
 class Watchdog:
-    """Awaits calls to the server and raises ServerLost if the server is lost. `watching` creates it."""
+    """Awaits calls to the server and raises ServerLost if the server is lost. Create it with `watching`."""
 
     def __init__(self, options: WatchdogOptions, lost: asyncio.Future[str]) -> None:
         self._options = options
@@ -99,14 +99,14 @@ async def _check_health(
             if now() - warned_at >= WARNING_PERIOD_S:
                 warned_at = now()
                 logger.warning(
-                    "health checks have failed for %.0f s; the run stops after heartbeat_timeout_s=%g: %s",
+                    "health checks have failed for %.0f s; the server counts as lost after heartbeat_timeout_s=%g: %s",
                     silent_s,
                     options.heartbeat_timeout_s,
                     error,
                 )
             if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has not answered for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "
+                    f"the server has passed no health check for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "
                     f"({error})"
                 )
 

@@ -2,8 +2,8 @@
 
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "tools": []}
 
-The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` may be missing and
-contains OpenAI schemas. A message may have `tool_calls`. With `train_on=customized`, the assistant messages
+The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` contains OpenAI
+schemas and may be missing. A message may have `tool_calls`. With `train_on=customized`, the assistant messages
 with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message are passed
 to the chat template. The first invalid line causes a ConfigError that names the file and the line.
 """
@@ -78,7 +78,7 @@ class ChatMessage(BaseModel):
     def _has_content(cls, message: object) -> object:
         is_call = isinstance(message, Mapping) and bool(message.get("tool_calls"))
         if isinstance(message, Mapping) and message.get("content") is None and not is_call:
-            raise ValueError("content is missing or null, which only a message with tool_calls may have")
+            raise ValueError("content is missing or null; only a message with tool_calls may have no content")
         return message
 
 

@@ -45,7 +45,10 @@ class Batch:
 
 
 def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
-    """Read and tokenize all chats. Raises ConfigError, with file and line, for the first invalid chat."""
+    """Read, tokenize and split all chats.
+
+    Raises ConfigError for an invalid chat, and for a held-out chat that is also trained.
+    """
 
     def read_all(items: Sequence[str]) -> list[TokenizedChat]:
         chats: list[TokenizedChat] = []

@@ -56,8 +56,8 @@ def render(
 ) -> TokenizedChat:
     """Return the tokens of a chat, up to its last trained token.
 
-    Raises ConfigError, with file and line, if the chat is longer than the context, has no trained message,
-    begins with the assistant or cannot be rendered.
+    Raises ConfigError, with file and line, if there are more than `context_limit` tokens, or if the chat has
+    no trained message, begins with an assistant message or cannot be rendered.
     """
     trained = trained_messages(chat, train_on)
     if not trained:

@@ -45,8 +45,8 @@ class Condition:
 def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
     """Return a pair (path, condition) for each source. The condition of a file of chats is None.
 
-    Raises ConfigError for a condition that does not follow a path, a second condition of a path, and a run
-    folder without a condition.
+    Raises ConfigError for an incomplete condition, a condition that does not follow a path, a second
+    condition of a path, and a run folder without a condition.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward

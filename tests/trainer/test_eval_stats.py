@@ -117,6 +117,11 @@ def test_the_interval_of_a_difference_is_a_students_t_interval():
     )
 
 
+def test_one_task_gives_no_information_about_the_difference():
+    difference = compare_paired([Tally(solved=0, graded=4)], [Tally(solved=4, graded=4)]).difference
+    assert (difference.value, difference.low, difference.high) == (1.0, -1.0, 1.0)
+
+
 def test_a_comparison_is_paired_by_task():
     before = [Tally(solved=count, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
     after = [Tally(solved=count + 1, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]

@@ -52,6 +52,14 @@ def test_tool_refusals_are_recognised_by_their_text(error: str, pattern: Pattern
     assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))
 
 
+def test_the_question_is_not_a_tool_result():
+    """A trial of `env=data` has a system message and no user simulator."""
+    messages = (("user", "Why?\nValueError: invalid argument"), ("assistant", "Because."))
+    trajectory = failed(*messages)
+    metrics = {name: value for name, value in trajectory.metrics.items() if name == "none"}
+    assert patterns(replace(trajectory, metrics=metrics)) == {Pattern.FALSE_COMPLETION}
+
+
 def test_a_tool_answer_that_mentions_errors_is_no_error():
     assert patterns(failed(("tool", '{"note": "Error: not found"}'))) == {Pattern.FALSE_COMPLETION}
 

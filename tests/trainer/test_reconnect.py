@@ -172,7 +172,7 @@ async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*"
+        match=r"playing step 2: the server has passed no health check for heartbeat_timeout_s=0\.5 .*"
         "start the server again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)

@@ -132,7 +132,7 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         (GOOD.replace("user", "customer"), r"line 1: messages.0.role: Input should be 'system', 'user'"),
         (
             GOOD.replace('"b"', "null"),
-            r"line 1: messages.1: content is missing or null, which only a message",
+            r"line 1: messages.1: content is missing or null; only a message",
         ),
         (GOOD.replace('"content": "b"', '"text": "b"'), r"line 1: messages.1: content is missing or null"),
         (GOOD.replace('"b"', "1"), r"line 1: messages.1.content: Input should be a valid string"),

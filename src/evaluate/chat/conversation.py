@@ -20,7 +20,7 @@ MAX_SEED = 2**31
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     text: str
-    is_cut: bool  # whether the limit of an answer or of the context truncated the answer
+    is_cut: bool  # whether the answer was cut at max_tokens or at context_limit
 
 
 class Conversation:
@@ -80,9 +80,10 @@ def talk(
     read: Callable[[], str],
     write: Callable[[str], None],
 ) -> None:
-    """Answer the lines that `read` returns. Return when `read` raises EOFError or returns /exit.
+    """Answer the lines that `read` returns, and call `reset` for the line /reset. Return when `read` raises
+    EOFError or returns /exit.
 
-    A ConfigError is reported, and the next line is read. A BackendError is raised.
+    A ConfigError of `answer` is shown with `write`, and the next line is read. A BackendError is raised.
     """
     while True:
         try:

@@ -6,12 +6,12 @@ capabilities.json.
                             [request_timeout_s=600]
 
 `model_name` is the model to check, by default the first that the endpoint lists. `tolerance` is the largest
-accepted mean absolute difference between the logprobs of the sampler and those of the trainer, in nats.
+accepted mean absolute difference between the logprobs of a sampler and of the training model, in nats.
 `only` selects checks by name. An empty `output` writes no file. `request_timeout_s` limits, in seconds, the
 time to list the models, the time of each check and the time to close the session.
 
-The exit status is 0 if every required check that was run holds, 1 if one does not hold, 2 if the endpoint
-could not be checked, and 130 if the program was interrupted.
+The exit status is 0 if every required check that was run holds, 1 if one does not hold, 2 if an argument is
+invalid or the endpoint could not be checked, and 130 if the program was interrupted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -127,8 +128,8 @@ async def probe(
 ) -> Capabilities:
     """Run all checks, or the checks in the option `only`, and return their results.
 
-    Raises ConfigError if the endpoint does not serve the model, and BackendError if listing the models, a
-    check or closing the session takes longer than `request_timeout_s`.
+    Raises ConfigError if the endpoint does not serve the model. Raises BackendError if the models cannot be
+    listed, or if listing them or a check takes longer than `request_timeout_s`.
 
     The calls of the SDK block, so each check runs in a thread. A thread is abandoned at its deadline.
     """
@@ -167,8 +168,15 @@ async def probe(
     for check, function in checks.items():
         findings.append(await bounded(f"check {check!r}", partial(finding_of, check, function, endpoint)))
         on_finding(findings[-1])
-    await bounded("ending the session", lambda: service.close("success").result())
+    with suppress(BackendError):  # the server also ends a session without heartbeats
+        await bounded("ending the session", partial(close_session, service))
     return Capabilities(url=url, model_name=name, max_context_length=limit, findings=findings)
+
+
+def close_session(service: tinker.ServiceClient) -> None:
+    """Raises BackendError if the endpoint refuses."""
+    with sdk_boundary("ending the session"):
+        service.close("success").result()
 
 
 def finding_of(name: str, check: Callable[[Probe], str], endpoint: Probe) -> Finding:
@@ -203,9 +211,12 @@ def show(result: Capabilities, console: Console) -> None:
             table.add_row(finding.name, "always" if finding.is_needed else "if used", finding.seen)
         console.print(table)
     seconds = sum(finding.seconds for finding in result.findings)
-    verdict = (
-        "the endpoint can be used for training" if result.is_trainable else "do not train with this endpoint"
-    )
+    if not result.is_trainable:
+        verdict = "do not train with this endpoint"
+    elif REQUIRED.keys() <= {finding.name for finding in result.findings}:
+        verdict = "the endpoint can be used for training"
+    else:
+        verdict = "the other required checks were not run"
     num_held = len(result.findings) - len(failed)
     console.print(
         f"{result.model_name} at {result.url}: {num_held} of {len(result.findings)} checks hold, "

@@ -22,13 +22,13 @@ class Finding(BaseModel):
 
     name: str
     holds: bool
-    is_needed: bool  # whether every run needs this property; False: only runs with certain options
+    is_needed: bool  # whether every run needs this property; False: runs with certain options, or no run
     seen: str  # what the check observed
     seconds: float
 
 
 class Capabilities(BaseModel):
-    """The results of all checks of one endpoint with one model."""
+    """The results of the checks that were run on one endpoint with one model."""
 
     url: str
     model_name: str

@@ -55,7 +55,7 @@ REQUIRED: dict[str, Callable[[Probe], str]] = {
     "tenants": check_tenants,
     "refuses the unknown": check_unknown_is_refused,
 }
-# Properties that are required only by runs whose options use them.
+# Properties that only runs with certain options require, and top_k, which no run requires.
 OPTIONAL: dict[str, Callable[[Probe], str]] = {
     "loss importance_sampling": check_loss("importance_sampling"),
     "loss ppo": check_loss("ppo"),

@@ -1,7 +1,7 @@
 """The client that the checks of an endpoint share.
 
-Adam's steps do not depend on the scale of the gradients. The checks therefore use a very large epsilon, with
-which a step is plain gradient descent:
+Adam's steps do not depend on the scale of the gradients. All checks except that of beta2 therefore use a very
+large epsilon, with which a step is gradient descent with momentum:
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
-HUGE = 1e4  # an epsilon with which a step is plain gradient descent
+HUGE = 1e4  # an epsilon that is much larger than sqrt(v)
 RANK = 8
 TEXT = [5, 9, 14, 6, 33, 21, 17, 8, 40, 12, 7, 29]  # arbitrary token ids
 OTHER = [11, 30, 6, 25, 19, 44, 10, 35, 13, 22, 38, 9]
@@ -48,6 +48,7 @@ class Probe:
         return output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
 
     def mean(self, client: tinker.TrainingClient) -> float:
+        """Return the mean logprob of TEXT."""
         return float(self.logprobs(client).mean())
 
     def step(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
@@ -86,8 +87,8 @@ class Probe:
                 self.rate *= min(10.0, max(0.1, 0.03 / self.step_change)) if self.step_change > 1e-9 else 10.0
             self.rate = 0.0
             raise Defect(
-                "no step of gradient descent with one of 12 learning rates increased the mean logprob of the "
-                "training text by 0.01 to 0.08"
+                "none of 12 learning rates gave a step that increased the mean logprob of the training text "
+                "by 0.01 to 0.08"
             )
         return self.step_change
 

@@ -1,4 +1,6 @@
-"""Checks of the loss functions: their values, their settings, and the rejection of unknown losses."""
+"""Checks of the loss functions: their values, their settings, and the rejection of unknown losses and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def policy_loss(
 def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[float, float]:
     """Return (the loss that the server reports, the expected loss).
 
-    The probability ratios of the tokens lie on both sides of every clip threshold, so clipping is checked.
+    The importance ratios of the tokens lie on both sides of every clip threshold, so clipping is checked.
     """
     client = probe.client()
     logprobs = probe.logprobs(client)
