@@ -58,7 +58,7 @@ def read_result(folder: str | Path) -> RunResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the trainer and return its exit status. With TRAINER_DEBUG=1, errors are shown with tracebacks."""
+    """Run the trainer and return its exit status. Errors are printed as one line or, with TRAINER_DEBUG=1, as tracebacks."""
     return run_program(argv, _run, help_text)
 
 

@@ -102,8 +102,8 @@ def lock_run_dir(path: Path) -> Generator[None]:
 
     Raises StorageError if the lock file cannot be written.
     The lock file is next to the folder, because the folder may be deleted. If the folder exists and its
-    parent is not writable, the lock file is in the folder. The kernel releases the lock when the process ends. On a file system
-    without locks, a warning is logged.
+    parent is not writable, the lock file is in the folder. The kernel releases the lock when the process
+    ends. On a file system without locks, a warning is logged.
     """
     try:
         make_parents(path)
@@ -123,7 +123,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
             ) from error
         except OSError as error:
             logger.warning(
-                "%s: the file system does not support locks (%s); do not start a second process with this folder",
+                "%s: the file system does not support locks (%s); do not use the folder in two processes",
                 path,
                 error,
             )

@@ -38,7 +38,7 @@ JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
 
 class TrackioRun(Protocol):
-    """The methods of a trackio run that this module uses. This protocol exists because trackio is optional."""
+    """The methods of a trackio run that this module uses. A protocol is used because trackio is optional."""
 
     def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 

@@ -67,8 +67,8 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send the datums of a group to forward_backward when the step takes the group, while other groups "
-        "are rolled out; every group has the same weight in the loss",
+        doc="Send the datums of a group to forward_backward when the step takes the group, while other "
+        "groups are rolled out; every group has the same weight in the loss",
     )
 
     @property
@@ -96,8 +96,8 @@ class RolloutOptions(TrialOptions, SeedOptions):
 
     trial_attempts: int = chz.field(
         default=3,
-        doc="Maximum number of attempts of a trial; an attempt is repeated after a failure of the kind sandbox, "
-        "backend, verifier or env_server",
+        doc="Maximum number of attempts of a trial; an attempt is repeated after a failure of the kind "
+        "sandbox, backend, verifier or env_server",
         validator=at_least(1),
     )
     retry_wait_s: float = chz.field(

@@ -99,15 +99,16 @@ async def _check_health(
             if now() - warned_at >= WARNING_PERIOD_S:
                 warned_at = now()
                 logger.warning(
-                    "health checks have failed for %.0f s; the server counts as lost after heartbeat_timeout_s=%g: %s",
+                    "health checks have failed for %.0f s; the server counts as lost after "
+                    "heartbeat_timeout_s=%g: %s",
                     silent_s,
                     options.heartbeat_timeout_s,
                     error,
                 )
             if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has passed no health check for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "
-                    f"({error})"
+                    "the server has passed no health check for "
+                    f"heartbeat_timeout_s={options.heartbeat_timeout_s:g} ({error})"
                 )
 
 

@@ -3,9 +3,9 @@
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "tools": []}
 
 The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` contains OpenAI
-schemas and may be missing. A message may have `tool_calls`. With `train_on=customized`, the assistant messages
-with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message are passed
-to the chat template. The first invalid line causes a ConfigError that names the file and the line.
+schemas and may be missing. A message may have `tool_calls`. With `train_on=customized`, the assistant
+messages with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message
+are passed to the chat template. The first invalid line causes a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations

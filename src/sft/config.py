@@ -38,8 +38,8 @@ class DataOptions(SeedOptions):
     train_on: TrainOn = chz.field(
         default="all_assistant_messages",
         doc="Messages that are trained; last_assistant_turn: the assistant messages after the last user "
-        'message; customized: the assistant messages with "trainable": true; all_tokens: all tokens up to the '
-        "end of the last assistant message",
+        'message; customized: the assistant messages with "trainable": true; all_tokens: all tokens up to '
+        "the end of the last assistant message",
     )
 
     @chz.validate
