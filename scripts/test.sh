@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks the lint rules and runs the tests in three processes, because tests of containers wait for Docker. Arguments are passed to pytest; `-n 0` uses one process.
+# Sets up .venv, checks the lint rules and runs the tests. Three processes run the tests, because tests of
+# containers mostly wait for Docker. Arguments are passed to pytest; `-n 0` uses one process.
 #
 #   scripts/test.sh [pytest arguments]
 set -euo pipefail

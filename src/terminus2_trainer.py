@@ -252,7 +252,10 @@ class Terminus2RLTrainer:
     def _examples(
         self, groups: Sequence[TrajectoryGroup]
     ) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
-        """Return the groups that pass the filters, their examples, and the counts of dropped groups by reason."""
+        """Return the groups that pass the filters, their examples, and the number of dropped groups.
+
+        The dropped groups are counted by reason.
+        """
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
@@ -295,8 +298,9 @@ class Terminus2RLTrainer:
             version=version,
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
-        # With `tis` or a TIS mask, the datums have the trainer's logprobs in place of the sampler's. `prepare`
-        # then computes the difference between sampler and trainer, and its metrics replace those in `update`.
+        # With `tis` or a TIS mask, the datums have the trainer's logprobs in place of the sampler's.
+        # `prepare` then computes the difference between sampler and trainer, and its metrics replace those in
+        # `update`.
         return update | prepared.metrics
 
     def _report(

@@ -58,7 +58,7 @@ def read_result(folder: str | Path) -> RunResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the trainer and return its exit status. Errors are printed as one line or, with TRAINER_DEBUG=1, as tracebacks."""
+    """Run the trainer and return its exit status. TRAINER_DEBUG=1 shows the tracebacks of errors."""
     return run_program(argv, _run, help_text)
 
 

@@ -1,5 +1,7 @@
-"""Measure on this CPU how long the programs of the benchmarks' model take. Run the simulated load on this
-CPU, to compare the simulation with it."""
+"""Measure how long the programs of the benchmarks' model take on this CPU, and run a load on this CPU.
+
+`scripts.simulate` compares the time of this load with the simulated time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ REPEATS = 5
 
 @contextlib.contextmanager
 def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int) -> Iterator[Driver]:
-    """Open a driver whose executor has `slots` decode slots and the maximum context length of the load."""
+    """Open a driver whose executor has `slots` slots and a context for the longest sequence of the load."""
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)
@@ -114,8 +116,8 @@ def calibrate(
 def run_on_device(
     executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float], *, seed: int = 0
 ) -> Simulated:
-    """Run the load on the device. Call `calibrate` before, because it compiles the programs. Each `seed`
-    gives different prompts."""
+    """Run the load on the device of `executor`. Call `calibrate` first, which compiles the programs, so that
+    the measured times include no compilation. Each `seed` gives different prompts."""
     engine = Engine(executor, train_share=config.train_share, clock=clock)
     try:
         outcome = run_workload(config.workload, engine, clock, seed=seed)

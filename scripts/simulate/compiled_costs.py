@@ -226,7 +226,7 @@ class _Reader:
             case "fusion" | "fusion-start":
                 called = self.computations[instruction.called("calls")]
                 calls = [inner for inner in called.instructions.values() if inner.opcode == "custom-call"]
-                if calls:  # count only the calls, because they read slices of the operands of the fusion
+                if calls:  # the operands of a call can be slices of the operands of the fusion
                     return [self._custom_call(called, inner) for inner in calls]
                 return [_fusion(instruction, called)]
             case _:

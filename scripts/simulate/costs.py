@@ -2,11 +2,13 @@
 
 `FixedTimes` and `Measured` use given times of programs. `Roofline` calculates the time of a program: the
 number of launches times the time of a launch, plus the longer of the time to read the bytes and the time to
-compute the operations. Usually the longer time is that of these bytes or operations:
+compute the operations. This table shows which of the two times is usually longer, and what it includes:
 
     decode step    bytes: all weights, and the keys and values of each sequence
     tile batch     operations: 2 per weight and token, and those of attention over the context
-    training       operations: 4 per weight and token, and those of attention (no gradient of base weights)
+    training       operations: 4 per weight and token, and those of attention
+
+In training, there are 4 and not 6 operations per weight and token, because base weights have no gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Costs(Protocol):
         ...
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
-        """Return the time of a decode dispatch for sequences at these positions."""
+        """Return the time of a decode dispatch of `steps` decode steps for sequences at these positions.
+        `slots` is the width of the decode program."""
         ...
 
     def training_s(self, tokens: int) -> float:
@@ -58,7 +61,8 @@ class ModelSize:
 
 
 def step_flops(model: ModelSize, *, cached: float, slots: int) -> float:
-    """Return the number of operations of a decode step for sequences with `cached` positions in total."""
+    """Return the number of operations of a decode step of a program with `slots` slots. The sequences have
+    `cached` positions in total."""
     return model.token_flops * slots + 4 * model.attention * cached
 
 
@@ -105,7 +109,7 @@ class Roofline:
 class FixedTimes:
     """A device that is described by times that do not depend on the context."""
 
-    tile_batch_s: float  # time of a tile batch of the large size
+    tile_batch_s: float  # time of a tile batch with `shapes.long` tiles
     step_s: float  # time of a decode step without sequences
     sequence_step_s: float  # time that each sequence adds to a decode step
     token_s: float  # training time of a token
@@ -125,7 +129,7 @@ class FixedTimes:
 class Measured:
     """A device that is described by the times of its programs. `calibrate` measures these times."""
 
-    # number of tiles -> (seconds of a batch without context, additional seconds per token of context)
+    # number of tiles -> (seconds of a tile batch without context, additional seconds per token of context)
     prefill: dict[int, tuple[float, float]]
     # segment end (see `segment_ends`) -> seconds of a decode dispatch with (one sequence, `slots` sequences)
     decode: dict[int, tuple[float, float]]

@@ -190,7 +190,7 @@ class _PrefillLayout:
 
 
 class SimulatedRunner(ModelRunner):
-    """Advances the clock by the cost of each program, as if the programs of all widths were compiled."""
+    """Advances the clock by the time of each program, as if the programs of all widths were compiled."""
 
     def __init__(self, costs: Costs, clock: Clock, *, slots: int, steps: int) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""Runs the engine with a workload on a simulated device."""
+"""Run the engine with a load on a simulated device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_tx_server.engine.engine import Engine
 @chz.chz
 class SimulateConfig:
     device: Literal["h200", "h200-fixed", "cpu"] = chz.field(
-        default="h200", doc="see scripts/simulate/costs.py"
+        default="h200", doc="Device whose program times are used; scripts/simulate/costs.py describes them"
     )
     agents: int = 64
     prompt_tokens: int = 8192
@@ -42,7 +42,7 @@ class SimulateConfig:
     repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")
     clock: Literal["wall", "process"] = chz.field(
-        default="wall", doc="Clock of device=cpu: wall time, or CPU time on a machine with other load"
+        default="wall", doc="Clock of device=cpu; `process` (CPU time) is for a machine with other load"
     )
 
     @property
@@ -60,14 +60,16 @@ class SimulateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
+    """The result of a load on a simulated device or on this CPU."""
+
     outcome: Outcome
     work_s: dict[str, float]  # kind of work -> seconds
     num_decoding: float  # mean number of sequences in a decode dispatch
-    num_dispatches: int  # of decode steps
+    num_dispatches: int  # number of decode dispatches
 
 
 def simulate(config: SimulateConfig, costs: Costs, *, seed: int = 0) -> Simulated:
-    """Run the workload of `config` on a simulated device."""
+    """Run the load of `config` on a simulated device."""
     workload = config.workload
     context = workload.max_context_length + 1
     executor = SimulatedExecutor(

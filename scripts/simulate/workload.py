@@ -22,7 +22,7 @@ from skyrl_tx_server.engine.operations import (
 )
 
 MODEL_ID = "model"
-"""The id of the training model. A real engine must have this model before `run_workload` is called."""
+"""The id of the training model. A `DeviceExecutor` must have this model before `run_workload` is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class Outcome:
 
 
 def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float], *, seed: int = 0) -> Outcome:
-    """Submit the load, start the engine, and wait until all operations have ended. Raise the error of the
-    first operation that fails."""
+    """Submit the load, start the engine, and wait until all operations have ended or one has failed. Raise
+    the error of the first operation that failed."""
     random = np.random.default_rng(seed)
     sampled: list[tuple[float, int]] = []
     trained: list[tuple[float, int]] = []

@@ -1,9 +1,10 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
-As for the quick start (scripts/quickstart/build_model.py), a small Qwen3 with random weights is trained on
-demonstrations, with the loss on the agent's tokens only. Training has three phases: drills in copying names,
-lessons with mostly careful demonstrators, and the mixture of careful and hasty demonstrators in
-`demonstrations.py`. The result is deterministic. The script takes 16 minutes on two cores of a busy machine.
+As for the quick start `terminal` (scripts/quickstart/build_model.py), a small Qwen3 with random initial
+weights is trained on demonstrations, with the loss on the agent's tokens only. Training has three phases:
+drills in copying names, lessons, and the mixture. The lessons and the mixture are conversations of a careful
+and a hasty demonstrator (`demonstrations.py`). Most lessons are conversations of the careful demonstrator.
+The result is deterministic. The script takes 16 minutes on two cores of a busy machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from skyrl_tx_server.model.weights import save_model
 from src.policy.chat import Chat, load_chat
 
 DRILL_STEPS, LESSON_STEPS, MIXTURE_STEPS = 150, 900, 150
-LESSONS_SHARE = 0.9  # the share of careful demonstrators in the lessons
+LESSONS_SHARE = 0.9  # the share of the careful demonstrator's conversations in the lessons
 
 
 def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> Iterator[Conversation]:

@@ -220,7 +220,7 @@ def model_alias(base_model: str, alias: str | None) -> str:
         return alias
     path = Path(base_model).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        return f"local/{path.resolve().stem.replace(':', '-')}"
+        return f"local/{path.stem.replace(':', '-')}"
     if path.is_dir() or base_model.count("/") != 1:
         return f"local/{path.resolve().name.replace(':', '-')}"
     return base_model

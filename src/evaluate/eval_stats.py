@@ -129,7 +129,8 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
 
     The interval of the difference of the success rates is Student's t interval over tasks, or the whole range
     from -1 to 1 if there is only one task. The p-value is that of the exact sign-flip test, whose null
-    hypothesis is that the success rates do not differ. """
+    hypothesis is that the success rates do not differ.
+    """
     # The import takes a second, and training runs do not need scipy.
     from scipy.stats import t
 

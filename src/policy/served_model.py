@@ -38,15 +38,20 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
         return list(argv)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _with(argv, model_name=f"{LOCAL}{path.resolve().name}", tokenizer=str(path))
+        return _with(argv, model_name=_served_name(path.resolve().name), tokenizer=str(path))
     is_local = name.startswith(LOCAL) or "/" not in name or _is_gguf(path)
     if not is_local or url is None:
         return list(argv)
-    served = name if name.startswith(LOCAL) else f"{LOCAL}{path.stem if _is_gguf(path) else name}"
+    served = name if name.startswith(LOCAL) else _served_name(path.stem if _is_gguf(path) else name)
     if _is_set(values, "tokenizer"):
         return _with(argv, model_name=served, tokenizer=values["tokenizer"])
     folder = tokenizer_folder(url, model_name=served, key=_key())
     return list(argv) if folder is None else _with(argv, model_name=served, tokenizer=folder)
+
+
+def _served_name(name: str) -> str:
+    """Return the name under which the server serves a local model. The server also replaces `:` by `-`."""
+    return f"{LOCAL}{name.replace(':', '-')}"
 
 
 def fitted_to_server[Config: BackendOptions](

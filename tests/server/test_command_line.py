@@ -394,6 +394,12 @@ def test_a_colon_in_a_file_name_is_replaced_in_the_alias(tmp_path: Path) -> None
     chz.replace(config, base_model=str(tmp_path), model_alias=config.alias)
 
 
+def test_a_linked_gguf_file_is_served_under_the_name_of_the_link(tmp_path: Path) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "qwen3.gguf").symlink_to("blob")
+    assert parse([f"base_model={tmp_path / 'qwen3.gguf'}"]).alias == "local/qwen3"
+
+
 def test_every_flag_maps_to_an_option_or_has_no_effect() -> None:
     options = chz.chz_fields(ServerConfig)
     assert all(new in options and old not in options for old, new in OPTION_OF_FLAG.items())

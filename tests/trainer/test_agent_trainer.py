@@ -102,6 +102,8 @@ def test_a_model_directory_is_requested_by_its_served_name(tmp_path: Path) -> No
     by_name = ["backend=skyrl-tx", "model_name=local/tiny"]
     assert with_served_model(by_path) == [*by_name, f"tokenizer={tmp_path}/tiny"]
     assert with_served_model([*by_path, "tokenizer=t"]) == [by_name[0], "tokenizer=t", by_name[1]]
+    (tmp_path / "a:b").mkdir()
+    assert with_served_model([by_path[0], f"model_name={tmp_path}/a:b"])[1] == "model_name=local/a-b"
     for arguments in (["backend=tinker", by_path[1]], [by_path[0], "model_name=org/name"], [by_path[0]]):
         assert with_served_model(arguments) == arguments
 

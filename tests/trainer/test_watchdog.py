@@ -52,7 +52,10 @@ async def test_a_missing_answer_ends_only_its_own_wait():
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (no_answer, r"the server has passed no health check for heartbeat_timeout_s=0.1 \(no server"),
+        (
+            no_answer,
+            r"the server has passed no health check for heartbeat_timeout_s=0.1 \(no server answers\)",
+        ),
         (lost_session, "the server has lost the session"),
     ],
 )
