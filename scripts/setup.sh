@@ -100,14 +100,15 @@ if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$st
 fi
 
 find_uv
-if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+has_python() { [ -x .venv/bin/python ] && .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; }
+if ! has_python; then
   say "creating .venv"
   python_version=$(cat .python-version)
   pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$python_version"*/bin/python3) # The shims of pyenv may not be on PATH.
   for python in "$python_version" "${pyenv_pythons[0]}" '>=3.12'; do
     if "$uv" venv -q --allow-existing --python "$python" .venv 2>/dev/null; then break; fi
   done
-  [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
+  has_python || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
 fi
 say "installing $(grep -c == requirements.txt) pinned packages; this takes one to two minutes"
 # With PYTHONDONTWRITEBYTECODE, `import jax` takes three seconds without compiled bytecode and one second with it.

@@ -6,7 +6,7 @@
 #
 # SOURCE is the folder of a clone of github.com/sierra-research/tau2-bench, or a git URL with @TAG (default:
 # the tested release). FOLDER (default .cache/tau2) will contain `source` and `venv`. Set TAU2_HOME to FOLDER.
-# Relative paths are relative to the root of this repository. If FOLDER/source exists, no URL is cloned again.
+# Relative paths are relative to the root of this repository. If FOLDER/source exists, no URL is cloned again, and another SOURCE is refused.
 # The package `tau2` of PyPI is unrelated.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,9 +23,12 @@ done
 
 mkdir -p "$folder"
 if [ -d "$source" ]; then
+  if [ -e "$folder/source" ] && ! [ -L "$folder/source" ]; then fail "$folder/source exists; remove it to use $source"; fi
   ln -sfn "$(realpath "$source")" "$folder/source"
 elif [ ! -d "$folder/source" ]; then
   git clone -q --depth 1 --branch "${source##*@}" "${source%@*}" "$folder/source" || fail "could not clone ${source%@*}; clone it and pass its path"
+elif [ $# -gt 0 ] && [ "$(git -C "$folder/source" describe --tags 2>/dev/null)" != "${source##*@}" ]; then
+  fail "$folder/source is not ${source##*@}; remove it to clone this version"
 fi
 [ -f "$folder/source/src/tau2/registry.py" ] || fail "$folder/source is not sierra-research/tau2-bench: it has no src/tau2/registry.py"
 missing_files=$(for name in retail/db.json airline/db.json telecom/tasks.json mock/tasks.json; do
