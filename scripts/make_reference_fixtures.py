@@ -1,7 +1,7 @@
-"""Write tests/fixtures/{qwen3,families}: tiny random models with the logits of Hugging Face transformers, and
-LoRA gradients by torch autograd.
+"""Write tests/fixtures/{qwen3,families}: tiny random models with the logits of Hugging Face transformers and,
+for some models, LoRA gradients of torch autograd and a greedy decoding.
 
-The tests of the server read these files, so that the tests need no torch. To write the files, use Python 3.11
+The tests of the server read these files, so they need no torch. To write the files, use Python 3.11
 with torch==2.13.0 transformers==5.23.0 safetensors:
 
     python scripts/make_reference_fixtures.py [output directory]
@@ -242,8 +242,8 @@ def use_old_rope_keys(path: Path) -> None:
 
 
 def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
-    """Write a random adapter with PEFT's names, and the gradient of its loss on two sequences: the weighted
-    sum of the cross-entropies of all tokens."""
+    """Write a random adapter with PEFT's names, and the gradient of the loss with respect to the adapter. The
+    loss is the weighted sum of the cross-entropies of the tokens of two sequences."""
     model.requires_grad_(False)
     adapter: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():

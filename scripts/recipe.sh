@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Trains with recipes of scripts/recipes/. Later recipes and options replace earlier ones.
+# Runs ./run_skyrl_tx.sh with the options of recipes in scripts/recipes/. If an option is given several times,
+# the last value is used.
 #
 #   scripts/recipe.sh retail_4b_grpo_lora tau2_home=.cache/tau2
 #   scripts/recipe.sh retail_4b_grpo_lora taxonomy small_memory judge_model=m judge_base_url=http://127.0.0.1:8000/v1
 #   scripts/recipe.sh --print retail_8b_grpo_lora         # print the options, for `python -m src.train $(...)` on Tinker's cloud
 #
-# A recipe contains one key=value per line. A line @NAME includes another recipe. training/run_NAME.sh is another spelling
-# of NAME.
+# A recipe contains one key=value per line. A line @NAME includes another recipe. NAME can also be written as
+# training/run_NAME.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { printf 'recipe: %s\n' "$*" >&2; exit 2; }

@@ -45,8 +45,8 @@ RECIPE_OF_KIND = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedModel:
-    """Three names of one model: the value of the server's option `base_model`, the name in the requests of
-    clients, and the name of its tokenizer."""
+    """Two names of one model and its tokenizer. `base_model` is the value of the server's option, and
+    `served_name` is the name in the requests of clients."""
 
     base_model: str
     served_name: str
@@ -137,7 +137,7 @@ def fitted_to_any(options: Mapping[str, str], user_options: Mapping[str, str]) -
     """Fit the other lengths to the lengths that the user set, before the context of the server is known."""
     try:
         return fitted(options, user_options, context=sys.maxsize)[0]
-    except ValueError:  # a length is not a number; the trainer reports its option
+    except ValueError:  # a length is not a number; the trainer reports the option
         return dict(options)
 
 

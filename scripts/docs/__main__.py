@@ -1,6 +1,8 @@
 """Generate documentation pages from the tables in the code.
 
 python -m scripts.docs [metrics] [advantages] [options] [troubleshooting]
+
+Without a name, all pages are generated.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ A run writes one JSON object per training step to `metrics.jsonl`, with `step` a
 is the evaluation before training. NaN and infinity are written as `null`. If an evaluation is interrupted,
 the line of its step is written without the evaluation's metrics, and a resumed run adds them. A resumed run
 removes the lines of the steps that it repeats. wandb (`wandb_project=`) and trackio (`trackio_project=`)
-receive each step once, with its evaluation. wandb ignores values for a step that it already has, so after a
-crash it keeps the first values of a repeated step.
+receive each step once, with its evaluation. If a resumed run repeats a step, they receive this step again:
+wandb keeps the first values, and trackio stores both.
 
 A name with a part in angle brackets stands for several metrics. The reduction says how the values of one
 step (of its trials, turns, tokens or groups) become one number; `last` is a single value. The unit `varies`
@@ -28,14 +28,17 @@ SECTION_NOTES = {
         "An evaluation logs the metrics of this section and of the next two sections as `test/<name>`."
     ),
     "Evaluation": (
-        "The metrics of the held-out tasks. A rate is `pass` or, if only one part of a benchmark's grading "
-        "is used, `<part>_pass`. `docs/evaluation.md` explains rates and intervals."
+        "These are the metrics of the held-out tasks. In `<rate>_at_<k>` and `<rate>_hat_<k>`, the rate is "
+        "`pass` or, if only one part of a benchmark's grading is used, `<part>_pass`. In `<rate>_low` and "
+        "`<rate>_high`, the rate also contains `_at_<k>` or `_hat_<k>`, as in `pass_at_4_low`. "
+        "`docs/evaluation.md` explains rates and intervals."
     ),
 }
 ALIAS_NOTE = """\
-Every line also has these names of SkyRL, of its fork `fleet`, and of earlier releases of this
-trainer, so that dashboards keep working. `logs.log` has one line about renamed metrics. The next release
-removes the names of earlier releases."""
+Every line also has the metrics under the names in SkyRL, in the seed documents
+([seed behaviours](seed-behaviours.md)) and in earlier releases of this trainer, so that dashboards with these
+names work. `logs.log` has one line about renamed metrics. The next release removes the names of earlier
+releases."""
 
 
 def page() -> str:

@@ -20,7 +20,7 @@ The program `agent-trainer` is in `.venv/bin`.
 .venv/bin/agent-trainer show RUN      # the steps of the run; `show RUN STEP` lists the trials of a step
 ```
 
-Without RUN, `doctor` checks the machine: Python, the devices of JAX, the sandbox and Docker, and the free
+Without RUN, `doctor` checks the machine: Python, the devices of JAX, bubblewrap and Docker, and the free
 disk space. It prints which keys are set. If `skyrl_tx_url=` or `SKYRL_TX_URL` is set, it also checks this
 server:
 

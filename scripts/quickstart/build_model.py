@@ -3,9 +3,9 @@
     python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
 The script trains a small Qwen3 with random initial weights to imitate demonstrations. The demonstrations are
-generated during training, from the task types and the words that are reserved for training. The loss
-counts only the tokens of answers. The result is deterministic. The script takes about 20 minutes on two
-cores.
+generated during training, from the task types and the words that are reserved for training. The loss counts
+only their tokens of answers. Before the demonstrations, the model learns to copy names (`drill`). The result
+is deterministic. The script takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Batch:
 
     tokens: np.ndarray
     targets: np.ndarray
-    weights: np.ndarray  # 1 where the target is part of an answer
+    weights: np.ndarray  # 1 where the loss counts the target
     positions: np.ndarray
     segments: np.ndarray
 
@@ -73,7 +73,7 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random) -> Conversation:
-    """Return names, followed by the same names in another order, so that the model learns to copy."""
+    """Return names, followed by the same names in random order, so that the model learns to copy."""
     words = Words(random=rng, pool=Pool.TRAIN, used=set())
     names = [words.word() + rng.choice((*TEXT_ENDINGS, "", "")) for _ in range(rng.randint(2, 5))]
     shown, copied = (
@@ -161,7 +161,8 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
 
 
 def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch]:
-    """Generate batches of drills, then of demonstrations with 75 % lessons, then of demonstrations only."""
+    """Generate batches of drills, then of demonstrations of which 75 % are lessons, then of demonstrations
+    without lessons."""
     rng = random.Random(f"demonstrations {seed}")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
@@ -188,7 +189,7 @@ def train(
 ) -> Params:
     """Return the trained parameters. The buffers of `params` are donated. Call `save` every 250 steps."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-    state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
+    state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types lack registered dataclasses
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(

@@ -1,9 +1,9 @@
-"""Generate demonstrations for the supervised fine-tuning that precedes reinforcement learning.
+"""Generate demonstrations that a model learns to imitate before reinforcement learning.
 
-There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
-most tasks, independently of the kind of task. A model that imitates both solves about the same share of the
-tasks as the demonstrations do, and reinforcement learning can make it imitate the careful demonstrator more
-often.
+`demonstrate` has two demonstrators. The careful one almost always solves the task. The hasty one makes an
+error in most tasks of every type. A model that imitates both solves about the same share of the tasks as the
+demonstrations do, and reinforcement learning can make it imitate the careful demonstrator more often.
+`write_chats` uses neither demonstrator: the commands of its chats are correct, but most of them are not run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Slip(StrEnum):
     """The errors that a demonstrator can make. OVERWRITE needs a command that contains >>."""
 
     NONE = "none"
-    NO_NEWLINE = "no newline"  # the command is typed but never runs
+    NO_NEWLINE = "no newline"  # the command is typed, but does not run
     NO_COMMAND = "no command"  # the task is declared complete at once
-    ONLY_LOOK = "only look"  # lists the files, then declares the task complete
+    ONLY_LOOK = "only look"  # the command only lists the files
     WRONG_NAME = "wrong name"  # the last path of the command loses its directory or extension
-    OVERWRITE = "overwrite"  # uses > instead of >>
+    OVERWRITE = "overwrite"  # the command contains > instead of >>
     MALFORMED = "malformed"  # a quote is missing, so the answer is not JSON
 
 
@@ -134,9 +134,9 @@ def write_chats(path: Path, count: int) -> None:
     """Write `count` demonstrations to the JSON lines file `path`, in the format of `python -m src.sft`.
 
     All commands are correct, but three of four chats omit the newline that runs the command. A model that
-    imitates them fails in most trials for this reason alone, and reinforcement learning can correct it. Half
-    of the tasks need two operations. The texts around the commands are always the same, so that after the
-    fine-tuning only the tokens of the commands have a gradient. Three of four chats end with the first
+    imitates them fails in most trials for this reason alone, and reinforcement learning can add the newline.
+    Half of the tasks need two operations. The texts around the commands are always the same, so that after
+    the fine-tuning only the tokens of the commands have a gradient. Three of four chats end with the first
     answer, because the answers to the request for confirmation are easier to learn. The content depends only
     on `count` and on the installed version of Harbor.
     """

@@ -1,4 +1,4 @@
-"""Measure how often a model solves each type of tasks.
+"""Measure how often a model solves the tasks of each task type.
 
     python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
 

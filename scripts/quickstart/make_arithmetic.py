@@ -30,7 +30,7 @@ class TaskType:
 
     name: str
     sign: str  # + or -
-    story: str  # with {name}, {other}, {things}, {a} and {b}
+    story: str  # with {a} and {b}, and possibly {name}, {other} and {things}
 
 
 TRAIN = (

@@ -1,7 +1,7 @@
 """The types of quick-start tasks. An instance of a task type has an instruction, input files, one correct
 command, and checks of the result.
 
-This file is long because it has one function for each task type.
+This file is long because it defines all task types.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def text_file(words: Words, directory: str = "") -> str:
 
 
 def some_directory(words: Words, files: dict[str, str]) -> str:
-    """Return the working directory (an empty string) or, with probability 1/4, a new directory."""
+    """Return an empty string (the working directory) or, with probability 1/4, a new directory. Add a file of
+    the new directory to `files`."""
     if words.random.random() < 0.75:
         return ""
     directory = words.word()
@@ -527,6 +528,6 @@ UNSEEN: dict[str, Maker] = {
     "delete-and-copy": lambda task_type, words: two(task_type, words, ("delete", "copy")),
     "rename-and-mode": lambda task_type, words: two(task_type, words, ("rename", "mode")),
 }
-"""Types of held-out tasks only: known operations in new combinations."""
+"""Task types that only held-out tasks have: operations of TRAINING in new combinations."""
 
 TASK_TYPES: dict[str, Maker] = TRAINING | UNSEEN

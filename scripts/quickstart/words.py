@@ -36,11 +36,11 @@ INSTRUCTION_WORDS = frozenset(
         "note",
     }
 )
-"""Words of the task instructions that consist of SYLLABLES. `Words` never draws one of them."""
+"""English words that consist of SYLLABLES, most of them from instructions. `Words` draws none of them."""
 
 
 class Pool(StrEnum):
-    """One of the two pools of words, numbers and file modes, which have no element in common."""
+    """One of the two pools of words, numbers, counts and file modes, which have no element in common."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"

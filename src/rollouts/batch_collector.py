@@ -293,7 +293,8 @@ class BatchCollector:
             raise TooManyFailuresError(diagnosis(self._faults, groups, options))
         self._report_quarantined(before.quarantined, plan)
         if all(self._is_quarantined(task) for task in self._source.train):
-            raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")
+            reason = all_failed(groups, plan) if groups else "resume the run with other tasks"
+            raise TooManyFailuresError(f"every training task is quarantined; {reason}")
 
     def _report_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
         for task, cause in self._faults.quarantined.items():

@@ -166,10 +166,12 @@ def bonus_of(num_failures: int, options: JudgeOptions) -> float:
 
 
 def transcript(conversation: Sequence[Message]) -> str:
-    """Return the conversation as JSON lines, so that the agent's text cannot imitate another role."""
-    return "\n".join(
+    """Return the conversation as JSON lines, so that the agent's text cannot imitate another role. Unpaired
+    surrogates become question marks."""
+    text = "\n".join(
         json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation
     )
+    return text.encode("utf-8", "replace").decode()
 
 
 def _unique_keys(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:

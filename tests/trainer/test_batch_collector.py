@@ -136,6 +136,16 @@ async def test_too_many_failures_or_no_task_left_stop_the_run(tmp_path):
         await bench.collect(2, "b")
 
 
+async def test_a_resumed_run_without_unquarantined_tasks_stops(tmp_path):
+    """The user has removed all other tasks."""
+    bench = Bench(tmp_path, "ab", failing="a")
+    await bench.collect(1, "ab")
+    bench.end_step(1)
+    resumed = Bench(tmp_path, "a", steps_done=1)
+    with pytest.raises(TooManyFailuresError, match="every training task is quarantined; resume the run with"):
+        await resumed.collect(2, "a")
+
+
 async def test_the_curriculum_continues_after_a_restart(tmp_path):
     """The journal records the tasks that the curriculum chose, not those of the schedule.
 

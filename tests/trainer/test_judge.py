@@ -177,6 +177,11 @@ def test_no_message_can_imitate_another_speaker():
     assert len(transcript(conversation).splitlines()) == 1
 
 
+async def test_a_conversation_with_an_unpaired_surrogate_is_judged():
+    judged = await make_judge(ScriptedJudge(answer())).judged(graded_trajectory("order \ud83d"))
+    assert judged.metrics["judge_errors"] == 0.0
+
+
 @pytest.mark.seed_behaviour(37, 38)
 async def test_an_evaluation_during_training_is_not_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
