@@ -3,9 +3,9 @@
     python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
 The script trains a small Qwen3 with random initial weights to imitate demonstrations. The demonstrations are
-generated during training, from the task types and the words that are reserved for training. The loss counts
-only their tokens of answers. Before the demonstrations, the model learns to copy names (`drill`). The result
-is deterministic. The script takes about 20 minutes on two cores.
+generated during training, from the task types and the words that are reserved for training. The loss of a
+demonstration counts only the tokens of answers. Before the demonstrations, the model learns to copy names
+(`drill`). The result is deterministic. The script takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
