@@ -24,7 +24,6 @@ from typing import NotRequired, TypedDict
 
 from pydantic import TypeAdapter
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -188,12 +187,12 @@ def trial_table(trials: Sequence[RecordedTrial]) -> Table:
         line = trial.line
         table.add_row(
             trial.name,
-            escape(line["trial"] or line["task"]),
+            Text(line["trial"] or line["task"]),
             _number(line.get("reward")),
             _number(line.get("advantage")),
             str(line.get("turns", "")),
             str(line.get("tokens", "")),
-            escape(trial.outcome),
+            Text(trial.outcome),
         )
     return table
 

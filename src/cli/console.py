@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -56,7 +55,7 @@ class Display:
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
-        self._show(escape(text), soft_wrap=True)
+        self._show(Text(text), soft_wrap=True)
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
         self._num_finished, self._num_groups = 0, num_groups
@@ -122,7 +121,7 @@ class Display:
         before = {} if first is None else first.rewards
         for group in evaluation.groups:
             cells = [] if first is None else [_cell(before.get(group.task.id, []))]
-            table.add_row(group.task.id, *cells, _cell(group.rewards))
+            table.add_row(Text(group.task.id), *cells, _cell(group.rewards))
         self._show(table)
         noop = evaluation.whole.noop_success
         noop_part = "" if noop is None else f"; an agent that does nothing: {noop.value:.1%}"
@@ -137,12 +136,12 @@ class Display:
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print `content`.
 
+        Texts from outside, such as task ids, must be `Text` objects, because Rich parses strings as markup.
         If the output cannot be written, nothing more is printed. The run folder contains the same
         information.
         """
         try:
-            # Emoji codes are not replaced, because a model id may contain `:train:`.
-            self._console.print(content, emoji=False, highlight=False, soft_wrap=soft_wrap)
+            self._console.print(content, highlight=False, soft_wrap=soft_wrap)
         except OSError as error:
             logger.warning("the output cannot be written: %s; nothing more is printed", error.strerror)
             self._console.quiet = True
@@ -162,8 +161,12 @@ class Terminal(Console):
 
 
 def terminal() -> Console:
-    """Return standard output. If it is not a terminal, the width is PIPE_WIDTH, in which the tables fit."""
-    return Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    """Return standard output. If it is not a terminal, the width is PIPE_WIDTH, in which the tables fit.
+
+    Markup and emoji codes are not replaced, because a task id may contain `[b]` and a model id `:train:`.
+    """
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Terminal(highlight=False, markup=False, emoji=False, width=width)
 
 
 def message_text(role: str, content: str) -> Text:

@@ -261,7 +261,9 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(
-            Text(f"{result.kind}: {result.message}", "red"), title=f"{title}: not graded", title_align="left"
+            Text(f"{result.kind}: {result.message}", "red"),
+            title=Text(f"{title}: not graded"),
+            title_align="left",
         )
     messages = result.conversation if with_messages else ()
     lines = [message_text(str(message.get("role")), str(message.get("content"))) for message in messages]
@@ -272,7 +274,7 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
     )
     end = f"turns: {len(result.turns)}, ended by {result.stop_reason}{f'; {metrics}' if metrics else ''}"
     return Panel(
-        Group(*lines, Text(end, "dim")), title=f"{title}: reward {result.reward:g}", title_align="left"
+        Group(*lines, Text(end, "dim")), title=Text(f"{title}: reward {result.reward:g}"), title_align="left"
     )
 
 
@@ -289,7 +291,7 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
         solved = sum(reward >= SOLVED for reward in group.rewards)
         rewards = " ".join(f"{reward:g}" for reward in group.rewards)
         table.add_row(
-            group.task.id, f"{solved}/{len(group.rewards)}", rewards, str(len(group.failures) or "")
+            Text(group.task.id), f"{solved}/{len(group.rewards)}", rewards, str(len(group.failures) or "")
         )
     rewards = [reward for group in groups for reward in group.rewards]
     if not rewards:

@@ -175,6 +175,12 @@ def test_an_evaluation_is_shown_beside_the_first_one():
     )
 
 
+@pytest.mark.parametrize("name", ["a[b]", "x[/red]", "q:smile:"])
+def test_a_task_id_is_not_parsed_as_markup(name):
+    lines = shown(lambda display: display.evaluation_finished(evaluation(0, group(name, 1)), None))
+    assert lines[1].split() == [name, "1/1"]
+
+
 def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "jobs").mkdir()

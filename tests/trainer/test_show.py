@@ -135,3 +135,11 @@ def test_a_failure_with_an_unpaired_surrogate_is_shown(run: Path):
     group = TrajectoryGroup(task=task("c"), trajectories=[], failures=[lost])
     record_groups(run / "rollouts" / "step_000002.jsonl", [group], {})
     assert "no file a?" in printed(run, "c")
+
+
+def test_names_and_messages_are_not_parsed_as_markup(run: Path):
+    lost = replace(failure("x[/red]"), message="KeyError: ':smile:'", trial_name="x[/red]__1")
+    group = TrajectoryGroup(task=task("x[/red]"), trajectories=[], failures=[lost])
+    record_groups(run / "rollouts" / "step_000002.jsonl", [group], {})
+    (line,) = printed(run, "x[/red]").splitlines()[1:]
+    assert "x[/red]__1" in line and line.rstrip().endswith("KeyError: ':smile:'")

@@ -92,6 +92,12 @@ async def test_typed_answers_are_read_from_the_terminal(data: str, monkeypatch: 
     assert "pass rate (typed): 50.0% (1/2 trials)" in text
 
 
+async def test_a_task_id_is_not_parsed_as_markup(tmp_path: Path):
+    (tmp_path / "sums.jsonl").write_text('{"id": "x[/red]", "question": "1+1?", "answer": "2"}\n')
+    text, _ = await run_try_env(f"data={tmp_path / 'sums.jsonl'}", "reward=number", "policy=scripted")
+    assert "x[/red], trial 1: reward 1" in text and "x[/red]  1/1" in text
+
+
 def unwrapped(text: str) -> str:
     """Return the text without the spaces, line ends and borders by which the console wraps long lines."""
     return "".join(text.replace("│", "").split())
