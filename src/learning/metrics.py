@@ -74,17 +74,21 @@ class TrainingBatch:
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return counts, rewards and lengths of one batch as it was played; only counts if no trial is graded."""
+    """Return counts, rewards and lengths of one batch as it was played; only counts if no trial is graded.
+
+    A metric of an environment that has the name of a metric of this module, such as `success`, does not
+    replace it.
+    """
     played = PlayedGroups(groups, group_size=group_size)
     counts = measure(TRIAL_METRICS, played)
     if not played.trajectories:
         return counts
     lengths = [num_response_tokens(trajectory) for trajectory in played.trajectories]
     return (
-        counts
+        measure(LENGTH_METRICS, played)
+        | counts
         | measure(REWARD_METRICS, played)
         | token_metrics(lengths, played.rewards)
-        | measure(LENGTH_METRICS, played)
     )
 
 
@@ -281,6 +285,13 @@ RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
 )
 
 LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
+    Metric("environment/<name>", VARIES, SUM,
+        "A metric of the trial (`Trajectory.metrics`). If its name ends in avg, mean, min or max, that "
+        "reduction replaces the sum.",
+        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(played).items()}),
+    Metric("env/all/<name>", VARIES, MEAN,
+        "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
+        lambda played: {f"env/all/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
     Metric("env/all/turns", COUNT, MEAN, "Turns per trial.",
         lambda played: len(played.turns) / len(played.trajectories)),
     Metric("tokens/sampled", TOKENS, SUM, "Sampled tokens of the graded trials.",
@@ -299,13 +310,6 @@ LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
         "Duration of a trial.", _durations),
     Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
         _stop_reasons),
-    Metric("environment/<name>", VARIES, SUM,
-        "A metric of the trial (`Trajectory.metrics`). If its name ends in avg, mean, min or max, that "
-        "reduction replaces the sum.",
-        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(played).items()}),
-    Metric("env/all/<name>", VARIES, MEAN,
-        "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
-        lambda played: {f"env/all/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
 )
 
 BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (

@@ -225,3 +225,12 @@ def test_environment_metrics_are_reduced_by_their_names():
     one_failure = replace(members[0], metrics={"parse_failures": 1.0}, turns=[turn([1], [2])] * 3)
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[one_failure])], group_size=1)
     assert metrics["reward/parse_failure_rate"] == 1 / 3
+
+
+def test_an_environment_metric_does_not_replace_the_success_rate():
+    metrics = {"success": 0.25, "turns": 9.0, "reward/total": 7.0}
+    member = replace(trajectory(turns=[turn([1], [2])], reward=1.0), metrics=metrics)
+    groups = [TrajectoryGroup(task=task("a"), trajectories=[member])]
+    values = held_out_metrics(groups, group_size=1)
+    measured = [values[f"test/env/all/{name}"] for name in ("success", "turns", "reward/total")]
+    assert measured == [1.0, 1.0, 1.0] and values["test/environment/success"] == 0.25
