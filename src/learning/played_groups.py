@@ -52,8 +52,12 @@ def by_domain_or_task_type(groups: Sequence[TrajectoryGroup]) -> dict[str, list[
 
 
 def domain_or_task_type(task: Task) -> str:
-    """Return the name of a task in metrics: its domain or task type, with `_` in place of slashes."""
-    return (task.domain or task_type(task.id)).replace("/", "_") or "unknown"
+    """Return the name of a task in metrics: its domain or task type, with `_` in place of slashes.
+
+    The name `all` becomes `all_`, because `test/env/all/...` are the metrics of all held-out tasks.
+    """
+    name = (task.domain or task_type(task.id)).replace("/", "_") or "unknown"
+    return "all_" if name == "all" else name
 
 
 def task_type(task_id: str) -> str:

@@ -234,3 +234,12 @@ def test_an_environment_metric_does_not_replace_the_success_rate():
     values = held_out_metrics(groups, group_size=1)
     measured = [values[f"test/env/all/{name}"] for name in ("success", "turns", "reward/total")]
     assert measured == [1.0, 1.0, 1.0] and values["test/environment/success"] == 0.25
+
+
+def test_a_domain_called_all_does_not_replace_the_success_rate():
+    groups = [
+        TrajectoryGroup(task=replace(task(name), domain=name), trajectories=[trajectory(name, reward)])
+        for name, reward in (("all", 1.0), ("other", 0.0))
+    ]
+    values = held_out_metrics(groups, group_size=1)
+    assert (values["test/env/all/success"], values["test/env/all_/success"]) == (0.5, 1.0)
