@@ -67,18 +67,21 @@ def dump_evaluation(
     *,
     env_class: str,
 ) -> None:
-    """Write one file per domain or task type, and the metrics."""
+    """Write one file per domain or task type, and the metrics.
+
+    Domains share a file if their names differ only in characters that file names do not contain.
+    """
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
-        by_source: dict[str, list[str]] = {}
+        by_file: dict[str, list[str]] = {}
         for group in groups:
             lines = [
                 _line(eval_record(group.task, trajectory, decode, env_class=env_class))
                 for trajectory in group.trajectories
             ]
-            by_source.setdefault(domain_or_task_type(group.task), []).extend(lines)
-        for source, lines in by_source.items():
-            name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
+            name = f"{re.sub(r'[^\w.-]', '_', domain_or_task_type(group.task))}.jsonl"
+            by_file.setdefault(name, []).extend(lines)
+        for name, lines in by_file.items():
             replace_text(folder / name, "".join(lines), advice=ADVICE)
         replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))), advice=ADVICE)
 

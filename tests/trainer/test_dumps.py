@@ -55,6 +55,17 @@ def test_an_evaluation_dump_has_a_file_per_type(tmp_path):
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
 
+def test_domains_with_similar_names_lose_no_trial(tmp_path):
+    groups = [
+        replace(group(name), task=replace(task(name), domain=domain))
+        for name, domain in (("a", "数学"), ("b", "语文"), ("c", "a b"), ("d", "a_b"))
+    ]
+    dump_evaluation(tmp_path, 0, groups, {}, decode, env_class="data")
+    folder = tmp_path / "dumped_evals" / "global_step_0_evals"
+    assert [record["data_source"] for record in lines(folder / "a_b.jsonl")] == ["a b", "a_b"]
+    assert sorted(path.stem for path in folder.iterdir()) == ["a_b", "aggregated_results", "数学", "语文"]
+
+
 def test_a_message_that_utf_8_cannot_encode_is_dumped(tmp_path):
     messages = [{"role": "assistant", "content": "a\ud83db"}]
     dump_evaluation(tmp_path, 1, [group("copy-01", messages=messages)], {}, decode, env_class="harbor")
