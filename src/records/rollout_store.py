@@ -14,6 +14,7 @@ token ids and logprobs of each turn are packed, as in the last line:
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -164,9 +165,10 @@ def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Tra
     names in all evaluations of a run. The evaluation of a step is played after the step's training rollouts.
     """
     results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
+    written_name = json.dumps(trial_name).encode()
     for path in (log_path / "finished").glob("*_*.jsonl"):
         purpose, _, step = path.stem.rpartition("_")
-        if step.isdecimal() and trial_name.encode() in path.read_bytes():
+        if step.isdecimal() and written_name in path.read_bytes():
             rollouts = read_rollouts(path, purpose, int(step))
             results += [
                 (key, rollout.result)

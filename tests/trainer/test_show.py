@@ -143,3 +143,11 @@ def test_names_and_messages_are_not_parsed_as_markup(run: Path):
     record_groups(run / "rollouts" / "step_000002.jsonl", [group], {})
     (line,) = printed(run, "x[/red]").splitlines()[1:]
     assert "x[/red]__1" in line and line.rstrip().endswith("KeyError: ':smile:'")
+
+
+def test_a_trial_with_any_name_can_be_shown(run: Path):
+    name = 'zähle-"x"__4f43e7b3'
+    key = RolloutKey(purpose="step", step=1, task="zähle", member=0)
+    played = replace(trajectory("zähle", 0.25, [turn([1], [7])]), trial_name=name)
+    FinishedRollouts(run, Journal(run)).add(key, FinishedRollout(result=played, seed=3, attempts=1))
+    assert "reward 0.25" in printed(run, name)
