@@ -398,6 +398,7 @@ class Terminus2RLTrainer:
             (example.trajectory.task_id, example.trajectory.trial_name): example.advantage
             for examples in examples_P_G
             for example in examples
+            if example.sequences
         }
         record_groups(self._log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
 

@@ -12,7 +12,7 @@ import pytest
 
 from src.core.errors import ConfigError, NothingTrainedError, ServerLost, TrainerError
 from src.core.log_setup import logging_to_file
-from src.core.trajectory import FailureKind, Task, ZeroReason
+from src.core.trajectory import FailureKind, StopReason, Task, ZeroReason
 from src.loop.connection import Dependencies
 from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
@@ -521,6 +521,20 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
         sum("failure" in line for line in bench.lines("rollouts/step_000001.jsonl"))
         == record["trials/failed/agent"]
     )
+
+
+async def test_a_masked_trial_is_recorded_without_an_advantage(tmp_path):
+    async def cut_odd_seeds(trial, policy):
+        played = await say_a_token(trial, policy)
+        return dataclasses.replace(played, stop_reason=StopReason.LENGTH) if trial.seed % 2 else played
+
+    bench = Bench(tmp_path, play=cut_odd_seeds)
+    await bench.go("max_steps=1", "apply_overlong_filtering=stop_reason")
+    has_advantage = {
+        line["stop_reason"]: line["advantage"] is not None
+        for line in bench.lines("rollouts/step_000001.jsonl")
+    }
+    assert has_advantage == {"stop": True, "length": False}
 
 
 async def test_a_run_stopped_in_its_first_evaluation_is_kept(tmp_path):
