@@ -78,7 +78,8 @@ TERMINAL_ERRORS = (
 )
 # `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line that starts with a shell prompt
 # (`user@host:`) shows a command and is not an error.
-ERROR_LINE = re.compile(r"^(?!\S*@\S*:)[\w./+-]+:\s")
+# The expression takes linear time: [^\s@]* matches only the text before the first @.
+ERROR_LINE = re.compile(r"^(?![^\s@]*@\S*:)[\w./+-]+:\s")
 PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an unparsable answer
 COMPLETE = "mark_task_complete"  # a call that changes nothing in the environment
 

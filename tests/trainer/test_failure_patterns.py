@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
-from src.evaluate.failure_patterns import Pattern, pattern_counts, pattern_of, patterns, user_simulator_faults
+from src.evaluate.failure_patterns import (
+    Pattern,
+    pattern_counts,
+    pattern_of,
+    patterns,
+    result_patterns,
+    user_simulator_faults,
+)
 
 SYSTEM = {"role": "system", "content": "policy"}
 
@@ -150,3 +158,10 @@ def test_patterns_are_counted_once_per_trial():
         counts["not_found"] == 2 and counts["false_completion"] == 1 and counts["user_simulator_fault"] == 0
     )
     assert set(counts) == {str(pattern) for pattern in Pattern}
+
+
+def test_a_long_tool_result_is_searched_in_linear_time():
+    started = time.process_time()
+    assert result_patterns("@" * 50_000) == set()
+    assert result_patterns("me@host@host:~$ no such file") == set()
+    assert time.process_time() - started < 1
