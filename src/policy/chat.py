@@ -105,7 +105,7 @@ class Chat:
 
         `tools` are OpenAI schemas. Templates write them into the system message or the first user message,
         so `extend` does not need them. If the template does not show tools, the system message describes them
-        in text.
+        in text. Raises ConfigError if the template rejects the messages.
         """
         if tools and not self.shows_tools:
             messages, tools = with_described_tools(messages, tools), ()
@@ -226,11 +226,9 @@ class Chat:
 
     def _probe(self, messages: Sequence[Message], *, tools: Tools = ()) -> str:
         """Return the rendered text, or "" if the template rejects the messages."""
-        from jinja2 import TemplateError  # a slow import that --help does not need
-
         try:
             return self._apply(messages, generation_prompt=False, tools=tools)
-        except (TemplateError, TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError):
             return ""
 
     def _template(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Tools = ()) -> str:
@@ -246,18 +244,24 @@ class Chat:
         return message
 
     def _apply(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Tools) -> str:
+        from jinja2 import TemplateError  # a slow import that --help does not need
+
         roles = [message["role"] for message in messages if message["role"] != "system"]
-        return self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            enable_thinking=self._enable_thinking,  # Qwen3, GLM
-            thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
-            # By default, Llama 3 writes tools into the first message after the system message and renders the
-            # message as a user message. That is wrong if the message is a greeting by the assistant.
-            tools_in_user_message=roles[:1] == ["user"],
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                enable_thinking=self._enable_thinking,  # Qwen3, GLM
+                thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
+                # By default, Llama 3 writes tools into the first message after the system message and renders
+                # the message as a user message. That is wrong if the message is a greeting by the assistant.
+                tools_in_user_message=roles[:1] == ["user"],
+            )
+        except TemplateError as error:
+            fix = "change the messages, or give tokenizer=DIR_OR_HUB_ID with another chat template"
+            raise ConfigError(f"the chat template rejects the chat: {_first_line(error)}; {fix}") from error
 
     def _encode(self, text: str) -> list[int]:
         """Encode a text.

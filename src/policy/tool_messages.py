@@ -35,9 +35,12 @@ def describe_tool(tool: Mapping[str, object]) -> str:
     'f(n: integer): Does something.'
     """
     function: Any = tool["function"]
-    properties = function.get("parameters", {}).get("properties", {})
-    arguments = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
-    return f"{function['name']}({arguments}): {function.get('description', '')}"
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    arguments = ", ".join(
+        f"{name}: {schema.get('type', 'any') if isinstance(schema, Mapping) else 'any'}"
+        for name, schema in properties.items()
+    )
+    return f"{function['name']}({arguments}): {function.get('description') or ''}"
 
 
 def with_json_arguments(message: Message) -> Message:

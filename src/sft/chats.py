@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -82,9 +83,17 @@ class ChatMessage(BaseModel):
         return message
 
 
+def _with_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the tool unchanged, so that the template renders its keys in their order."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError('not an OpenAI schema: {"type": "function", "function": {"name": ..., ...}}')
+    return tool
+
+
 class ChatLine(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_with_function)]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from src.cli.command_line import parse_as
 from src.core.errors import ConfigError, ServerLost
 from src.loop.outcome import resume_command
 from src.policy.chat import Chat as Template
+from src.policy.tool_messages import describe_tool
 from src.records import checkpoints
 from src.records.journal import Journal, RolloutKey
 from src.records.metrics_table import metric_of
@@ -116,6 +117,23 @@ def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 
 
+def test_messages_that_the_template_rejects_are_named() -> None:
+    tokenizer = family_tokenizer(FAMILIES[0])
+    rejection = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    tokenizer.chat_template = rejection + str(tokenizer.chat_template)
+    with pytest.raises(
+        ConfigError, match=r"line 1: the chat template rejects the chat: No system role; change the"
+    ):
+        render(chat(), Template(tokenizer), train_on="all_assistant_messages", context_limit=10_000)
+
+
+def test_tools_with_empty_fields_are_described() -> None:
+    parameters = {"properties": {"a": {"type": "integer"}, "b": None, "c": True}}
+    function = {"name": "f", "description": None, "parameters": parameters}
+    assert describe_tool({"function": function}) == "f(a: integer, b: any, c: any): "
+    assert describe_tool({"function": {"name": "g", "parameters": None}}) == "g(): "
+
+
 DEEP = "[" * 100_000
 GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
@@ -146,6 +164,10 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
                 '"b"', f'"", "tool_calls": [{{"function": {{"name": "f", "arguments": "{DEEP}"}}}}]'
             ),
             r"line 1: messages.1.tool_calls.0.function.arguments: not valid JSON: recursion limit exceeded",
+        ),
+        (
+            GOOD.replace("]}", '], "tools": [{"name": "f", "parameters": {}}]}'),
+            r"line 1: tools.0: not an OpenAI schema",
         ),
         (GOOD.replace("assistant", "system"), r"line 1: train_on=all_assistant_messages leaves no message"),
         (GOOD.replace("user", "assistant"), r"line 1: the first message is the assistant's"),
