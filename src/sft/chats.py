@@ -4,8 +4,9 @@
 
 The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` contains OpenAI
 schemas and may be missing. A message may have `tool_calls`. With `train_on=customized`, the assistant
-messages with `"trainable": true` are trained. Other keys of a line are ignored, and other keys of a message
-are passed to the chat template. The first invalid line causes a ConfigError that names the file and the line.
+messages with `"trainable": true` are trained. OpenAI's `"weight": 0` is refused in a message without
+`trainable`. Other keys of a line are ignored, and other keys of a message are passed to the chat template.
+The first invalid line causes a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class ChatMessage(BaseModel):
         is_call = isinstance(message, Mapping) and bool(message.get("tool_calls"))
         if isinstance(message, Mapping) and message.get("content") is None and not is_call:
             raise ValueError("content is missing or null; only a message with tool_calls may have no content")
+        if isinstance(message, Mapping) and message.get("weight") == 0 and "trainable" not in message:
+            raise ValueError('weight=0 has no effect; set "trainable" instead, and use train_on=customized')
         return message
 
 

@@ -166,6 +166,10 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
             r"line 1: messages.1.tool_calls.0.function.arguments: not valid JSON: recursion limit exceeded",
         ),
         (
+            GOOD.replace('"b"', '"b", "weight": 0'),
+            r"line 1: messages.1: weight=0 has no effect; set .trainable",
+        ),
+        (
             GOOD.replace("]}", '], "tools": [{"name": "f", "parameters": {}}]}'),
             r"line 1: tools.0: not an OpenAI schema",
         ),
