@@ -15,7 +15,7 @@ from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
-from src.records.run_folder import CONFIG_FILE, SUPERVISED
+from src.records.run_folder import CONFIG_FILE, SUPERVISED, require_run
 from src.sft.config import SftConfig
 
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
@@ -52,6 +52,7 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     change is not `key=value`.
     """
     options = _saved(run)
+    require_run(Path(run), options)
     kind = SftConfig if SUPERVISED in options else TrainerConfig
     parameters = inspect.signature(kind).parameters
     present = {name: value for name, value in options.items() if name in chz.chz_fields(kind)}

@@ -54,7 +54,7 @@ from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import CONFIG_FILE, lock_run_dir
+from src.records.run_folder import CONFIG_FILE, EVALUATED, lock_run_dir
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
@@ -259,7 +259,7 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """Create the folder, or accept the folder of the same evaluation. Raises ConfigError for the folder of
     another evaluation, and for a folder that has files but no evaluation."""
-    identity = {"evaluated": name, **chz.asdict(config)}
+    identity = {EVALUATED: name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
     # These options may differ in a resumed evaluation. A saved file may contain `results`, which is not an

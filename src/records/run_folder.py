@@ -53,6 +53,7 @@ IDENTITY = (
     "eval_data",
 )
 SUPERVISED = "train_on"  # only runs of src.sft have this option
+EVALUATED = "evaluated"  # only config.json of an evaluation has this key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +172,18 @@ def _prompt_user(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
+def require_run(path: Path, saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the config.json in `path` with the content `saved` is that of an evaluation."""
+    if EVALUATED in saved:
+        raise ConfigError(
+            f"{path} is the folder of an evaluation, not of a run; to continue the evaluation, give its "
+            f"options and log_path={path} to python -m src.evaluate"
+        )
+
+
 def _check_same_run(path: Path, config: RunFolderOptions) -> None:
     saved = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+    require_run(path, saved)
     present = json.loads(json.dumps(chz.asdict(config)))
     if (SUPERVISED in saved) != (SUPERVISED in present):
         program = "src.sft" if SUPERVISED in saved else "src.train"

@@ -17,7 +17,7 @@ from src.cli.saved_options import SERVER_FILE, evaluated_arguments, resumed_argu
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
-from src.evaluate.run import environment_of
+from src.evaluate.run import environment_of, prepare_folder
 from src.policy.running_server import ServedModels
 from src.policy.served_model import with_served_model
 from src.records.run_folder import RunFolder, find_run_folder
@@ -72,6 +72,19 @@ def test_a_folder_without_a_run_gives_a_one_line_error(
     (tmp_path / "config.json").write_text("[1]")
     assert main(["resume", str(tmp_path)]) == 2
     assert "it is not a JSON object; give the folder of a run" in capfd.readouterr().err
+
+
+def test_an_evaluation_is_not_resumed_as_a_training_run(tmp_path: Path) -> None:
+    config = EvaluateConfig(model_name="m", tasks_dir="t", log_path=str(tmp_path))
+    prepare_folder(tmp_path, "m", config)
+    with pytest.raises(ConfigError, match=r"is the folder of an evaluation, not of a run; to continue the"):
+        command_line("resume", [str(tmp_path)])
+    (tmp_path / "metrics.jsonl").touch()  # as if the evaluation had results
+    training = TrainerConfig(
+        model_name="m", tasks_dir="t", log_path=str(tmp_path), behavior_if_log_dir_exists="resume"
+    )
+    with pytest.raises(ConfigError, match=r"is the folder of an evaluation, not of a run"):
+        find_run_folder(training, name="")
 
 
 def test_every_command_is_a_module_that_exists() -> None:
