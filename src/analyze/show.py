@@ -15,6 +15,7 @@ has the same trial names in every evaluation.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,15 +132,15 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     if not stored:
         where = "" if step is None else f" in {step}"
         raise ConfigError(
-            f"{folder.name} has no step, task or trial {selected!r}{where}; agent-trainer show {run} "
-            "lists its finished steps"
+            f"{folder.name} has no step, task or trial {selected!r}{where}; {_command(run)} lists its "
+            "finished steps"
         )
     key, result = stored[-1]
     yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
     if others := [_file_name(other) for other, _ in stored[:-1]]:
         yield Text(
             f"trials of this name are also in {', '.join(others)}; to print one of them: "
-            f"agent-trainer show {run} {selected} {others[-1]}"
+            f"{_command(run, selected, others[-1])}"
         )
     named = [trial for trial in trials if (trial.line["trial"], trial.name) == (selected, _file_name(key))]
     yield from rollout(result, named[0] if named else None)
@@ -232,6 +233,11 @@ def turn_lines(number: int, turn: Turn) -> Iterator[Text]:
     )
     pairs = zip(turn.completion_ids, logprobs, strict=True)
     yield Text("  " + " ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), "dim")
+
+
+def _command(*arguments: str) -> str:
+    """Return the command `agent-trainer show` with these arguments, quoted for the shell."""
+    return shlex.join(["agent-trainer", "show", *arguments])
 
 
 def _is_in(step: str, name: str, number: int) -> bool:

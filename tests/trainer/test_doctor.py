@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from src.analyze.doctor import machine_checks, run_checks
 from src.analyze.doctor.__main__ import main
-from src.analyze.doctor.problems import PROBLEMS, Finding, ProblemName
+from src.analyze.doctor.problems import PROBLEMS, Finding, ProblemName, problem_finding
 from src.analyze.doctor.run_checks import CheckedRun, run_findings
 from src.cli.agent_trainer import command_line
 from src.loop.outcome import agent_trainer
@@ -192,6 +193,12 @@ def test_a_machine_needs_one_kind_of_sandbox(
     assert problems(path) == {}  # this environment needs no sandbox
     (path / "config.json").write_text(json.dumps(CONFIG | {"tasks_dir": "tasks"}))
     assert set(problems(path)) == ({ProblemName.NO_SANDBOX} if len(missing) == 2 else set())
+
+
+def test_the_command_of_a_problem_is_quoted_for_the_shell() -> None:
+    finding = problem_finding(ProblemName.FAILURES, "", run="/my runs/a", trial="it's")
+    assert shlex.split(finding.lines()[2])[1:] == [agent_trainer(), "show", "/my runs/a", "it's"]
+    assert problem_finding(ProblemName.FAILURES, "", run="/r", trial="").command == "agent-trainer show /r"
 
 
 def test_a_run_without_steps_has_no_problem(tmp_path: Path) -> None:

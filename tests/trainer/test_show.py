@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from src.analyze import show
+from src.core.errors import ConfigError
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.records.journal import Journal, RolloutKey
 from src.records.rollout_log import record_groups
@@ -151,3 +153,11 @@ def test_a_trial_with_any_name_can_be_shown(run: Path):
     played = replace(trajectory("zähle", 0.25, [turn([1], [7])]), trial_name=name)
     FinishedRollouts(run, Journal(run)).add(key, FinishedRollout(result=played, seed=3, attempts=1))
     assert "reward 0.25" in printed(run, name)
+
+
+def test_a_suggested_command_is_quoted_for_the_shell(run: Path):
+    folder = run.rename(run.with_name("my run"))
+    with pytest.raises(
+        ConfigError, match=re.escape(f"agent-trainer show '{folder}' lists its finished steps")
+    ):
+        printed(folder, "c")

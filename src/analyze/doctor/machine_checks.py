@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def disk() -> Finding:
     if not low:
         return Finding(name="disk", measured=measured)
     measured += f"; a run needs {MIN_FREE_GIB:g} GiB"
-    return Finding(name="disk", measured=measured, command=f"du -xh --max-depth=2 {low[0]} | sort -h | tail")
+    command = f"du -xh --max-depth=2 {shlex.quote(str(low[0]))} | sort -h | tail"
+    return Finding(name="disk", measured=measured, command=command)
 
 
 def keys() -> Finding:

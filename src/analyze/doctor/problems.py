@@ -3,6 +3,7 @@ the table PROBLEMS."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -134,15 +135,18 @@ class Finding:
             lines.append(f"{'':8}{self.problem.meaning}")
         if self.is_problem:
             program, space, rest = self.command.partition(" ")
-            command = f"{agent_trainer()}{space}{rest}" if program == "agent-trainer" else self.command
+            is_ours = program == "agent-trainer"
+            command = f"{shlex.quote(agent_trainer())}{space}{rest}" if is_ours else self.command
             lines.append(f"{'':8}type: {command}")
         return lines
 
 
 def problem_finding(name: ProblemName, measured: str, **values: str) -> Finding:
-    """Return the finding of a problem. `values` replace the placeholders of the command."""
+    """Return the finding of a problem. `values`, quoted for the shell, replace the placeholders of the
+    command. An empty value leaves its placeholder out."""
     problem = PROBLEMS[name]
-    command = problem.command.format_map(values).strip()
+    quoted = {key: shlex.quote(value) if value else "" for key, value in values.items()}
+    command = problem.command.format_map(quoted).strip()
     return Finding(name=name, measured=measured, problem=problem, command=command)
 
 
