@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
@@ -215,10 +215,13 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
-    except wandb.Error as error:
-        first_line = (str(error).splitlines() or [""])[0]
+    except (wandb.Error, ValidationError) as error:  # a ValidationError: WANDB_MODE or the like is invalid
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"setting {'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(
-            f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or wandb_project=None"
+            f"wandb: {reason}; log in with `wandb login`, set WANDB_MODE=offline, or wandb_project=None"
         ) from error
 
 

@@ -4,8 +4,10 @@ import math
 import subprocess
 import sys
 import types
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 
 from src.core.errors import ConfigError
 from src.records.options import TrackingOptions
@@ -108,6 +110,10 @@ def test_wandb_receives_a_step_once_with_its_evaluation(tmp_path, monkeypatch):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+class WandbSettings(BaseModel):
+    mode: Literal["offline"]
+
+
 def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
     fake = FakeWandb(is_down=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -118,6 +124,17 @@ def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
         ):
             pass
     assert len(set(fake.ids)) == 1 and fake.ids[0]
+
+
+def test_an_invalid_setting_of_wandb_gives_a_one_line_error(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, "Settings", lambda **options: WandbSettings.model_validate({"mode": "x"}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with (
+        pytest.raises(ConfigError, match=r"^wandb: setting mode: Input should be 'offline'; log in with .*$"),
+        open_run_log(tmp_path, WANDB, name="n", config={}),
+    ):
+        pass
 
 
 def test_an_upload_that_never_ends_does_not_block_the_exit(tmp_path, monkeypatch, caplog):
