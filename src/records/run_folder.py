@@ -81,8 +81,9 @@ class RunFolder:
         if self.delete_first:
             deleted = self.path.with_name(f".{self.path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
-            self.path.rename(deleted)  # so that a crash leaves no half-deleted run under this name
-            shutil.rmtree(deleted)
+            with storage_boundary(self.path, advice="delete its content, or give another log_path"):
+                self.path.rename(deleted)  # so that a crash leaves no half-deleted run under this name
+                shutil.rmtree(deleted)
         elif not self.resumed:
             # A run that stopped before its first result may have left these files.
             for name in (JOURNAL, checkpoints.JOURNAL, "finished"):

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import errno
 import io
 import json
 import logging
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.core.errors import ConfigError, NothingTrainedError, ServerLost, TrainerError
+from src.core.errors import ConfigError, NothingTrainedError, ServerLost, StorageError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, StopReason, Task, ZeroReason
 from src.loop.connection import Dependencies
@@ -302,6 +303,18 @@ async def test_a_folder_with_a_run_is_changed_only_on_request(tmp_path):
     assert (bench.path / "metrics.jsonl").read_text() == before
     await bench.go("behavior_if_log_dir_exists=delete")
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
+
+
+async def test_a_folder_that_cannot_be_deleted_gives_a_one_line_error(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+
+    def rename(path, target):  # as for the mount point of a volume
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError, match=r"run: Device or resource busy; delete its content"):
+        await bench.go("behavior_if_log_dir_exists=delete")
 
 
 async def test_ctrl_d_at_the_question_gives_a_one_line_error(tmp_path, monkeypatch):
