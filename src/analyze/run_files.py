@@ -18,6 +18,7 @@ from typing import Any, NotRequired, TypedDict
 from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
+from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.records.dumps import AGGREGATED
 from src.records.reading import Count, Finite, Whole, read_document, read_lines, unchanged
@@ -81,7 +82,7 @@ def read_run(folder: str, *, first_step: int | None = None, last_step: int | Non
     path = Path(folder).expanduser().resolve()
     options: Mapping[str, Any] = {}
     if (path / CONFIG_FILE).is_file():
-        options = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
+        options = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
     folders = {

@@ -209,6 +209,25 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     assert patterns == {"failed trials": "3 → 1", "false completion": "3 → 1"}
 
 
+def test_a_tool_name_with_a_line_break_does_not_break_a_table(tmp_path: Path) -> None:
+    call = {"function": {"name": "get\norder", "arguments": {}}}
+    conversation = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    record = {"score": 0.0, "env_extras": {"task_key": "t"}, "conversation": conversation}
+    skyrl_dump(tmp_path / "run" / "global_step_0" / "web.jsonl", [record])
+    text = analyze(f"runs={tmp_path / 'run'}", write_to=tmp_path / "e.md")
+    [row] = rows(text, "### Tasks that fail")
+    assert row["a failed trial"] == "`–`: get order"
+
+
+def test_former_names_of_options_are_no_difference(tmp_path: Path) -> None:
+    for name, options in {"old": {"stop_timeout_sec": 5.0}, "new": {"stop_timeout_s": 5.0}}.items():
+        record = {"score": 0.0, "env_extras": {"task_key": "t"}}
+        skyrl_dump(tmp_path / name / "global_step_0" / "web.jsonl", [record])
+        (tmp_path / name / "config.json").write_text(json.dumps(options))
+    text = analyze(f"runs={tmp_path / 'old'},{tmp_path / 'new'}", write_to=tmp_path / "e.md")
+    assert "The options are equal" in text
+
+
 def test_a_pair_of_runs_compares_only_common_tasks(tmp_path: Path) -> None:
     runs = {
         "first": {"common": (0.0, 0.0, 1.0), "first only": (1.0, 1.0, 1.0)},
