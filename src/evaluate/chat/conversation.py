@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from src.policy.tool_messages import Message
 
 COMMANDS = {"/reset": "starts a new conversation", "/exit": "ends the chat, as Ctrl-D does"}
 MAX_SEED = 2**31
+KEPT = "\n\t\u200c\u200d"
+"""Characters of the category C (control and format) that an answer may contain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +113,12 @@ def talk(
 
 
 def shown(text: str) -> str:
-    """Return the text without control characters, which a terminal would execute.
+    """Return the text without control characters, which a terminal would execute. Spaces of all kinds and
+    the characters that join letters and emoji are kept.
 
-    >>> shown("a\\x1b[2Jb")
-    'a[2Jb'
+    >>> shown("a\\x1b[2Jb\\xa0c")
+    'a[2Jb\\xa0c'
     """
-    return "".join(character for character in text if character.isprintable() or character in "\n\t")
+    return "".join(
+        character for character in text if character in KEPT or unicodedata.category(character)[0] != "C"
+    )
