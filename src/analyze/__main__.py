@@ -15,6 +15,7 @@ from src.analyze.run_files import AnalyzedRun, read_run
 from src.cli.command_line import help_for, parse_as
 from src.cli.program import run_program
 from src.core.errors import ConfigError
+from src.core.printable import printable
 
 TITLE = [
     "python -m src.analyze runs=RUN,OTHER_RUN",
@@ -41,7 +42,7 @@ def analyze(config: AnalyzeConfig) -> None:
     """
     runs = read_runs(config)
     if config.task is not None:
-        print("\n".join(line for run in runs for line in conversations(run, config.task)))
+        print(printable("\n".join(line for run in runs for line in conversations(run, config.task))))
         return
     path = Path(config.write_to).expanduser()
     for run in runs:

@@ -32,6 +32,7 @@ from src.cli.console import message_text, terminal
 from src.cli.program import run_program
 from src.cli.saved_options import program_of
 from src.core.errors import ConfigError
+from src.core.printable import printable
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.played_groups import SOLVED
 from src.records.journal import RolloutKey
@@ -193,7 +194,7 @@ def trial_table(trials: Sequence[RecordedTrial]) -> Table:
             _number(line.get("advantage")),
             str(line.get("turns", "")),
             str(line.get("tokens", "")),
-            Text(trial.outcome),
+            Text(printable(trial.outcome)),
         )
     return table
 
@@ -205,7 +206,7 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
     `recorded` is None while the step of the trial is not finished.
     """
     if isinstance(result, TrialFailure):
-        yield Text(f"not graded, {result.kind}: {result.message}", "red")
+        yield Text(printable(f"not graded, {result.kind}: {result.message}"), "red")
         return
     advantage = None if recorded is None else recorded.line.get("advantage")
     ending = f"reward {result.reward:g}, ended by {result.stop_reason}"
@@ -213,7 +214,7 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
     if result.bonus:
         yield Text(f"bonus of the judge, in training only: {result.bonus:g}")
     if result.zero_reason is not None:
-        yield Text(f"{result.zero_reason}: {result.zero_detail}", "red")
+        yield Text(printable(f"{result.zero_reason}: {result.zero_detail}"), "red")
     if result.metrics:
         yield Text(", ".join(f"{name} {value:g}" for name, value in result.metrics.items()), "dim")
     for message in result.conversation:

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from src.core.printable import printable
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, TaskRewards
 from src.learning.played_groups import SOLVED
@@ -55,7 +56,7 @@ class Display:
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
-        self._show(Text(text), soft_wrap=True)
+        self._show(Text(printable(text)), soft_wrap=True)
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
         self._num_finished, self._num_groups = 0, num_groups
@@ -170,7 +171,9 @@ def terminal() -> Console:
 
 
 def message_text(role: str, content: str) -> Text:
-    """Return a message of a conversation with its role, truncated after MAX_CHARACTERS characters."""
+    """Return a message of a conversation with its role, without control characters and truncated after
+    MAX_CHARACTERS characters."""
+    content = printable(content)
     if len(content) > MAX_CHARACTERS:
         content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)

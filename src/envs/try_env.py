@@ -38,6 +38,7 @@ from src.cli.environment_variables import load_environment, with_locations_from_
 from src.cli.program import run_program
 from src.core.errors import BackendError, ConfigError
 from src.core.options import at_least, require
+from src.core.printable import printable
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup, TrialFailure, ZeroReason
 from src.envs.answering_policy import AnsweringPolicy, scripted
@@ -261,14 +262,14 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(
-            Text(f"{result.kind}: {result.message}", "red"),
+            Text(printable(f"{result.kind}: {result.message}"), "red"),
             title=Text(f"{title}: not graded"),
             title_align="left",
         )
     messages = result.conversation if with_messages else ()
     lines = [message_text(str(message.get("role")), str(message.get("content"))) for message in messages]
     if result.zero_reason is not None:
-        lines.append(Text(f"{result.zero_reason}: {result.zero_detail}", "red"))
+        lines.append(Text(printable(f"{result.zero_reason}: {result.zero_detail}"), "red"))
     metrics = ", ".join(
         f"{name} {value:g}" for name, value in result.metrics.items() if name != "duration_s" and value
     )

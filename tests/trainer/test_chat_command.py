@@ -18,7 +18,7 @@ from src.cli.saved_options import SERVER_FILE
 from src.core.errors import BackendError, ConfigError
 from src.evaluate.chat import __main__ as program
 from src.evaluate.chat.config import ChatConfig
-from src.evaluate.chat.conversation import Conversation, shown, talk
+from src.evaluate.chat.conversation import Conversation, talk
 from tests.fakes.policy import FakePolicy
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.text_engine import save_tokenizer
@@ -87,11 +87,6 @@ def test_a_cut_answer_is_marked_and_control_codes_are_removed() -> None:
         "long ans [cut at the token limit]",
         "[2Jb",
     ]
-
-
-@pytest.mark.parametrize("text", ["10\xa0000\xa0€ !", "你好　世界", "👩\u200d💻", "می\u200cخواهم"])
-def test_spaces_and_joiners_of_an_answer_are_kept(text: str) -> None:
-    assert shown(text + "\x9b2J\u202e") == text + "2J"
 
 
 def test_a_lost_server_ends_the_chat() -> None:

@@ -140,11 +140,11 @@ def test_a_failure_with_an_unpaired_surrogate_is_shown(run: Path):
 
 
 def test_names_and_messages_are_not_parsed_as_markup(run: Path):
-    lost = replace(failure("x[/red]"), message="KeyError: ':smile:'", trial_name="x[/red]__1")
+    lost = replace(failure("x[/red]"), message="KeyError: \x1b[2J':smile:'", trial_name="x[/red]__1")
     group = TrajectoryGroup(task=task("x[/red]"), trajectories=[], failures=[lost])
     record_groups(run / "rollouts" / "step_000002.jsonl", [group], {})
     (line,) = printed(run, "x[/red]").splitlines()[1:]
-    assert "x[/red]__1" in line and line.rstrip().endswith("KeyError: ':smile:'")
+    assert "x[/red]__1" in line and line.rstrip().endswith("KeyError: [2J':smile:'")
 
 
 def test_a_trial_with_any_name_can_be_shown(run: Path):

@@ -23,6 +23,7 @@ from src.cli.command_line import parse_as
 from src.cli.environment_variables import load_environment
 from src.cli.program import run_program
 from src.core.options import Options, is_http_address, require
+from src.core.printable import printable
 
 
 @chz.chz
@@ -69,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     is_run = argv and "=" not in argv[0] and not argv[0].startswith("-")
     arguments = [f"run={argv[0]}", *argv[1:]] if is_run else argv
     findings = findings_of(parse_as(DoctorConfig, arguments))
-    print("\n".join(line for finding in findings for line in finding.lines()))
+    print(printable("\n".join(line for finding in findings for line in finding.lines())))
     return 1 if any(finding.is_problem for finding in findings) else 0
 
 

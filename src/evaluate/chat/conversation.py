@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from src.core.errors import ConfigError
+from src.core.printable import printable
 from src.core.trajectory import StopReason, Turn
 from src.evaluate.chat.config import ChatConfig
 from src.policy.chat import Chat
@@ -16,8 +16,6 @@ from src.policy.tool_messages import Message
 
 COMMANDS = {"/reset": "starts a new conversation", "/exit": "ends the chat, as Ctrl-D does"}
 MAX_SEED = 2**31
-KEPT = "\n\t\u200c\u200d"
-"""Characters of the category C (control and format) that an answer may contain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,16 +107,4 @@ def talk(
             except ConfigError as error:
                 write(f"error: {error}")
                 continue
-            write(shown(reply.text) + (" [cut at the token limit]" if reply.is_cut else ""))
-
-
-def shown(text: str) -> str:
-    """Return the text without control characters, which a terminal would execute. Spaces of all kinds and
-    the characters that join letters and emoji are kept.
-
-    >>> shown("a\\x1b[2Jb\\xa0c")
-    'a[2Jb\\xa0c'
-    """
-    return "".join(
-        character for character in text if character in KEPT or unicodedata.category(character)[0] != "C"
-    )
+            write(printable(reply.text) + (" [cut at the token limit]" if reply.is_cut else ""))
