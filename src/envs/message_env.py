@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailur
 from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import Policy, SampleRequest
 from src.policy.tool_messages import with_described_tools
+from src.records.reading import LIMIT, is_readable
 
 logger = logging.getLogger(__name__)
 
@@ -265,11 +265,12 @@ class _Episode:
 
     def _record(self, turn: Turn, step_result: StepResult) -> None:
         reward = float(step_result.reward)  # NumPy scalars cannot be stored as JSON.
-        if not math.isfinite(self._reward + reward):
+        if not is_readable(self._reward + reward):
             self._append(turn, 0.0)
             raise AgentFault(
                 ZeroReason.UNREADABLE_REWARD,
-                f"the reward {reward} of the environment, or the sum of the rewards, is not finite",
+                f"the reward {reward} of the environment, or the sum of the rewards, is not finite or has an "
+                f"absolute value of {LIMIT:g} or more",
             )
         self._reward += reward
         self._metrics |= {name: float(value) for name, value in step_result.metrics.items()}

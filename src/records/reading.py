@@ -23,7 +23,8 @@ DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Finite = Annotated[float, Field(allow_inf_nan=False, gt=-1e300, lt=1e300)]  # so that sums are finite too
+LIMIT = 1e300  # the absolute value of a number in a file is smaller, so that sums are finite too
+Finite = Annotated[float, Field(allow_inf_nan=False, gt=-LIMIT, lt=LIMIT)]
 Numbers = dict[str, Whole | Finite | None]
 
 
@@ -117,6 +118,15 @@ JournalLine = Annotated[
     Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Ended | Note,
     Field(discriminator="event"),
 ]
+
+
+def is_readable(number: float) -> bool:
+    """Return whether a file with this number can be read again. The result is False for NaN.
+
+    >>> is_readable(-1e299), is_readable(1e300), is_readable(float("nan"))
+    (True, False, False)
+    """
+    return abs(number) < LIMIT
 
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:

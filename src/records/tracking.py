@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import secrets
 import threading
@@ -23,7 +22,7 @@ from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
 from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
 from src.records.options import TrackingOptions
-from src.records.reading import MetricsLine, read_lines, read_word, unchanged
+from src.records.reading import MetricsLine, is_readable, read_lines, read_word, unchanged
 
 if TYPE_CHECKING:
     import wandb
@@ -160,9 +159,9 @@ def project_name(project: str, *, is_judged: bool) -> str:
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the metrics with None for every NaN and infinity, which JSON does not have."""
+    """Return the metrics with None for every NaN, infinity and other number that cannot be read again."""
     return {
-        name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+        name: value if value is not None and is_readable(value) else None for name, value in metrics.items()
     }
 
 

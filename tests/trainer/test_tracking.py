@@ -37,6 +37,12 @@ def test_each_step_is_one_object(tmp_path):
     assert recorded(tmp_path / "metrics.jsonl", "other") == {}
 
 
+def test_a_number_that_cannot_be_read_again_is_written_as_null(tmp_path):
+    with open_run_log(tmp_path, NO_TRACKING, name="n", config={}) as run_log:
+        run_log.log(0, {"a": 1e305, "b": 1e299})
+    assert recorded(tmp_path / "metrics.jsonl", "b") == {0: 1e299}
+
+
 def test_nan_and_infinity_are_written_as_null(tmp_path):
     with open_run_log(tmp_path, NO_TRACKING, name="n", config={}) as run_log:
         run_log.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from src.core.errors import VerifierError
+from src.records.reading import is_readable
 
 REWARD_KEY = "reward"
 
@@ -25,6 +25,6 @@ def verifier_reward(rewards: Mapping[str, float] | None) -> float:
         reward = float(sum(values) / len(values))
     except (OverflowError, TypeError) as error:
         raise VerifierError(f"the verifier wrote a reward that is not a number: {error}") from error
-    if not math.isfinite(reward):
-        raise VerifierError(f"the verifier wrote a reward that is not finite: {dict(rewards)}")
+    if not is_readable(reward):
+        raise VerifierError(f"the verifier wrote a reward that is not finite or too large: {dict(rewards)}")
     return reward
