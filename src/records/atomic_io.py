@@ -94,7 +94,7 @@ def replace_text(path: Path, text: str, *, advice: str = RESUME) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.new")
         try:
-            with new.open("w") as file:
+            with new.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,11 +1,16 @@
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from src.core.errors import StorageError
 from src.records.atomic_io import append_record, replace_text, truncate_torn_line
 from tests.fakes.run_files import records
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_failed_append_removes_its_partial_line(tmp_path, monkeypatch):
@@ -71,3 +76,10 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="No space left"):
         replace_text(path, "three")
     assert path.read_text() == "two" and [child.name for child in path.parent.iterdir()] == ["a.json"]
+
+
+def test_a_file_is_utf_8_with_every_locale(tmp_path):
+    program = r"import sys; from src.records.atomic_io import *; replace_text(Path(sys.argv[1]), '\u2192')"
+    environment = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.md")], env=environment, check=True)
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == "→"
