@@ -66,7 +66,8 @@ class MessageCodec:
         for index, part in enumerate(text.split(END)):
             ids += [ord(END)] if index else []
             ids += [
-                int.from_bytes(b"\x01" + bytes(chunk)) for chunk in batched(part.encode(), BYTES_PER_TOKEN)
+                int.from_bytes(b"\x01" + bytes(chunk))
+                for chunk in batched(part.encode("utf-8", "replace"), BYTES_PER_TOKEN)
             ]
         return ids
 

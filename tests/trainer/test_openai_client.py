@@ -94,6 +94,15 @@ async def test_a_reply_without_content_is_an_empty_completion():
     assert endpoint_chat().decode(turn.completion_ids) == ""
 
 
+async def test_an_unpaired_surrogate_in_a_reply_becomes_a_question_mark():
+    content = reply("TEXT").content.replace(b"TEXT", rb"a\ud83d")
+    headers = {"content-type": "application/json"}
+    turn = await policy(lambda _: httpx2.Response(200, content=content, headers=headers)).sample(
+        SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=9, temperature=1, seed=1)
+    )
+    assert endpoint_chat().decode(turn.completion_ids) == "a?"
+
+
 async def test_a_failing_endpoint_is_a_backend_error():
     failing = policy(lambda _: httpx2.Response(500, json={"error": {"message": "out of order"}}))
     with pytest.raises(BackendError, match="sampling from big: InternalServerError"):
