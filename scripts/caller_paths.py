@@ -13,10 +13,11 @@ CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
 """The environment variable with the folder from which the script was called."""
 INPUT_OPTIONS = {
     *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
-    *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat"),
+    *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat", "compare_with"),
+    *("capabilities", "environment_kwargs", "tau2_home"),
 }
-"""Options whose value is a comma-separated list of existing files or folders. An entry may also be a name
-that is not a path."""
+"""Options whose value is a comma-separated list of existing files or folders. An entry may also be NAME=FILE
+or a name that is not a path."""
 OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
 """Options that name files or folders which the program creates."""
 
@@ -33,7 +34,13 @@ def _absolute(argument: str, caller: Path) -> str:
     if name in OUTPUT_OPTIONS:
         is_path_of_caller = value.lower() not in ("", "none", "null") and not value.startswith("~")
         return f"{name}={caller / value}" if is_path_of_caller else argument
-    if name not in INPUT_OPTIONS:
+    if name not in INPUT_OPTIONS or argument == "compare_with=base":  # the base model
         return argument
-    paths = [str(caller / part) if (caller / part).exists() else part for part in value.split(",")]
-    return f"{name}={','.join(paths)}"
+    return f"{name}={','.join(_absolute_entry(entry, caller) for entry in value.split(','))}"
+
+
+def _absolute_entry(entry: str, caller: Path) -> str:
+    if (caller / entry).exists():
+        return str(caller / entry)
+    name, equals, path = entry.partition("=")
+    return f"{name}={caller / path}" if equals and (caller / path).is_file() else entry

@@ -29,6 +29,26 @@ def test_existing_inputs_and_all_outputs_become_absolute(
     ]
 
 
+def test_named_files_and_folders_to_compare_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(tmp_path))
+    (tmp_path / "a.jsonl").touch()
+    for name in ("old", "base"):
+        (tmp_path / name).mkdir()
+    given = [
+        "test_data=val=a.jsonl,b.jsonl",
+        "compare_with=old",
+        "environment_kwargs=system=a.jsonl,domain=old",
+    ]
+    assert with_absolute_paths([*given, "compare_with=base"], ROOT) == [
+        f"test_data=val={tmp_path}/a.jsonl,b.jsonl",
+        f"compare_with={tmp_path}/old",
+        f"environment_kwargs=system={tmp_path}/a.jsonl,domain=old",
+        "compare_with=base",
+    ]
+
+
 def test_paths_are_unchanged_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CALLER_DIR, str(ROOT))
     assert with_absolute_paths(["log_path=runs/one"], ROOT) == ["log_path=runs/one"]
