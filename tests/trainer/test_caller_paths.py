@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from scripts.caller_paths import CALLER_DIR, with_absolute_paths
+from scripts.run_skyrl_tx import new_server_folder
+from src.cli.saved_options import SERVER_FILE, server_folder_of
+from src.records.private_folder import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +50,17 @@ def test_named_files_and_folders_to_compare_become_absolute(
         f"environment_kwargs=system={tmp_path}/a.jsonl,domain=old",
         "compare_with=base",
     ]
+
+
+def test_the_folder_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for log_path in ("~/runs/a", str(tmp_path / "link")):
+        folder = new_server_folder(log_path)
+        make_private(folder)
+        (folder / SERVER_FILE).write_text("[]")
+        assert server_folder_of(log_path) == folder
 
 
 def test_paths_are_unchanged_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
