@@ -109,6 +109,7 @@ def main(argv: list[str]) -> int:
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
         argv = with_present_names(argv, [*chz.chz_fields(_config_class(argv)), *ACTIONS])
+        argv = with_absolute_paths(argv, ROOT)  # the paths in configuration files and under names of SkyRL
     except ConfigError as error:
         return fail(str(error))
     user_options = dict(argument.split("=", 1) for argument in argv if "=" in argument)

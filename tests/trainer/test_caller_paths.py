@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import run_skyrl_tx
 from scripts.caller_paths import CALLER_DIR, with_absolute_paths
 from scripts.run_skyrl_tx import new_server_folder
 from src.cli.saved_options import SERVER_FILE, server_folder_of
@@ -61,6 +62,19 @@ def test_the_folder_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pyte
         make_private(folder)
         (folder / SERVER_FILE).write_text("[]")
         assert server_folder_of(log_path) == folder
+
+
+def test_paths_in_a_configuration_file_are_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(tmp_path))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "mine.yaml").write_text("{tasks_dir: tasks, model_name: m, trainer.export_path: dumps}")
+    passed: list[dict[str, str]] = []
+    monkeypatch.setattr(run_skyrl_tx, "full_recipe", lambda options: passed.append(options) or 0)
+    assert run_skyrl_tx.main(["config=mine.yaml"]) == 0
+    expected = {"tasks_dir": f"{tmp_path}/tasks", "model_name": "m", "export_path": f"{tmp_path}/dumps"}
+    assert passed == [expected]
 
 
 def test_paths_are_unchanged_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
