@@ -73,7 +73,7 @@ def row(kind: type[object], name: str) -> str:
     """Return the table row of one option."""
     field, default = chz.chz_fields(kind)[name], shown_default(kind, name).removeprefix("= ")
     values = values_of(field.final_type)
-    cells = (f"`{name}`", f"`{values}`", f"`{default}`" if default else "", field._doc)
+    cells = (f"`{name}`", f"`{values}`", f"`{default}`" if default else "", _escaped(field._doc))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -95,7 +95,14 @@ def skyrl_names() -> str:
     lines += [f"| `{name}` | {' or '.join(f'`{c}`' for c in _ours(name))} |" for name in TAKEN]
     refused = REFUSED | REFUSED_BY_REASON
     lines += ["", "| refused | reason |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {reason} |" for name, reason in refused.items()), ""])
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {_escaped(reason)} |" for name, reason in refused.items()), ""]
+    )
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which no `<` begins an HTML element. Code spans must not be escaped."""
+    return text.replace("<", "&lt;")
 
 
 def _ours(name: str) -> list[str]:

@@ -148,8 +148,7 @@ class BoundedFile(io.FileIO):
 
 class ChunkReader:
     """A readable file over an iterator of chunks. It reads no further chunk after `limit` bytes or
-    `timeout_s` seconds.
-    """
+    `timeout_s` seconds."""
 
     def __init__(self, chunks: Iterator[bytes], limit: int, *, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
         self._chunks = chunks
