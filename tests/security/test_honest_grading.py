@@ -514,6 +514,10 @@ DOCKER_FORGERIES = {
         BY_INTERACTIVE_SHELL,
         "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:' /etc/passwd",
     ),
+    "a hook of apt-get": (
+        graded_if('apt-get update >/dev/null 2>&1; [ "$(cat /app/answer.txt)" = right ]'),
+        "echo 'APT::Update::Pre-Invoke {\"printf right > /app/answer.txt\";};' > /etc/apt/apt.conf.d/99hook",
+    ),
 }
 
 

@@ -72,6 +72,17 @@ def test_the_standard_library_of_python_is_not_carried_over() -> None:
     assert rules.carries("/opt/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
 
 
+def test_package_managers_read_no_files_of_the_agent() -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    excluded = (
+        "/etc/apt/apt.conf.d/99hook",
+        "/etc/apt/sources.list",
+        "/etc/dpkg/dpkg.cfg",
+        "/var/lib/dpkg/status",
+    )
+    assert not any(RULES.carries(path, file) or RULES.removes(path) for path in excluded)
+
+
 def test_the_variables_of_the_verifier_count() -> None:
     rules = CarryRules(search_variables({"PATH": "/a", "HOME": "/root"}, {"PATH": "/b", "HOME": "/app/home"}))
     program = FileEntry(kind="f", mode=0o755, size=1)

@@ -41,7 +41,7 @@ STARTUP = (  # files that programs read when they start
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
     "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
     "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
-    "/etc/wgetrc", "/etc/curlrc",
+    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*", "/etc/dpkg/dpkg.cfg*",
     "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
@@ -54,7 +54,11 @@ STARTUP = (  # files that programs read when they start
 )
 NOT_FILES_OF_THE_AGENT = (
     "/tests", "/logs/verifier", "/proc", "/sys", "/dev", "/.sandbox", "/.dockerenv", "/etc/hosts",
-    "/etc/hostname", "/etc/resolv.conf", "/etc/mtab", "/var/lib/apt", "/var/cache/apt",
+    "/etc/hostname", "/etc/resolv.conf", "/etc/mtab",
+    # The settings and databases of package managers. A database of the agent would list programs that are not
+    # carried over.
+    "/etc/apt", "/etc/dpkg", "/var/lib/apt", "/var/cache/apt", "/var/lib/dpkg", "/etc/yum*", "/etc/dnf",
+    "/var/lib/rpm", "/etc/apk",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
