@@ -245,6 +245,51 @@ async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) 
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
+# The instructions of the Dockerfile, the verifier and the attack of each trial
+IMAGE_FORGERIES = {
+    "a program in a linked directory": (
+        "RUN mkdir -p /opt/tool-1/bin && ln -s tool-1 /opt/tool\nENV PATH=/opt/tool/bin:$PATH\n",
+        BY_CAT,
+        shim("cat", directory="/opt/tool-1/bin"),
+    ),
+    "a changed link between two links": (
+        "RUN mkdir -p /opt/tool-1/bin && ln -s tool-1 /opt/link && ln -s link /opt/tool\n"
+        "ENV PATH=/opt/tool/bin:$PATH\n",
+        BY_CAT,
+        f"mkdir bin; {shim('cat', directory='/app/bin')}; ln -sfn /app /opt/link",
+    ),
+    "the activation of a virtual environment": (
+        "RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:$PATH\n",
+        f". /opt/venv/bin/activate; {BY_CAT}",
+        "echo 'cat() { echo right; }' >> /opt/venv/bin/activate",
+    ),
+    "a Python that is not in PATH": (
+        "RUN python3 -m venv --without-pip /opt/venv\n",
+        BY_PYTHON.replace("python3", "/opt/venv/bin/python"),
+        "cd /opt/venv/bin; rm python; printf '#!/bin/sh\\n' > python; chmod 755 python",
+    ),
+    "the library beside a program": (
+        "RUN mkdir -p /opt/tool/bin /opt/tool/lib\nENV PATH=/opt/tool/bin:$PATH\n",
+        graded_if_any_exists("/opt/tool/lib/libc.so.6"),
+        "touch /opt/tool/lib/libc.so.6",
+    ),
+    "the file of BASH_ENV": (
+        "RUN touch /opt/settings\nENV BASH_ENV=/opt/settings\n",
+        BY_BASH,
+        "echo 'cat() { echo right; }' >> /opt/settings",
+    ),
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", IMAGE_FORGERIES)
+async def test_programs_of_the_image_load_no_files_of_the_agent(tmp_path: Path, name: str) -> None:
+    instructions, test, attack = IMAGE_FORGERIES[name]
+    folder = task(tmp_path / "task", test, dockerfile=DOCKERFILE + instructions)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
 # A copy of the standard library that ends Python with the status 0 when it starts
 OTHER_PYTHON = r"""cat > /app/attack.sh <<'END'
 library=$(/usr/bin/python3 -c 'import os; print(os.path.dirname(os.__file__))')
@@ -476,8 +521,9 @@ TMUX_DOCKERFILE = (
     f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\n"
 )
 TMUX_DOCKERFILE += "WORKDIR /app\n"
-TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\n"
-TMUX_DOCKERFILE += "ENV PATH=/opt/tools:$PATH\n"
+TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
+TMUX_DOCKERFILE += "RUN mkdir -p /opt/tools-1 /opt/venv/bin && ln -s tools-1 /opt/tools\n"
+TMUX_DOCKERFILE += "RUN touch /opt/venv/bin/python3 /opt/venv/bin/activate\nENV PATH=/opt/tools:$PATH\n"
 DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}\n"
 
 
@@ -498,7 +544,7 @@ def containers(name: str = "") -> set[str]:
 DOCKER_FORGERIES = {
     "shims and replaced programs": (
         BY_CAT,
-        f"{shim('cat')}; {shim('cat', directory='/opt/tools')}; "
+        f"{shim('cat')}; {shim('cat', directory='/opt/tools-1')}; "
         "cp /usr/local/bin/cat /usr/bin/cat; echo 'cat() { echo right; }' > /root/.bashrc",
     ),
     "the linker and a symlinked reward": (
@@ -513,6 +559,10 @@ DOCKER_FORGERIES = {
     "another home folder of root": (
         BY_INTERACTIVE_SHELL,
         "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:' /etc/passwd",
+    ),
+    "the activation of a virtual environment": (
+        f". /opt/venv/bin/activate; {BY_CAT}",
+        "echo 'cat() { echo right; }' >> /opt/venv/bin/activate",
     ),
     "a hook of apt-get": (
         graded_if('apt-get update >/dev/null 2>&1; [ "$(cat /app/answer.txt)" = right ]'),

@@ -12,8 +12,8 @@ from src.envs.harbor.carried_files import (
     FileChanges,
     FileEntry,
     FilteredArchive,
-    search_variables,
 )
+from src.envs.harbor.search_paths import search_variables
 
 RULES = CarryRules({"PATH": "/opt/tools:/usr/bin:/bin"})
 

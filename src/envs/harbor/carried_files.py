@@ -71,6 +71,7 @@ VERIFIER_PATHS = (
 # fmt: on
 PROBE_FILE = "/var/tmp/grading-probe"
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # excluded if they existed before the agent acted
+INTERPRETERS = ("/bin/python", "/bin/python3")
 CUSTOMIZE_MODULES = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
 
 
@@ -97,8 +98,8 @@ class FileChanges:
 
 
 class CarryRules:
-    """The tables above, extended by the search paths in the environment variables of a task and by the
-    standard libraries of Python interpreters in these paths.
+    """The tables above, extended by the search paths in the environment variables of a task and by the files
+    that the programs in these paths load.
 
     >>> rules = CarryRules({"PATH": "/opt/tool/bin:/usr/bin"})
     >>> program = FileEntry(kind="f", mode=0o755, size=1)
@@ -107,19 +108,26 @@ class CarryRules:
     [True, False, False, True]
     """
 
-    def __init__(self, environment: Mapping[str, str], modules: Iterable[str] = ()) -> None:
-        """`modules` are the module directories that existed before the agent acted."""
-        programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
-        libraries = [
-            path for path in environment.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")
+    def __init__(
+        self, environment: Mapping[str, str], modules: Iterable[str] = (), interpreters: Iterable[str] = ()
+    ) -> None:
+        """`modules` are the module directories that existed before the agent acted, and `interpreters` are
+        the directories that contained a Python interpreter.
+        """
+        loaded = [
+            path
+            for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV")
+            for path in re.split("[: ]", environment.get(name, ""))
+            if path.startswith("/")
         ]
+        programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
         home_directories = [path.rstrip("/") for path in environment.get("HOME", "/root").split(":")]
         homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
-        self._path_directories = {_normalize(path) for path in programs}
+        self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
         patterns = [
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *homes),
-            *map(_normalize, [*libraries, *modules]),
-            *(pattern for path in self._path_directories for pattern in _python_files(path)),
+            *map(_normalize, [*loaded, *modules]),
+            *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
         self._excluded = _compile(patterns)
         self._exceptions = _compile(EXCEPTIONS)
@@ -158,23 +166,20 @@ class CarryRules:
         return not self._excluded.match(path)
 
 
-def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
-    """Return PATH, LD_LIBRARY_PATH and HOME with the directories of all environments, separated by colons."""
-    variables: dict[str, str] = {}
-    for name in ("PATH", "LD_LIBRARY_PATH", "HOME"):
-        if values := [environment[name] for environment in environments if name in environment]:
-            variables[name] = ":".join(values)
-    return variables
-
-
-def carry_rules(environment: Mapping[str, str], modules: Iterable[str] = ()) -> CarryRules:
+def carry_rules(
+    environment: Mapping[str, str], modules: Iterable[str] = (), interpreters: Iterable[str] = ()
+) -> CarryRules:
     """Return `CarryRules`, which are cached because the environments of most trials have equal variables."""
-    return _carry_rules(tuple(sorted(environment.items())), tuple(sorted(modules)))
+    return _carry_rules(
+        tuple(sorted(environment.items())), tuple(sorted(modules)), tuple(sorted(interpreters))
+    )
 
 
 @lru_cache(maxsize=64)
-def _carry_rules(environment: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> CarryRules:
-    return CarryRules(dict(environment), modules)
+def _carry_rules(
+    environment: tuple[tuple[str, str], ...], modules: tuple[str, ...], interpreters: tuple[str, ...]
+) -> CarryRules:
+    return CarryRules(dict(environment), modules, interpreters)
 
 
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:
@@ -203,6 +208,17 @@ LISTING_FORMAT = r"%y %m %s %C@/%i %p\0"  # for the action -printf of `find`
 
 def module_directories(files: Mapping[str, FileEntry]) -> list[str]:
     return [path for path, entry in files.items() if entry.kind == "d" and path.endswith(MODULE_DIRECTORIES)]
+
+
+def interpreter_directories(files: Mapping[str, FileEntry]) -> list[str]:
+    """Return the directories named `bin` that contain a Python interpreter."""
+    return sorted(
+        {
+            path.rpartition("/")[0]
+            for path, entry in files.items()
+            if path.endswith(INTERPRETERS) and entry.kind != "d"
+        }
+    )
 
 
 def changes_between(
@@ -402,13 +418,15 @@ def _normalize(path: str) -> str:
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
-def _python_files(directory: str) -> list[str]:
-    """Return the paths from which a Python interpreter in `directory` loads its standard library, and the
-    paths of pyvenv.cfg, a file that can name another directory of the standard library.
+def _files_of_programs(directory: str) -> list[str]:
+    """Return patterns of the files that the programs in `directory` load: shared libraries (RPATH), the
+    standard library of Python, pyvenv.cfg, which can name another standard library, and the scripts that
+    activate a virtual or conda environment.
     """
     prefix = directory.rpartition("/")[0]
-    libraries = [f"{prefix}/{name}/python3*" for name in ("lib", "lib64")]
-    return [f"{directory}/pyvenv.cfg", f"{prefix}/pyvenv.cfg", *libraries]
+    libraries = [f"{prefix}/{name}/{file}" for name in ("lib", "lib64") for file in ("python3*", "*.so*")]
+    settings = [f"{prefix}/{name}" for name in ("pyvenv.cfg", "condabin", "etc/conda", "etc/profile.d")]
+    return [f"{directory}/pyvenv.cfg", f"{directory}/activate*", *settings, *libraries]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ from requests.exceptions import RequestException
 from src.core.errors import AgentFault, SandboxError, boundary
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import (
+    INTERPRETERS,
     MAX_BYTES,
     MODULE_DIRECTORIES,
     CarryRules,
@@ -30,8 +31,8 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     check_limits,
     is_below,
-    search_variables,
 )
+from src.envs.harbor.search_paths import search_variables, with_link_targets
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -134,10 +135,21 @@ class DockerFiles:
     def __init__(self, environment: BaseEnvironment, verifier_variables: Mapping[str, str]) -> None:
         self._environment = environment
         self._verifier_variables = verifier_variables
+        self._variables: Mapping[str, str] = {}
         self._mounts: tuple[str, ...] = ()
 
     async def snapshot(self) -> None:
-        """Do nothing: the engine compares the container with its image."""
+        """Record the search paths. The engine compares the files of the container with its image."""
+        environment = self._environment
+
+        async def output_of(script: str) -> bytes:
+            return await asyncio.to_thread(_in_container, environment, _output_of, script)
+
+        with boundary(SandboxError, "reading the search paths of the container"):
+            variables = await asyncio.to_thread(_in_container, environment, _variables)
+            self._variables = await with_link_targets(
+                search_variables(variables, self._verifier_variables), output_of
+            )
 
     async def freeze(self) -> None:
         """Kill the container with all its processes. Its files remain."""
@@ -153,7 +165,6 @@ class DockerFiles:
             await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
     def _export(self, container: Any, archive: IO[bytes]) -> FileChanges:
-        variables = dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
         difference = {item["Path"]: item["Kind"] for item in container.diff() or []}
         modules = [
@@ -168,7 +179,7 @@ class DockerFiles:
             for parent in PurePosixPath(path).parents
             if parent.name in MODULE_DIRECTORIES and difference.get(str(parent), MODIFIED) == MODIFIED
         ]
-        rules = CarryRules(search_variables(variables, self._verifier_variables), set(modules))
+        rules = CarryRules(self._variables, set(modules), _interpreter_directories(container, difference))
         removed = [
             path
             for path, kind in difference.items()
@@ -221,6 +232,44 @@ def _in_container[Result](
     """Call `function` with the main container of the environment. This function blocks its thread."""
     with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
         return function(find_container(client, environment.session_id, MAIN_SERVICE_NAME), *args)
+
+
+def _variables(container: Any) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
+
+
+def _output_of(container: Any, script: str) -> bytes:
+    return container.exec_run(["sh", "-c", script], user="root", stderr=False).output
+
+
+def _interpreter_directories(container: Any, difference: Mapping[str, int]) -> list[str]:
+    """Return the directories named `bin` that contain a Python interpreter of the image, for all prefixes
+    below which the agent changed programs, libraries or pyvenv.cfg.
+    """
+    prefixes = {
+        str(parent.parent)
+        for path in map(PurePosixPath, difference)
+        for parent in (path, *path.parents)
+        if parent.name in ("bin", "lib", "lib64", "pyvenv.cfg")
+    }
+    return [
+        f"{prefix.rstrip('/')}/bin"
+        for prefix in sorted(prefixes)
+        if difference.get(prefix) != ADDED
+        and any(_is_in_image(container, difference, f"{prefix.rstrip('/')}{name}") for name in INTERPRETERS)
+    ]
+
+
+def _is_in_image(container: Any, difference: Mapping[str, int], path: str) -> bool:
+    if path in difference:
+        return difference[path] != ADDED
+    try:
+        stream, _ = container.get_archive(path)
+    except NotFound:
+        return False
+    next(stream, b"")  # `close` has no effect on a stream that was not read
+    stream.close()
+    return True
 
 
 def _kill(container: Any) -> None:

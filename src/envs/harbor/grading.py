@@ -41,12 +41,13 @@ from harbor.verifier.verifier import Verifier
 
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes, search_variables
+from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
 from src.envs.harbor.sandbox_files import SandboxFiles
+from src.envs.harbor.search_paths import search_variables
 from src.envs.harbor.trial_result import require_graded_end
 from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.sandbox.containers import ContainerEnvironment

@@ -21,10 +21,11 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     carry_rules,
     changes_between,
+    interpreter_directories,
     module_directories,
     parse_listing,
-    search_variables,
 )
+from src.envs.harbor.search_paths import search_variables, with_link_targets
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 
 TRANSFER_TIMEOUT_S = 300
@@ -57,7 +58,11 @@ class SandboxFiles:
 
     async def snapshot(self) -> None:
         self._before = await self._list()
-        self._rules = carry_rules(self._variables, module_directories(self._before))
+        self._rules = carry_rules(
+            await with_link_targets(self._variables, self._output_of),
+            module_directories(self._before),
+            interpreter_directories(self._before),
+        )
 
     async def freeze(self) -> None:
         """Kill the agent's processes. From now on, directories that Harbor uploads are not copied into the
@@ -118,6 +123,9 @@ class SandboxFiles:
             with uploads_archive.open("rb") as file:
                 filtered.add(file)
         filtered.close()
+
+    async def _output_of(self, script: str) -> bytes:
+        return (await self._environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S)).stdout
 
     async def _list(self) -> Mapping[str, FileEntry]:
         with tempfile.TemporaryFile() as listing:

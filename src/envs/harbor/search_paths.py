@@ -1,0 +1,75 @@
+"""The paths from which the programs of a task load code, according to its environment variables."""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+# PATH, and the variables that name directories or files from which programs load code. `HOME` is among them
+# because programs read the hidden files of that directory.
+VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV")
+MAX_LINKS = 40  # on the way to one path, as in the kernel
+
+# Takes a shell script and returns its standard output.
+RunScript = Callable[[str], Awaitable[bytes]]
+
+
+def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Return the `VARIABLES` with the paths of all environments, separated by colons."""
+    variables: dict[str, str] = {}
+    for name in VARIABLES:
+        if values := [environment[name] for environment in environments if name in environment]:
+            variables[name] = ":".join(values)
+    return variables
+
+
+async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
+    """Return `variables`, in which each path is followed by the paths to which symbolic links lead. An agent
+    can change these paths instead. `run` runs a script in the environment before the agent acts.
+    """
+    chains = {path: [path] for value in variables.values() for path in value.split(":") if path[:1] == "/"}
+    targets: dict[str, str] = {}  # path -> target of the link, or an empty text if the path is no link
+    for _ in range(MAX_LINKS):
+        unknown = {prefix for chain in chains.values() for prefix in _prefixes(chain[-1])} - targets.keys()
+        targets |= await _read_links(sorted(unknown), run)
+        followed = {path: _follow_first_link(chain[-1], targets) for path, chain in chains.items()}
+        new = {path: next_path for path, next_path in followed.items() if next_path not in chains[path]}
+        if not new:
+            break
+        for path, next_path in new.items():
+            chains[path].append(next_path)
+    return {
+        name: ":".join(linked for path in value.split(":") for linked in chains.get(path, [path]))
+        for name, value in variables.items()
+    }
+
+
+async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
+    if not paths:
+        return {}
+    quoted = " ".join(map(shlex.quote, paths))
+    output = await run(f'for path in {quoted}; do printf \'%s\\000\' "$(readlink -- "$path")"; done')
+    return dict(zip(paths, output.decode("utf-8", "surrogateescape").split("\0"), strict=False))
+
+
+def _follow_first_link(path: str, targets: Mapping[str, str]) -> str:
+    """Return `path` with the target of its first link in place of this link.
+
+    >>> _follow_first_link("/opt/tool/bin", {"/opt/tool": "tool-1.0"})
+    '/opt/tool-1.0/bin'
+    """
+    for prefix in _prefixes(path):
+        if target := targets.get(prefix):
+            return posixpath.normpath(posixpath.join(posixpath.dirname(prefix), target) + path[len(prefix) :])
+    return path
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return the directories above `path` and `path` itself, beginning with the shortest.
+
+    >>> _prefixes("/opt/tool/bin/")
+    ['/opt', '/opt/tool', '/opt/tool/bin']
+    """
+    path = path.rstrip("/")
+    return [path[:end] for end in range(1, len(path)) if path[end] == "/"] + ([path] if path else [])
