@@ -523,6 +523,7 @@ TMUX_DOCKERFILE = (
 TMUX_DOCKERFILE += "WORKDIR /app\n"
 TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
 TMUX_DOCKERFILE += "RUN mkdir -p /opt/tools-1 /opt/venv/bin && ln -s tools-1 /opt/tools\n"
+TMUX_DOCKERFILE += "RUN mkdir /volume && touch /volume/old\nVOLUME /volume\n"
 TMUX_DOCKERFILE += "RUN touch /opt/venv/bin/python3 /opt/venv/bin/activate\nENV PATH=/opt/tools:$PATH\n"
 DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}\n"
 
@@ -586,13 +587,15 @@ def honest_trial() -> ContainerTrial:
         "folder; mkdir -p a/b/c",
         "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > "
         "/home/answer.txt; chmod 700 /srv",
+        "printf right > /volume/new; rm /volume/old",
     )
     test = graded_if(
         '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && '
         '[ "$(stat -c %a answer.txt)" = 741 ] && '
         "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
         "'größe 日本' ] && "
-        "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
+        "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ] && "
+        "[ -e /volume/new ] && [ ! -e /volume/old ]"
     )
     return ContainerTrial(test=test, commands=commands)
 

@@ -131,8 +131,30 @@ async def test_many_files_of_a_directory_need_few_requests(
     )
 
 
-async def remove_with_result(monkeypatch: pytest.MonkeyPatch, exit_code: int, output: bytes) -> list[object]:
-    """Remove a file in a fresh container in which each command ends with this result. Return the commands."""
+async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/data": None, "/data/old": None, "/data/.hidden": None, "/root": None, "/root/a": None}
+    container = TreeContainer(files)
+    container.attrs["Mounts"] = [
+        {"Type": "volume", "Destination": "/data"},
+        {"Type": "volume", "Destination": "/root"},
+        {"Type": "bind", "Destination": "/mnt"},
+    ]
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    exported = io.BytesIO()
+    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
+    exported.seek(0)
+    with tarfile.open(fileobj=exported) as archive:
+        assert sorted(f"/{member.name}" for member in archive) == sorted(files)
+    assert changes.emptied == ["/data"]  # /root has hidden files of the image, which are not carried over
+    commands = await commands_of_unpack(monkeypatch, FileChanges(emptied=changes.emptied))
+    assert commands == [("root", ["find", "/data", "-mindepth", "1", "-delete"])]
+
+
+async def commands_of_unpack(
+    monkeypatch: pytest.MonkeyPatch, changes: FileChanges, exit_code: int = 0, output: bytes = b""
+) -> list[object]:
+    """Apply changes to a fresh container in which each command ends with this result. Return the commands."""
     commands: list[object] = []
 
     def run(command: list[str], *, user: str) -> SimpleNamespace:
@@ -143,17 +165,17 @@ async def remove_with_result(monkeypatch: pytest.MonkeyPatch, exit_code: int, ou
     monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
     monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
     fresh = cast(Any, SimpleNamespace(session_id="s"))
-    await DockerFiles(fresh, {}).unpack(fresh, io.BytesIO(), FileChanges(removed=["/app/old"]))
+    await DockerFiles(fresh, {}).unpack(fresh, io.BytesIO(), changes)
     return commands
 
 
 async def test_removed_files_are_removed_in_a_fresh_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = await remove_with_result(monkeypatch, 0, b"")
+    commands = await commands_of_unpack(monkeypatch, FileChanges(removed=["/app/old"]))
     assert commands == [("root", ["rm", "-rf", "--", "/app/old"])]
 
 
 async def test_a_failed_removal_in_a_container_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "rm: cannot remove '/app/old': Operation not permitted"
     with pytest.raises(AgentFault, match=message) as error:
-        await remove_with_result(monkeypatch, 1, f"{message}\n".encode())
+        await commands_of_unpack(monkeypatch, FileChanges(removed=["/app/old"]), 1, f"{message}\n".encode())
     assert error.value.reason is ZeroReason.FILES_UNREADABLE

@@ -91,6 +91,7 @@ class FileChanges:
 
     carried: Mapping[str, FileEntry] = field(default_factory=dict)  # created or changed files by path
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
+    emptied: Sequence[str] = ()  # directories to empty before the archive is unpacked
     symlinks: frozenset[str] = frozenset()  # links that existed before the agent acted, minus `removed`
 
     def affect(self, path: str) -> bool:

@@ -192,6 +192,9 @@ class DockerFiles:
             for path, kind in difference.items()
             if kind != REMOVED and rules.carries(path, any_entry) and self._is_inside(path)
         }
+        # The difference does not contain the volumes of the image (VOLUME), so they are exported completely.
+        volumes = [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
+        changed |= {path: ADDED for path in volumes if rules.carries(path, any_entry)}
         check_limits(len(changed), 0)
         filtered = FilteredArchive(archive, rules, FileChanges())
         export = _Export(container=container, filtered=filtered, trees=set())
@@ -206,7 +209,8 @@ class DockerFiles:
             export.add(path, is_new=True)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
-        return FileChanges(carried=carried, removed=removed)
+        emptied = [path for path in volumes if path in carried and rules.removes(path)]
+        return FileChanges(carried=carried, removed=removed, emptied=emptied)
 
     def _is_inside(self, path: str) -> bool:
         """Return whether `path` is outside all mounts and contains no mount."""
@@ -282,8 +286,11 @@ def _kill(container: Any) -> None:
 
 
 def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
-    for batch in _batches(changes.removed):
-        result = container.exec_run(["rm", "-rf", "--", *batch], user="root")
+    commands = [["rm", "-rf", "--", *batch] for batch in _batches(changes.removed)]
+    if changes.emptied:
+        commands.append(["find", *changes.emptied, "-mindepth", "1", "-delete"])
+    for command in commands:
+        result = container.exec_run(command, user="root")
         if result.exit_code != 0:
             reason = result.output.decode("utf-8", "replace").strip()[-200:]
             raise AgentFault(
