@@ -17,6 +17,7 @@ from typing import Protocol
 
 from src.core.errors import BackendError, SandboxError
 from src.envs.message_env import turn_seed
+from src.envs.service.tool_calls import without_thoughts
 from src.policy.backend import BackendOptions, connect
 from src.policy.chat import Chat, Message
 from src.policy.openai_client import ChatEndpoint
@@ -86,8 +87,8 @@ class ModelUserSimulator:
         self._tools = tools
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """Return the model's next message. Raises SandboxError if every reply of the model is empty. This is
-        an infrastructure failure, which the agent cannot cause.
+        """Return the model's next message, without thoughts. Raises SandboxError if every reply of the model
+        is empty. This is an infrastructure failure, which the agent cannot cause.
         """
         messages = [
             self._instructions,
@@ -96,6 +97,8 @@ class ModelUserSimulator:
         for number in range(MAX_TRIES):
             seed = turn_seed(self._seed, len(messages) * MAX_TRIES + number)
             text = await self._model.say(messages, tools=self._tools, seed=seed)
+            if "<think>" in text or "</think>" in text:
+                text = without_thoughts(text)
             if text.strip():
                 return text
         raise SandboxError(f"the user simulator's model gave an empty reply {MAX_TRIES} times")
