@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
@@ -362,6 +363,19 @@ def test_a_mistake_in_the_data_gives_a_one_line_error(tmp_path: Path, text, opti
     assert str(refused.value).startswith(message.replace("FILE", str(path))) and "\n" not in str(
         refused.value
     )
+
+
+def test_answers_of_a_parquet_table_can_be_decimals_and_dates(tmp_path: Path):
+    values = {"n": [Decimal("1.50")], "day": [date(2026, 1, 2)], "raw": [b"1"], "question": ["?"]}
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(values), path)
+    (record,) = read_records(path)
+    references = [question_of(record, Columns(answer=name)).reference for name in ("n", "day")]
+    assert references == ["1.50", "2026-01-02"]
+    with pytest.raises(
+        ConfigError, match=r"rows.parquet, row 1: the answer cannot be read \(Object of type bytes"
+    ):
+        question_of(record, Columns(answer="raw"))
 
 
 def test_a_question_in_both_files_is_refused(tmp_path: Path):

@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +171,14 @@ def _reference(record: Record, columns: Columns) -> str | None:
     value = next((candidate for candidate in candidates if candidate is not None), None)
     if value is None:
         return None
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, (str, Decimal, date)):  # a parquet table can contain decimals and dates
+        return str(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"{record.where}: the answer cannot be read ({error}); give a text or a number"
+        ) from error
 
 
 def _missing(
