@@ -156,6 +156,10 @@ async def test_a_system_message_comes_from_a_file(tmp_path: Path):
         (".5", ".5"),
         ("about 1e3", "1e3"),
         ("v2.0", None),
+        (r"\boxed{10,\!000}", "10000"),
+        ("1{,}234", "1234"),
+        (r"-1\,234\,567.5", "-1234567.5"),
+        (r"1\,23", "23"),
     ],
 )
 def test_the_last_number_of_an_answer_is_found(text, number):

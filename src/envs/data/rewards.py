@@ -30,6 +30,7 @@ BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|(?<![\w.])[-+]?\.\d+"
 )
+LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})")  # before three digits, as in 1{,}000
 NUM_WORKERS = 2
 GRADING_TIMEOUT_S = 10.0
 MAX_TRIES = 2  # for a comparison whose worker exits before the time limit
@@ -95,7 +96,8 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("First 3, then 1,250.50 dollars."), last_number("x2"), last_number("-4e1 #### $7.00")
     (Decimal('1250.50'), None, Decimal('7.00'))
     """
-    numbers = NUMBER.findall(marked(text).replace("\N{MINUS SIGN}", "-"))
+    plain = LATEX_COMMA.sub(",", marked(text).replace("\N{MINUS SIGN}", "-"))
+    numbers = NUMBER.findall(plain)
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:  # the exponent is too large
