@@ -334,6 +334,11 @@ NO_QUESTION = (
             "FILE:1: the answer '(' is not a regular expression",
         ),
         (
+            '{"question": "a", "answer": "42|"}',
+            ["reward=regex"],
+            "FILE:1: the regular expression '42|' matches every answer; correct it",
+        ),
+        (
             '{"question": "a", "answer": "1", "id": "x"}\n{"question": "b", "answer": "1", "id": "x"}',
             [],
             "FILE:2: the id x is also the id of FILE:1; change one of them",

@@ -157,6 +157,11 @@ class WorkerReward:
                     f"{question.record.where}: the answer {reference[:60]!r} is not a regular expression "
                     f"({error}); correct it, or use another reward"
                 ) from error
+            if all(re.search(reference, text) for text in ("", "\0")):
+                raise ConfigError(
+                    f"{question.record.where}: the regular expression {reference[:60]!r} matches every "
+                    "answer; correct it"
+                )
 
     async def grade(self, answer: str, question: Question) -> Graded:
         """Compare the answer with the reference in a worker.
