@@ -38,6 +38,11 @@ from src.envs.sandbox.launch import BASE_ENVIRONMENT
         ("FROM a\nRUN --mount=target=/x,source=y cp /x/a /b\n", "cannot RUN with --mount=target=/x,source=y"),
         ("FROM a\nRUN <<E\n#!/usr/bin/env awk\nE\n", "cannot run a here-document with /usr/bin/env awk"),
         ("FROM a\nENV A=${B#c}\n", "cannot expand ${B#c}"),
+        ("FROM a\nENV A\n", "Dockerfile:2: ENV: A has no value"),
+        (
+            "# syntax=x/y:1\n# Escape = `\nFROM a\n",
+            "Dockerfile:2: the sandbox cannot use the escape character `",
+        ),
         ("FROM a\nONBUILD RUN true\n", "cannot execute ONBUILD"),
         ("RUN true\n", "no FROM line"),
     ],
@@ -113,6 +118,25 @@ def test_a_linked_file_is_copied_under_the_name_of_the_link(tmp_path: Path) -> N
 def test_variables_are_expanded_as_in_docker(tmp_path: Path, text: str, value: str) -> None:
     plan = build_plan(tmp_path, f"FROM a\nENV OLD=old EMPTY=\nENV VALUE={text}\n")
     assert plan.environment["VALUE"] == value
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),  # as in Docker 20.10
+    [
+        ("A='$OLD'", "$OLD"),
+        (r'A="\$OLD"', "$OLD"),
+        (r"A=\$OLD", "$OLD"),
+        (r'A="\\$OLD"', r"\old"),
+        (""" A="it's $OLD" """, "it's old"),
+        ("A x  $OLD", "x  old"),
+        ("A\t'x $OLD' z", "x $OLD z"),
+        ('"A"="$OLD"', "old"),
+        ("A='$' B='y'", "$"),
+    ],
+)
+def test_quotes_prevent_expansion_as_in_docker(tmp_path: Path, setting: str, value: str) -> None:
+    plan = build_plan(tmp_path, f"# escape=\\\nFROM a\nENV OLD=old\nENV {setting}\nWORKDIR '/$OLD'\n")
+    assert plan.environment["A"] == value and plan.workdir == "/$OLD"
 
 
 def test_copy_does_not_unpack_an_archive(tmp_path: Path) -> None:

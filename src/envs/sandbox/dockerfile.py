@@ -31,10 +31,13 @@ from src.envs.sandbox.shell_commands import apt_packages, commands, needs_networ
 IGNORED = frozenset(
     ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL")
 )
+DIRECTIVE = re.compile(r"\s*#\s*(\w+)\s*=\s*(.*?)\s*$")  # in the first lines of a file
 CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")  # a backslash at the end of a line
 HERE_DOCUMENT_OR_QUOTED = re.compile(
     r"""(?<!\S)\d*<<-?(['"]?)([\w.-]+)\1(?!\S)|'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL
 )
+QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
+LITERAL_DOLLAR = "\ue000"  # stands for a `$` that is not expanded, because of quotes or a backslash
 # A word after an operator can contain one more level of braces.
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])((?:[^{}]|\{[^{}]*\})*))?\})")
 SHELL_FORM = re.compile(r"(?:\S*/)?(sh|bash)((?: -[eux]+| -[eux]*o pipefail)*) (-[eux]*c)")
@@ -107,17 +110,17 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     stages += 1
                     if stages > 1:
                         raise _refusal(path, line, "build more than one stage")
-                    words = [word for word in shlex.split(value) if not word.startswith("--")]
+                    words = [word for word in _split(value) if not word.startswith("--")]
                     image = _expand(words[0], variables) if words else ""
                 case "ARG":
-                    for item in shlex.split(value):
+                    for item in _split(value):
                         name, has_default, default = item.partition("=")
                         if has_default or name not in arguments:
                             arguments[name] = _expand(default, variables)
                 case "ENV":
                     environment.update(_environment(value, variables))
                 case "WORKDIR":
-                    workdir = str(PurePosixPath(workdir) / _expand(" ".join(shlex.split(value)), variables))
+                    workdir = str(PurePosixPath(workdir) / _expand(_unquoted(value), variables))
                     steps.append(MakeDirectory(path=workdir, line=line))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
@@ -190,6 +193,11 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
     a here-document contains the lines of the here-document.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        if (directive := DIRECTIVE.match(line)) is None:
+            break
+        if directive[1].lower() == "escape" and directive[2] != "\\":
+            raise _refusal(path, number, f"use the escape character {directive[2]}")
     instructions: list[tuple[int, str, str]] = []
     index = 0
     while index < len(lines):
@@ -261,7 +269,7 @@ def _words(value: str) -> list[str]:
     otherwise.
     """
     if not value.startswith("["):
-        return shlex.split(value)
+        return _split(value)
     words = json.loads(value)
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError("a list of strings is expected")
@@ -378,11 +386,35 @@ def _is_archive(file: Path) -> bool:
 
 def _environment(value: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Parse `ENV a=1 b="2 3"` or the old form `ENV a 1`."""
-    if re.match(r"\w+=", value):
-        pairs = [item.partition("=") for item in shlex.split(value)]
+    first, *rest = value.split(maxsplit=1)
+    if "=" in first:
+        pairs = [item.partition("=") for item in _split(value)]
         return {name: _expand(setting, variables) for name, _, setting in pairs}
-    name, _, setting = value.partition(" ")
-    return {name: _expand(setting.strip(), variables)}
+    if not rest:
+        raise ValueError(f"{first} has no value")
+    return {first: _expand(_unquoted(rest[0]), variables)}
+
+
+def _split(text: str) -> list[str]:
+    """Split a text into words without quotes. A `$` that must not be expanded becomes LITERAL_DOLLAR."""
+    return shlex.split(_protected(text))
+
+
+def _unquoted(text: str) -> str:
+    """Return a text without quotes, as `_split` returns a word, but with its white space."""
+    lexer = shlex.shlex(_protected(text), posix=True, punctuation_chars=False)
+    lexer.whitespace = lexer.commenters = ""
+    lexer.whitespace_split = True
+    return "".join(lexer)
+
+
+def _protected(text: str) -> str:
+    def protect(match: re.Match[str]) -> str:
+        if match[0].startswith("'"):
+            return match[0].replace("$", LITERAL_DOLLAR)
+        return re.sub(r"\\(.)", lambda pair: LITERAL_DOLLAR if pair[1] == "$" else pair[0], match[0])
+
+    return QUOTED.sub(protect, text)
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
@@ -403,4 +435,4 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
     expanded = VARIABLE.sub(value, text)
     if unknown := re.search(r"\$\{[^}]*\}?", VARIABLE.sub("", text)):
         raise ValueError(f"the sandbox cannot expand {unknown[0]}")
-    return expanded
+    return expanded.replace(LITERAL_DOLLAR, "$")
