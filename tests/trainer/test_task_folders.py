@@ -59,6 +59,10 @@ pytestmark = in_sandbox
             "the MCP server 'search' has headers, which Terminus-2 does not send",
         ),
         (
+            lambda folder: (folder / "trajectory.json").write_text("{}"),
+            "trajectory.json: Terminus-2 cannot begin with an earlier trajectory",
+        ),
+        (
             lambda folder: (folder / "tests" / ".harborignore").write_text("*.sh\n"),
             "Required task input is excluded by .harborignore: tests/test.sh",
         ),

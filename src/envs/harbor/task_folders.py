@@ -98,6 +98,11 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
         raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
     _require_single_step_on_linux(folder)
     _refuse_mcp_headers(folder)
+    if (folder / "trajectory.json").is_file():
+        raise ConfigError(
+            f"{folder}/trajectory.json: Terminus-2 cannot begin with an earlier trajectory; "
+            f"{USE_HARBOR} and an agent that can"
+        )
     if not (folder / "instruction.md").is_file():
         raise ConfigError(f"{folder}: no instruction.md; is this a Harbor task folder?")
     if not (folder / "tests" / "test.sh").is_file():
