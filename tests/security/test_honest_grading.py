@@ -374,6 +374,15 @@ async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path,
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
 
+@in_sandbox
+async def test_collect_commands_run_before_the_processes_end(tmp_path: Path) -> None:
+    folder = task(tmp_path / "task", graded_if('[ "$(cat /app/state)" = running ]'))
+    collect = "\n[[verifier.collect]]\ncommand = 'kill -0 $(cat /app/pid) && echo running > /app/state'\n"
+    (folder / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{collect}")
+    outcome = await play(tmp_path, folder, "sleep 1000 & echo $! > /app/pid")
+    assert isinstance(outcome, Trajectory) and outcome.reward == 1.0
+
+
 # A verifier that runs /app/run.sh, if it exists, and takes the reward from /app/score.txt
 RUN_SH_VERIFIER = (
     f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"

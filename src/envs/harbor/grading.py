@@ -10,8 +10,9 @@ The following steps grade a trial in a fresh environment:
     agent starts   If the agent's environment is a sandbox, its files are listed.
     agent ends     If the agent's environment is a sandbox, its processes are killed. A fresh environment of
                    the same task starts.
-    verification   If the agent's environment is a container, the container is killed. The files that the
-                   agent changed are unpacked in the fresh environment, in which the verifier then runs.
+    verification   If the agent's environment is a container, the container is killed. Processes of a sandbox
+                   that `[[verifier.collect]]` commands could use are killed. The files that the agent changed
+                   are unpacked in the fresh environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless an error also occurs
 without the agent or this cannot be determined. A fresh environment without the agent's files is started to
@@ -174,14 +175,15 @@ class Grading:
     async def _agent_ended(self, _: TrialHookEvent) -> None:
         """Stop a sandbox that does not respond. Start the fresh environment while the logs are collected.
 
-        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here. The
-        answer to this request also shows that the sandbox responds.
+        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here, or
+        later if the task has `[[verifier.collect]]` commands, which may need the processes. The answer to
+        this request also shows that the sandbox responds.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
         if isinstance(environment, SandboxEnvironment):
             try:
-                if self._files is not None:
+                if self._files is not None and not self._trial.task.config.verifier.collect:
                     await self._files.freeze()
                 else:
                     await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)
