@@ -135,7 +135,7 @@ async def run_episode(
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
             episode.set_zero_reward(fault)
         # This call raises an exception if a message has no JSON form. The run folder stores messages as JSON.
-        json.dumps(episode.conversation)
+        json.dumps([episode.conversation, episode.tool_fields])
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
     except EnvServerError as error:
@@ -160,7 +160,7 @@ class _Episode:
         self.failure_kind = FailureKind.ENV_INIT_FAILED
         self.stop_reason = StopReason.STOP
         self.conversation: list[Message] = []
-        self._tool_fields: dict[int, Message] = {}
+        self.tool_fields: dict[int, Message] = {}
         self._env, self._policy, self._chat = env, policy, chat
         self._limits, self._settings = limits, settings
         self._turns: list[Turn] = []
@@ -193,11 +193,11 @@ class _Episode:
             step_result = await self._step(turn, answer)
             _require_type(self._env, "step", step_result, StepResult)
             start = len(self.conversation)
-            self._tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
+            self.tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
             self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
             self._record(turn, step_result)
             if step_result.is_done:
-                self.stop_reason = step_result.stop_reason or self.stop_reason
+                self.stop_reason = StopReason(step_result.stop_reason or self.stop_reason)
                 return
             if self._settings.step_wise:
                 prompt_ids = self._chat.render(self.conversation, tools=tools)
@@ -226,7 +226,7 @@ class _Episode:
             metrics=self._metrics | episode_metrics,
             turn_rewards=self._turn_rewards,
             conversation=self.conversation,
-            tool_fields=self._tool_fields,
+            tool_fields=self.tool_fields,
             zero_reason=self._zero_reason,
             zero_detail=self._zero_detail,
         )

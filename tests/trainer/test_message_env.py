@@ -185,6 +185,24 @@ async def test_a_message_that_is_not_json_is_a_failure():
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        StepResult(is_done=True, tool_fields={0: {"tool_calls": {1, 2}}}),
+        StepResult(is_done=True, stop_reason=cast(StopReason, "finished")),
+    ],
+)
+async def test_a_result_that_the_run_folder_cannot_store_is_a_failure(result: StepResult):
+    failure, _, _ = await fail([result], ["A"])
+    assert failure.kind == FailureKind.ENV_ERROR
+
+
+async def test_a_stop_reason_can_be_a_text():
+    result = StepResult(is_done=True, stop_reason=cast(StopReason, "timeout"))
+    trajectory, _, _ = await play([result], ["A"])
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+
+
 @pytest.mark.seed_behaviour(104)
 async def test_a_cancelled_episode_closes_its_environment():
     environment = ScriptedEnv([], hang_at=1)
