@@ -41,7 +41,7 @@ STARTUP = (  # files that programs read when they start
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
     "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
     "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
-    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*", "/etc/dpkg/dpkg.cfg*",
+    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*", "/etc/dpkg/dpkg.cfg*", "/etc/gdb",
     "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
