@@ -536,6 +536,7 @@ TMUX_DOCKERFILE = (
 TMUX_DOCKERFILE += "WORKDIR /app\n"
 TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
 TMUX_DOCKERFILE += "RUN mkdir -p /opt/tools-1 /opt/venv/bin && ln -s tools-1 /opt/tools\n"
+TMUX_DOCKERFILE += "RUN mkdir /opt/lib && echo /opt/lib > /etc/ld.so.conf.d/opt.conf\n"
 TMUX_DOCKERFILE += "RUN mkdir /volume && touch /volume/old\nVOLUME /volume\n"
 TMUX_DOCKERFILE += "RUN touch /opt/venv/bin/python3 /opt/venv/bin/activate\nENV PATH=/opt/tools:$PATH\n"
 DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}\n"
@@ -562,9 +563,9 @@ DOCKER_FORGERIES = {
         "cp /usr/local/bin/cat /usr/bin/cat; echo 'cat() { echo right; }' > /root/.bashrc",
     ),
     "the linker and a symlinked reward": (
-        graded_if_any_exists("/etc/ld.so.preload", "/app/preloaded"),
-        f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname "
-        "/logs/verifier/reward.json",
+        graded_if_any_exists("/etc/ld.so.preload", "/opt/lib/libc.so.6"),
+        f"touch /etc/ld.so.preload /opt/lib/libc.so.6; echo 1 > /app/one; ln -sf /app/one {REWARD}; "
+        "ln -sf /etc/hostname /logs/verifier/reward.json",
     ),
     "a writer in the background": (
         BY_CAT,

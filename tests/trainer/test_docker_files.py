@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from docker.errors import NotFound
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
@@ -87,6 +88,8 @@ class TreeContainer:
         return [{"Path": path, "Kind": kind} for path, kind in self._kinds.items() if kind is not None]
 
     def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, object]]:
+        if path not in self._kinds:
+            raise NotFound(path)
         self.requests.append(path)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -129,6 +132,23 @@ async def test_many_files_of_a_directory_need_few_requests(
         if is_large
         else ["/app", "/app/z-link"]
     )
+
+
+async def test_programs_beside_a_python_of_the_image_are_not_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image = dict.fromkeys(["/opt/venv", "/opt/venv/bin/python3", "/app/unchanged"])
+    programs = {"/opt/venv/bin/activate": MODIFIED, "/opt/venv/lib/libz.so.1": ADDED}
+    own = {"/app/venv": ADDED, "/app/venv/bin/python3": ADDED, "/app/venv/bin/activate": ADDED}
+    other = {"/opt/tool": MODIFIED, "/opt/tool/bin/activate": MODIFIED}
+    container = TreeContainer({**image, **programs, **own, **other})
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    exported = io.BytesIO()
+    await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
+    exported.seek(0)
+    with tarfile.open(fileobj=exported) as archive:
+        assert sorted(f"/{member.name}" for member in archive) == sorted([*own, *other])
 
 
 async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.MonkeyPatch) -> None:

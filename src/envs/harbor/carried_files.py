@@ -36,8 +36,8 @@ SEARCHED = (  # directories of programs, shared libraries and modules of interpr
     "/node_modules", "/home/*/bin", "/root/bin", "/home/*/node_modules", "/root/node_modules",
 )
 STARTUP = (  # files that programs read when they start
-    "/etc/ld.so.*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*", "/etc/z*",
-    "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
+    "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
+    "/etc/z*", "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
     "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
     "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,12 @@ from src.envs.sandbox.docker import engine
 ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
+READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
+# A file, after its prefix, that `CarryRules` excludes beside a Python interpreter
+FILE_OF_PROGRAMS = re.compile(
+    r"(.*)/(?:bin/.|pyvenv\.cfg$|condabin|etc/(?:conda|profile\.d)|lib(?:64)?/(?:python3|[^/]*\.so))",
+    re.DOTALL,
+)
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences of a container from its image
 
 
@@ -147,8 +154,10 @@ class DockerFiles:
 
         with boundary(SandboxError, "reading the search paths of the container"):
             variables = await asyncio.to_thread(_in_container, environment, _variables)
+            lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
+            libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
             self._variables = await with_link_targets(
-                search_variables(variables, self._verifier_variables), output_of
+                search_variables(variables, self._verifier_variables, libraries), output_of
             )
 
     async def freeze(self) -> None:
@@ -248,19 +257,14 @@ def _output_of(container: Any, script: str) -> bytes:
 
 def _interpreter_directories(container: Any, difference: Mapping[str, int]) -> list[str]:
     """Return the directories named `bin` that contain a Python interpreter of the image, for all prefixes
-    below which the agent changed programs, libraries or pyvenv.cfg.
+    below which the agent changed a FILE_OF_PROGRAMS.
     """
-    prefixes = {
-        str(parent.parent)
-        for path in map(PurePosixPath, difference)
-        for parent in (path, *path.parents)
-        if parent.name in ("bin", "lib", "lib64", "pyvenv.cfg")
-    }
+    prefixes = {match[1] for path in difference if (match := FILE_OF_PROGRAMS.match(path))}
     return [
-        f"{prefix.rstrip('/')}/bin"
+        f"{prefix}/bin"
         for prefix in sorted(prefixes)
         if difference.get(prefix) != ADDED
-        and any(_is_in_image(container, difference, f"{prefix.rstrip('/')}{name}") for name in INTERPRETERS)
+        and any(_is_in_image(container, difference, f"{prefix}{name}") for name in INTERPRETERS)
     ]
 
 

@@ -1,0 +1,42 @@
+"""Tests that the search paths of a task include the targets of symbolic links."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from src.envs.harbor.search_paths import with_link_targets
+
+
+async def run(script: str) -> bytes:
+    process = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=asyncio.subprocess.PIPE)
+    return (await process.communicate())[0]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path.resolve()
+
+
+async def test_all_links_on_the_way_to_a_path_are_followed(root: Path) -> None:
+    (root / "it's 1.0" / "bin").mkdir(parents=True)
+    (root / "link").symlink_to("it's 1.0")
+    (root / "tool").symlink_to(root / "link")
+    (root / "bin").symlink_to("tool/../link/bin")
+    variables = {"PATH": f"{root}/tool/bin:{root}/bin:.:/no", "HOME": "/no"}
+    paths = await with_link_targets(variables, run)
+    assert paths["PATH"].split(":") == [
+        *(f"{root}/{name}/bin" for name in ("tool", "link", "it's 1.0")),
+        *(f"{root}/{name}" for name in ("bin", "link/bin", "it's 1.0/bin")),
+        *(".", "/no"),
+    ]
+    assert paths["HOME"] == "/no"
+
+
+async def test_a_loop_of_links_ends(root: Path) -> None:
+    (root / "a").symlink_to("b")
+    (root / "b").symlink_to("a")
+    paths = await with_link_targets({"PATH": f"{root}/a/bin"}, run)
+    assert paths == {"PATH": f"{root}/a/bin:{root}/b/bin"}
