@@ -14,6 +14,7 @@ from src.core.trajectory import Trajectory
 from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
 from src.learning.played_groups import parse_metrics
+from src.policy.tool_messages import describe_tool
 from tests.fakes.trials import trajectory, turn
 
 TOOLS = {"get_order", "cancel", "list_orders"}
@@ -128,6 +129,19 @@ def test_a_parameter_whose_schema_is_text_stays_text():
     values = "".join(f"<parameter={name}>7</parameter>" for name in properties)
     parsed = parse(f"<function=f>{values}</function>", {"f"}, text_parameters=text_parameters([tool]))
     assert parsed.calls[0].arguments == {"id": "7", "note": "7", "n": 7, "any": 7, "true": 7, "both": 7}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "description"),
+    [
+        (None, "f(): "),
+        ({"properties": None}, "f(): "),
+        ({"properties": {"a": True, "b": {}}}, "f(a: any, b: any): "),
+    ],
+)
+def test_a_tool_can_have_unusual_parameters(parameters: object, description: str):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert describe_tool(tool) == description and text_parameters([tool]) == {"f": set()}
 
 
 @pytest.mark.parametrize("cut", range(1, len(FUNCTION) - 1))

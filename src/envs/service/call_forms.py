@@ -85,7 +85,7 @@ def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]
     texts: dict[str, set[str]] = {}
     for tool in tools:
         function: Any = tool["function"]
-        properties = (function.get("parameters") or {}).get("properties", {})
+        properties = (function.get("parameters") or {}).get("properties") or {}  # servers in Go write null
         texts[function["name"]] = {name for name, schema in properties.items() if _is_text(schema)}
     return texts
 
