@@ -80,12 +80,14 @@ def run(config: ValidateConfig) -> int:
             )
         )
     methods = {result.task: result.grading for result in results if result.has_rewards}
-    print(f"grading methods recorded in {write_records(folder, kind, methods)}")
     num_sound = sum(result.is_sound for result in results)
     num_unsound = sum(result.is_unsound for result in results)
     num_unknown = len(results) - num_sound - num_unsound
     unknown = f", {num_unknown} without solution" if num_unknown else ""
-    print(f"tasks in {kind}: {num_sound} sound, {num_unsound} unsound{unknown}")
+    try:
+        print(f"grading methods recorded in {write_records(folder, kind, methods)}")
+    finally:  # also if the folder is read-only
+        print(f"tasks in {kind}: {num_sound} sound, {num_unsound} unsound{unknown}")
     return 1 if num_unsound else 0
 
 

@@ -46,6 +46,20 @@ def test_a_solution_without_the_full_score_is_reported_with_its_output(
     assert any("the file is missing" in output for output in outputs)
 
 
+def test_a_record_that_cannot_be_written_is_reported_after_the_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(TASKS / "hello-file", tmp_path / "hello-file")
+    (tmp_path / ".grading.json.new").mkdir()  # the temporary file of the record
+    assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "tasks in sandbox: 1 sound, 0 unsound"
+    assert printed.err == (
+        f"validate: cannot write {tmp_path / 'grading.json'}: Is a directory; make the folder writable, or "
+        "validate and train on a copy of it\n"
+    )
+
+
 def test_a_missing_folder_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
     assert capsys.readouterr().err.startswith("validate: tasks_dir ")

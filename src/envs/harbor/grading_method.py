@@ -115,7 +115,8 @@ def write_records(directory: Path, environment_type: str, methods: Mapping[Task,
             record = {"checksum": checksum}
         entry = {"grading": method.mode.value, "keep_processes": method.keep_processes}
         records[task.path.name] = {**record, environment_type: entry}
-    replace_text(path, json.dumps(records, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(records, indent=2, sort_keys=True) + "\n"
+    replace_text(path, text, advice="make the folder writable, or validate and train on a copy of it")
     return path
 
 
