@@ -1,4 +1,4 @@
-"""Relative paths on the command line of `./run_skyrl_tx.sh`.
+"""Makes relative paths on the command line of `./run_skyrl_tx.sh` absolute.
 
 The script changes to the folder of the repository. A relative path on its command line means a path in the
 folder from which the user called the script.
@@ -24,7 +24,8 @@ OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
 
 def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
     """Return the `name=value` arguments with absolute paths if the script was called from another folder than
-    `root`. A path of `INPUT_OPTIONS` that does not exist in the folder of the caller stays as it is."""
+    `root`, the folder of the repository. A path of `INPUT_OPTIONS` that does not exist in the folder of the
+    caller stays as it is."""
     caller = Path(os.environ.get(CALLER_DIR) or root)
     return arguments if caller == root else [_absolute(argument, caller) for argument in arguments]
 

@@ -57,7 +57,7 @@ class Bf16Config:
     head_dim: int = 128
     new: int = chz.field(default=64, doc="Number of sampled tokens of each completion")
     sureness: float = chz.field(default=8.0, doc="Factor of the final norm, and therefore of the logits")
-    dtype: str = chz.field(default="bfloat16", doc="With float32, d is free of bfloat16 rounding")
+    dtype: str = chz.field(default="bfloat16", doc="Dtype of the weights. float32: no bfloat16 rounding")
     fsdp_parallel: int = 1
     tensor_parallel: int = 1
 
@@ -79,7 +79,7 @@ def main(config: Bf16Config) -> int:
                 divergence = float(np.mean(np.expm1(differences) - differences))
                 print_figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
                 spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {mean_nll:.2f}"
-                print_figure(f"  mean and largest |d| of {len(differences)} tokens, mean -log p", spread)
+                print_figure(f"  mean and largest |d| of {len(differences)} tokens, mean NLL", spread)
                 worst_divergence = max(worst_divergence, divergence)
     return int(worst_divergence > MAX_DIVERGENCE)
 
@@ -113,7 +113,7 @@ type Scored = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def sample_cases(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
-    """Return the samples by the name of their case."""
+    """Sample the cases and return their samples by the name of the case."""
     prompts = [np.array(prompt, np.int32) for prompt in random_sequences(LENGTHS, seed=7)]
     first = sample(ours, prompts, config.new, num_samples=1)
     second_turns = [np.concatenate([prompt, tokens, prompt[:20]]) for prompt, tokens, _ in first]

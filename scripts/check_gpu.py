@@ -1,6 +1,6 @@
-"""Compile programs for NVIDIA H200s to machine code, on a machine without a GPU. The programs are training
-steps, tile batches, a decode dispatch and, for one GPU, the paged attention kernel. By default,
-they have the shapes of Qwen3-4B.
+"""Compile programs for NVIDIA H200s to machine code, on a machine without a GPU. The programs compute a
+micro-batch, tile batches, a decode dispatch and, for one GPU, paged attention. By default, they have the
+shapes of Qwen3-4B.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
@@ -17,7 +17,7 @@ The script prints for each program:
   the operations that take the longest
 - the registers, spilled bytes and waits of each kernel in KERNELS
 
-It exits with status 0 if all these conditions hold, and with status 1 otherwise:
+The script exits with status 0 if all these conditions hold, and with status 1 otherwise:
 
 - No program writes by compare-and-swap.
 - All operations of the longest loop body are in command buffers.
@@ -193,8 +193,8 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
 def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., LoopBody | None]
 ) -> LoopBody:
-    """Compile tile batches of both sizes and a decode dispatch. Each sequence has POSITIONS
-    positions. Return the body of the loop over decode steps."""
+    """Compile the prefill program for tile batches of both sizes, and a decode dispatch. Each sequence has
+    POSITIONS positions. Return the body of the loop over decode steps."""
     width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     num_devices = 1 if model.mesh is None else model.mesh.size
     pages = max(
@@ -326,7 +326,7 @@ def compile_and_report(
 
 
 def calculated_times(text: str, sequences: Sequences) -> str:
-    """Return a line with the calculated time of a program, and of the operations that take the longest."""
+    """Return a line with the calculated time of a program and of its five longest operations."""
     times: dict[str, float] = defaultdict(float)
     for launch in launches_of(text, sequences):
         times[launch.name] += RATES.time_s(launch)
@@ -390,7 +390,7 @@ def longest_body(path: Path) -> LoopBody | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """The machine code of a Pallas kernel."""
+    """Figures of the machine code of a Pallas kernel."""
 
     name: str
     registers: int
@@ -420,8 +420,8 @@ def find_ptxas() -> Path:
 
 
 def read_kernel(path: Path) -> Kernel | None:
-    """Assemble the Pallas kernel of a PTX file with ptxas, and return it. None: the kernel is not in
-    KERNELS."""
+    """Assemble the Pallas kernel of a PTX file with ptxas, and return its figures. None: the file contains no
+    kernel of KERNELS."""
     text = path.read_text()
     name = re.search(r"\.entry (\w+)", text)
     if name is None or name[1] not in KERNELS:

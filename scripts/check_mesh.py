@@ -4,11 +4,11 @@ tokens, and the logprobs of trained and sampled tokens.
     .venv/bin/python -m scripts.check_mesh [FAMILY ...]
 
 The default families are llama, qwen3_moe and deepseek_v3; qwen2 and qwen3 can also be given. The script
-prints the largest difference between each mesh and one device, and the number of compiled programs. The exit
-status is 1 if a difference is above its limit. All meshes sample with the adapters that were trained on one
-device, because the first steps of Adam can amplify a difference in the last bit of a gradient to the size of
-a whole step. The script needs about 2 GiB of memory, and several minutes, because every mesh compiles its own
-programs.
+prints, for each mesh, the largest difference of each kind from the server on one device, and the number of
+compiled programs. The exit status is 1 if a difference is above its limit (LIMITS). All meshes sample with
+the adapters that were trained on one device, because the first steps of Adam can amplify a difference in the
+last bit of a gradient to the size of a whole step. The script needs about 2 GiB of memory, and several
+minutes, because every mesh compiles its own programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The number of XLA's threads. With only one thread per device, collectives can deadlock.
+# NPROC is the number of XLA's threads. With only one thread per device, collectives can deadlock.
 os.environ["NPROC"] = "32"
 
 import jax
@@ -110,6 +110,8 @@ def outputs_of(
 ) -> dict[str, np.ndarray]:
     """Train two models for two steps each. Then sample a group at temperature 0 and a group at temperature 1
     with each saved adapter and with the base model. The second group reads its prompt from the prefix cache.
+    With `save_adapters`, the adapters of the two models are saved; without it, those of an earlier call are
+    used.
 
     The keys of the result begin with a kind of LIMITS, for example `loss/<model> <step>` or
     `tokens/<request> <sample>`.
@@ -186,7 +188,8 @@ def sampling(temperature: float) -> SamplingSettings:
 
 
 def differences(on_one_device: dict[str, np.ndarray], on_mesh: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the largest difference of each kind: relative for losses and norms, 0 or 1 for tokens."""
+    """Return the largest difference of each kind: absolute for logprobs, relative for losses and norms, and 0
+    or 1 for tokens."""
     worst: dict[str, float] = defaultdict(float)
     for name, expected in on_one_device.items():
         kind = name.split("/")[0]

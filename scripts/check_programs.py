@@ -1,11 +1,11 @@
-"""Print one sha256 per lowered program of a tiny model on the default device: prefill, decode, score, train
-and Adam.
+"""Print one sha256 per lowered program of a tiny model on the default device: the programs of
+`DeviceExecutor.programs` (prefill, decode, forward_backward and forward), score and Adam.
 
     python -m scripts.check_programs
 
 A hash covers the lowered StableHLO without source locations, result names and function names, so it changes
 only if the operations of a program change. Compare the output of two commits to show that a refactoring does
-not change the programs.
+not change these programs.
 """
 
 from __future__ import annotations

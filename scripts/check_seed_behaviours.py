@@ -1,15 +1,16 @@
-"""Break the behaviour of each row of docs/seed-behaviours.md, and report which test of the row fails.
+"""Break the behaviour of each row of docs/seed-behaviours.md that names tests, and report which test fails.
 
     python -m scripts.check_seed_behaviours [ROW ...]
 
 The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean). It
 changes lines that the tests of the row execute in the pytest process, and starts with the files that the row
-names. A row is confirmed if an assertion of one of its tests fails after one of MAX_CHANGES changes, within
-ROW_TIMEOUT_S. All other rows are open and are listed at the end. Rows whose tests start other processes often
-stay open, because these tests execute few lines in the pytest process. The program changes only copies of
-HEAD and leaves the working tree alone; commit your edits first.
+names. A row is confirmed if an assertion of one of its tests fails after one of at most MAX_CHANGES changes.
+The last change of a row starts within ROW_TIMEOUT_S. All other rows are open. They are listed at the end, and
+the exit status is then 1. Rows whose tests start other processes often stay open, because these tests execute
+few lines in the pytest process. The program changes only copies of HEAD and not the working tree; commit your
+edits first.
 
-The module is also the pytest plugin that records the executed lines and the failures of each test.
+The module is also the pytest plugin that records the lines that tests execute and the type of each failure.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def changes(row: Row, report: dict[str, Any]) -> list[Change]:
 def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
     """Run tests in `tree`, a copy of the repository. Return a report: for each file, the lines that ran in
     the tests and the lines that ran at import; for each failed test, the type of its exception. The report is
-    empty if the tests exceed TIMEOUT_S."""
+    empty if the tests exceed TIMEOUT_S or pytest ends without a report."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         environment = os.environ | {"PYTHONPATH": str(tree), REPORT_VARIABLE: report.name}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -161,8 +162,8 @@ def run_tests(tree: Path, tests: list[str]) -> dict[str, Any]:
 
 
 def confirm(row: Row, tree: Path) -> tuple[bool, str]:
-    """Return (whether an assertion of the row's tests failed after a change, the change and the failed test
-    or the reason why no test failed, in one line)."""
+    """Return (whether the row is confirmed, a line of text). The text names the change and the failed test,
+    or the reason why the row is open."""
     baseline = run_tests(tree, row.tests)
     if baseline["failures"]:
         return False, f"fails without a change: {baseline['failures']}"
@@ -212,7 +213,7 @@ def main(numbers: set[int]) -> int:
     return 1 if unconfirmed else 0
 
 
-# The plugin of pytest
+# The pytest plugin
 
 
 class _Recorder:
@@ -220,7 +221,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.imported: dict[str, set[int]] = {}  # file -> lines that ran before the first test
-        self.lines: dict[str, set[int]] = {}  # file -> lines that ran since the value was last emptied
+        self.lines: dict[str, set[int]] = {}  # file -> lines that ran during collection, then during tests
         self.failures: dict[str, str] = {}  # test -> type of its exception
 
     def on_line(self, code: Any, line: int) -> Any:

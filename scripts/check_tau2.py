@@ -4,9 +4,10 @@ adversarial answers, and load.
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
 CHECK is gold, refusals, adversarial or load. The checks adversarial and load run only if the domains include
-retail. Every episode passes through the parser, `ServiceEnv`, a worker and the official evaluator. The
-program prints one line per figure.
-Its exit status is 1 if a figure differs from its expected value.
+retail. The episodes run in `ServiceEnv`, with its parser of tool calls and with tau2 in worker processes. The
+official evaluator grades them, except those that `ServiceEnv` ends because of errors or that exceed a
+deadline. The program prints one line per figure. Its exit status is 1 if a figure differs from its expected
+value.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ COMPLETE_TASK = {
     "arguments": {"task_id": "task_2", "status": "completed"},
 }
 ADDITIONAL_ACTIONS = {"update_task_with_history_and_env_assertions": [COMPLETE_TASK]}
-# The criteria of this mock task contradict each other: the assertion needs a read notification, the gold
-# database an unread one.
+# The criteria of this mock task contradict each other: the assertion requires a read notification, and the
+# gold database contains an unread one.
 CONTRADICTORY = "mock/update_task_with_user_tools"
 DISMISS_NOTIFICATION = {
     "requestor": "user",
@@ -70,8 +71,9 @@ DISMISS_NOTIFICATION = {
 
 
 class Script:
-    """An agent and a user simulator that together execute the gold actions of a task. The agent's last
-    message contains the facts in `communicate_info`, and the user then ends the conversation."""
+    """An agent and a user simulator that together execute the gold actions of a task, then its
+    ADDITIONAL_ACTIONS and `more_actions`. The agent's last message contains the facts in `communicate_info`,
+    and the user then ends the conversation."""
 
     def __init__(self, task: Task, *more_actions: Mapping[str, object]) -> None:
         additional = ADDITIONAL_ACTIONS.get(str(task.row["task"]), ())
@@ -160,7 +162,8 @@ def report(label: str, actual: object, *, expected: object) -> bool:
 
 
 async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) -> bool:
-    """Check that the gold actions of every task except CONTRADICTORY get the reward 1 with each grading."""
+    """Check that the gold actions of every task except CONTRADICTORY get the reward 1 with each grading.
+    Tasks that need a judge are left out. CONTRADICTORY has its own check."""
     all_right = True
     for domain, all_tasks in domains.items():
         tasks = [task for task in all_tasks if task.id != CONTRADICTORY]
@@ -275,8 +278,8 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 
 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Run 64 gold episodes concurrently on four workers. Repeat this while four workers are killed, one every
-    half second."""
+    """Check that 64 concurrent gold episodes on four workers get the reward 1, also if four workers are
+    killed, one every half second."""
     gold_tasks = [task for task in tasks if not task.row["needs_judge"]]
     gold_tasks = [gold_tasks[number % len(gold_tasks)] for number in range(NUM_EPISODES)]
     all_right = True

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Removes the sandbox directories of ended runs of this user and, with Docker, the compose projects of their trials.
-# Only objects with the label of a run, and objects of compose projects with such a label, are removed. Objects of running
-# trainers are kept.
-# Prints the removed objects. The exit status is 1 if an object could not be removed.
+# Removes the sandbox directories of ended runs of this user. If a Docker engine answers, the script also
+# removes the Docker objects with the label of such a run and all other objects of their compose projects.
+# Objects of running trainers and of runs on other hosts are kept. The script prints the objects that it
+# removed, skipped or could not remove. The exit status is 1 if a Docker object could not be removed.
 #
 #   scripts/cleanup.sh
 set -euo pipefail

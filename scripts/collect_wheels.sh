@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Downloads the pinned Python packages of scripts/setup.sh, JAX's CUDA build and uv, for a GPU machine without
-# a network. That machine needs Linux x86_64 and the same Python version as this machine.
+# Collects the pinned Python packages of scripts/setup.sh, JAX's CUDA build and uv, for a GPU machine without
+# a network. Both machines need Linux x86_64 and the same Python version. The GPU machine also needs the
+# system packages of scripts/setup.sh, such as bubblewrap and tmux, which this script does not collect.
 #
 #   scripts/collect_wheels.sh FOLDER
 #
-# On the other machine, with a copy of FOLDER, in a copy of this repository:
+# On the GPU machine, in a copy of this repository, where FOLDER is the path of the copied folder:
 #
 #   PATH=FOLDER:$PATH UV_NO_INDEX=1 UV_FIND_LINKS=FOLDER scripts/setup.sh
 set -euo pipefail
@@ -14,7 +15,7 @@ folder=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 uv=$(command -v uv || echo "$PWD/.cache/uv/bin/uv")
-[ -x "$uv" ] || { echo "collect_wheels: uv is not on PATH" >&2; exit 1; }
+[ -x "$uv" ] || { echo "collect_wheels: uv is neither on PATH nor in .cache/uv; add its folder to PATH" >&2; exit 1; }
 download() {
   "$uv" run -q --no-project --python .venv/bin/python --with pip python -m pip --disable-pip-version-check download -q --no-cache-dir \
     --only-binary :all: --dest "$folder" "$@"

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Builds the documentation site in .cache/site. With `serve`, serves it on http://127.0.0.1:8001 and rebuilds after each change.
+# Writes the generated pages of docs/ and builds the documentation site in .cache/site. With `serve`, the
+# script instead serves the site on http://127.0.0.1:8001 and builds it again after each change of a page.
 #
 #   scripts/docs.sh [serve]
 #
-# The diagrams need a copy of mermaid, which npm provides. Without npm, or if the download fails, the site is built with the diagrams as text.
+# The diagrams need a copy of mermaid, which npm provides. Without npm, or if the download fails, the site
+# shows the diagrams as text.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

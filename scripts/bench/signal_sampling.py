@@ -2,7 +2,8 @@
 
     .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 
-60 % of the tasks are impossible, 20 % are always solved, and 20 % have pass rates in between.
+60 % of the tasks are impossible, 20 % are always solved, and 20 % have success rates between 0.2 and 0.8.
+STEPS is the number of training steps (default: 200).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from src.learning.options import CurriculumOptions
 from src.rollouts.options import ScheduleOptions
 from src.rollouts.pipeline import schedule
 
-POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of pass rates
+POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of success rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     informative: float  # share of the played groups whose rewards differ
     num_visited: int  # tasks that were played at least once
-    longest_wait: int  # largest number of steps between two groups of a task
+    longest_wait: int  # largest number of steps that a task waited for its first or next group
 
 
 def simulated(
@@ -92,7 +93,7 @@ def main(num_steps: int) -> None:
         )
         print(
             f"{name:8} floor {floor:4.0%}: {share:6.1%} of the groups are informative, "
-            f"at least {visited} of 100 tasks visited, longest wait {wait} steps"
+            f"at least {visited} of 100 tasks were played, longest wait {wait} steps"
         )
 
 

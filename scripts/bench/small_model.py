@@ -32,8 +32,9 @@ RANK = 32
 def make_model(
     directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """Write a random model of `config` and a tokenizer as a Hugging Face directory, which all sides of a
-    comparison (`scripts/bench/sides`) can read. `layers` replaces the number of layers of `config`."""
+    """Write a random model of `config` and a tokenizer as a Hugging Face directory, which all compared
+    programs (`scripts/bench/sides`) can read. `layers` replaces the number of layers of `config` unless it is
+    None."""
     config = replace(config, num_layers=layers or config.num_layers)
     save_model(
         jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory

@@ -3,8 +3,9 @@ cases: the prompt is computed once for the group, or once per member.
 
     taskset -c 0,1 python -m scripts.bench.train_group
 
-In the case `flat` the members of the group differ in their first token, so they share no prefix. The summed
-loss and the gradient norm must be the same for one request with all members and for one request per member.
+In the case `flat` the members of the group differ in their first token, so they share no prefix. The script
+also prints how much the summed loss and the gradient norm differ between one request with all members and one
+request per member.
 """
 
 from __future__ import annotations

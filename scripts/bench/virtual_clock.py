@@ -3,11 +3,12 @@ virtual clock.
 
     python -m scripts.bench.virtual_clock [SCHEDULES]
 
-The trainer, its journal and its files are real; only time is simulated. The script first prints a table with
-one run of 60 steps for each mode. In these runs, a batch has 8 groups of one trial, the duration of a trial
-is lognormal (median 10 minutes, sigma 0.8), and an update takes 2 minutes. The script then simulates
-SCHEDULES runs with random parameters (default 1,000). The exit status is 1 if one of the random runs trains a
-token that is more than `max_staleness` updates old, or does not train every group exactly once.
+The trainer, its journal and its files are real; the clock, the trials and the server are simulated. The
+script first prints a table with one run of 60 steps for each mode. In these runs, a batch has 8 groups of one
+trial, the duration of a trial is lognormal (median 10 minutes, sigma 0.8), and an update takes 2 minutes. The
+script then simulates SCHEDULES (default: 1,000) runs with random parameters. The exit status is 1 if one of
+the random runs trains a token that is more than `max_staleness` updates old, or does not train every group
+exactly once.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from scripts.cookbook.material import build_model, write_data_sets
 from scripts.cookbook.recipes import MODEL, RECIPES, Recipe
 from scripts.sdk_matrix import find_uv, serve
 
-# Installed without dependencies, because their requirements cannot be satisfied together.
+# These packages are installed without dependencies, because their requirements cannot be satisfied together.
 COOKBOOK = ("tinker-cookbook==0.6.1", "tml-renderers==0.2.1")
 PACKAGES = (
     *(
@@ -119,7 +119,8 @@ def make_venv(venv: Path, torch: str) -> str:
 
 
 def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str]) -> bool:
-    """Run a recipe and print its result and command, and the end of its output if it failed."""
+    """Run a recipe. Print its result and command and, if its exit status is not 0, the end of its output.
+    Return whether the recipe passed."""
     log = work / "logs" / recipe.name
     shutil.rmtree(log, ignore_errors=True)
     log.parent.mkdir(exist_ok=True)
@@ -162,7 +163,7 @@ def options_of(recipe: Recipe, logs: Path) -> list[str]:
     if not saved:
         raise SystemExit(
             f"cookbook: {recipe.name} needs a checkpoint of {recipe.teacher}; "
-            f"run {recipe.teacher} in this folder first"
+            f"run {recipe.teacher} with the same work=DIR first"
         )
     return [
         *recipe.options.split(),

@@ -36,7 +36,7 @@ SENTENCES = (
 
 
 class TrainingConversations:
-    """An endless stream of conversations like those of the recipes, on which the model is trained.
+    """An endless stream of training conversations for the model, similar to those of the recipes.
     `evasive_share` is the probability that an answer to a sum or a word problem is EVASIVE_ANSWER."""
 
     def __init__(self, rng: random.Random, evasive_share: float) -> None:
@@ -81,7 +81,7 @@ class TrainingConversations:
         return messages
 
     def pages(self) -> list[Message]:
-        """Return a conversation of the numerics check: two calls of its tool and a count."""
+        """Return a conversation of rl_numerics_check: two calls of its tool and a count."""
         messages = [
             Message(
                 role="user",

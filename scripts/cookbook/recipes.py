@@ -1,4 +1,4 @@
-"""The recipes of tinker-cookbook, their options, and the expectations that their metrics must meet."""
+"""The recipes of tinker-cookbook that the check runs, with their options and expected metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # the cookbook lists this model
 RENDERER = "qwen3_instruct"  # the renderer of this model, which has no thinking
 REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
 KL_LIMIT = 2e-4
-# The server rejects the default loss, stable_reinforce, because its formula is not public.
+# For recipes with the option loss_fn. The server rejects its default, stable_reinforce, because the formula
+# of this loss is not public.
 ON_POLICY = "loss_fn=importance_sampling"
 
 
@@ -63,7 +64,7 @@ def series(metrics: Metrics, key: str) -> list[float]:
 
 def _moves(key: str, is_expected: Callable[[float, float], bool]) -> Expectation:
     """Compare the mean of `key` over the first quarter of the steps with its mean over the last quarter. The
-    values of single steps are noisy, because a step has only a few dozen episodes."""
+    values of single steps are noisy, because the batches are small."""
 
     def check(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)

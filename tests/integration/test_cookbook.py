@@ -51,7 +51,7 @@ def test_a_run_is_killed_only_after_it_has_saved(tmp_path: Path) -> None:
 
 def test_a_student_is_given_its_teachers_last_checkpoint(tmp_path: Path) -> None:
     (student,) = (recipe for recipe in RECIPES if recipe.teacher)
-    with pytest.raises(SystemExit, match=f"run {student.teacher} in this folder first"):
+    with pytest.raises(SystemExit, match=f"run {student.teacher} with the same work=DIR first"):
         options_of(student, tmp_path)
     (tmp_path / str(student.teacher)).mkdir()
     saved = [{"sampler_path": f"tinker://run/sampler_weights/{name}"} for name in ("000004", "final")]
