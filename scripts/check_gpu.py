@@ -155,8 +155,10 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
     decode = compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:
         return failures
-    if model.experts is None and (launches := decode.launches_per_layer()) > MAX_LAUNCHES:
-        failures.append(f"a decode step has {launches:.1f} launches per layer, more than {MAX_LAUNCHES}")
+    if model.experts is None and not 0 < (launches := decode.launches_per_layer()) <= MAX_LAUNCHES:
+        failures.append(
+            f"a decode step has {launches:.1f} launches per layer; 1 to {MAX_LAUNCHES} are expected"
+        )
     if (copies := decode.counts["Copy"]) > MAX_COPIES:
         failures.append(f"a decode step has {copies} copies, more than {MAX_COPIES}")
     heads, width = (model.num_kv_heads, model.head_dim), POSITIONS // WIDE_PAGE

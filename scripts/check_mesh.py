@@ -200,7 +200,7 @@ def differences(on_one_device: dict[str, np.ndarray], on_mesh: dict[str, np.ndar
                 difference = float(abs(expected - on_mesh[name]) / abs(expected))
             case _:
                 difference = float(np.abs(expected - on_mesh[name]).max())
-        worst[kind] = max(worst[kind], difference)
+        worst[kind] = float(np.maximum(worst[kind], difference))  # NaN if a difference is NaN
     return worst
 
 

@@ -14,8 +14,9 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 scripts/setup.sh
-uv=$(command -v uv || echo "$PWD/.cache/uv/bin/uv")
-[ -x "$uv" ] || { echo "collect_wheels: uv is neither on PATH nor in .cache/uv; add its folder to PATH" >&2; exit 1; }
+uv=$(command -v uv || true)
+for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$candidate; fi; done
+[ -x "$uv" ] || { echo "collect_wheels: uv is not on PATH; run scripts/setup.sh" >&2; exit 1; }
 download() {
   "$uv" run -q --no-project --python .venv/bin/python --with pip python -m pip --disable-pip-version-check download -q --no-cache-dir \
     --only-binary :all: --dest "$folder" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ def at_most(key: str, limit: float) -> Expectation:
     """Require that the largest absolute value of `key` is at most `limit`."""
 
     def check(metrics: Metrics) -> tuple[str, bool]:
-        worst = max((abs(value) for value in series(metrics, key)), default=float("nan"))
+        values = [abs(value) for value in series(metrics, key)]
+        worst = math.nan if not values or any(map(math.isnan, values)) else max(values)
         return f"{_short(key)} <= {worst:.1e}", worst <= limit
 
     return check
