@@ -59,7 +59,7 @@ from scripts.bench.small_model import RANK
 from scripts.simulate.compiled_costs import H200 as RATES
 from scripts.simulate.compiled_costs import Sequences, launches_of
 from skyrl_tx_server.config.engine_options import MeshShape
-from skyrl_tx_server.engine.operations import LossFn
+from skyrl_tx_server.engine.operations import MAX_STOP_TOKENS, LossFn
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
@@ -73,7 +73,6 @@ from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.prefill_step import TileBatch, prefill
 from skyrl_tx_server.sampling.sequences import batch_settings
-from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import dummy_batch
 from skyrl_tx_server.training.train_step import forward_backward
