@@ -198,15 +198,15 @@ async def _serve_until_stopped(
     sampler: ExternalServer | None,
 ) -> int:
     """Serve until a stop is requested, and return the exit status 0. Exit the process if a rank is lost, if
-    a stop is requested before the model is loaded, or if the engine does not stop in time. If the model
-    cannot be loaded, raise the error of the load."""
+    the engine fails, if a stop is requested before the model is loaded, or if the engine does not stop in
+    time. If the model cannot be loaded, raise the error of the load."""
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
     loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
 
     def on_lost(reason: str) -> None:
-        loop.call_soon_threadsafe(lost.set_result, reason)
+        loop.call_soon_threadsafe(lambda: lost.done() or lost.set_result(reason))
 
     def load() -> None:
         loop.call_soon_threadsafe(loaded.set_result, _load(config, on_lost))
@@ -218,7 +218,7 @@ async def _serve_until_stopped(
     if not loaded.done():
         server.should_exit = True
         await serving
-        _exit_now(_fail(RankLostError(lost.result()), status=1) if lost.done() else 0)
+        _exit_now(_fail(ServerError(lost.result()), status=1) if lost.done() else 0)
     result = loaded.result()
     if result.engine is None:
         server.should_exit = True
@@ -236,7 +236,7 @@ async def _serve_until_stopped(
         result.engine.abandon(lost.result())
         server.should_exit = True
         await serving
-        _exit_now(_fail(RankLostError(lost.result()), status=1))
+        _exit_now(_fail(ServerError(lost.result()), status=1))
     logger.info("stopping")
     if isinstance(state.engine, ExternalSampling):
         await state.engine.close()
@@ -289,6 +289,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
         engine = Engine(
             executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero),
             train_share=config.train_share,
+            on_failure=on_lost,
         )
         engine.start()
         return _LoadResult(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)

@@ -56,6 +56,9 @@ from skyrl_tx_server.errors import CapacityError, ServerError
 logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
+RESTART_HINT = (
+    "the log contains the traceback; start the server again and continue from a checkpoint in checkpoints_dir"
+)
 OUT_OF_MEMORY_HINT = (
     "the device is out of memory: send a smaller request, or start the server with smaller max_num_seqs or "
     "train_tokens_per_batch"
@@ -91,6 +94,11 @@ class EngineClient(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot run operations any more. None: it has not failed."""
+        ...
+
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]: ...
@@ -117,10 +125,14 @@ class Engine:
         executor: Executor,
         *,
         train_share: float | None = None,
+        on_failure: Callable[[str], None] = logger.error,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`train_share`: see `Scheduler`. `clock` returns the time in seconds."""
+        """`train_share`: see `Scheduler`. If the engine thread ends with an exception, it calls `on_failure`
+        with one line. `clock` returns the time in seconds."""
         self._clock = clock
+        self._on_failure = on_failure
+        self._failure: str | None = None
         self._executor, self._sampler = executor, executor.sampler
         self._scheduler = Scheduler(
             max_partial_prefill_tokens=self._sampler.max_partial_prefill_tokens,
@@ -151,6 +163,10 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         return self._executor.info
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
 
     def start(self) -> None:
         self._thread.start()
@@ -185,7 +201,8 @@ class Engine:
         future: Future[R] = Future()
         with self._work:
             if self._stopping:
-                future.set_exception(ServerError("the server is stopping; this request was not accepted"))
+                reason = self._failure or "the server is stopping; this request was not accepted"
+                future.set_exception(ServerError(reason))
                 return future
             self._last_request_id += 1
             self._futures[self._last_request_id] = future
@@ -231,10 +248,12 @@ class Engine:
                 step, future = next(iter(self._waits.values()))
                 wait([future])
                 self._step(step)
-        except BaseException:  # a bug; fail the futures so that clients do not wait forever
+        except BaseException as error:  # a bug; fail the futures so that clients do not wait forever
             logger.exception("the engine thread failed")
-            self.abandon(STOPPING)
-            raise
+            line = str(error).partition("\n")[0]
+            self._failure = f"the engine failed ({type(error).__name__}: {line}); {RESTART_HINT}"
+            self.abandon(self._failure)
+            self._on_failure(self._failure)
 
     def _next_work(self) -> ScheduledWork | None:
         """Wait for work. Return None when the engine stops."""

@@ -92,6 +92,10 @@ class ExternalSampling:
     def info(self) -> EngineInfo:
         return self._engine.info
 
+    @property
+    def failure(self) -> str | None:
+        return self._engine.failure
+
     def stats(self) -> dict[str, object]:
         return {
             **self._engine.stats(),

@@ -30,6 +30,10 @@ class EngineShare:
     def info(self) -> EngineInfo:
         return self._engine.info
 
+    @property
+    def failure(self) -> str | None:
+        return self._engine.failure
+
     def stats(self) -> dict[str, object]:
         with self._lock:
             return {"tokens_in_flight": self._tokens, "max_tokens_in_flight": self._max_tokens}

@@ -73,6 +73,7 @@ class FakeEngine:
         self.models: dict[str, FakeModel] = {}
         self.snapshots: dict[str, int] = {}
         self.grad_norm = 1.5
+        self.failure: str | None = None
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 

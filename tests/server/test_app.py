@@ -117,6 +117,12 @@ async def test_nothing_is_served_before_the_engine_is_ready(context: AppState) -
     fake_engine(context).stop()
 
 
+async def test_health_reports_a_failed_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.failure = "the engine failed (KeyError: 'a bug'); start the server again"
+    response = await http.get("healthz")
+    assert response.status_code == 500 and response.json()["detail"] == engine.failure
+
+
 async def test_the_client_config_makes_the_sdk_send_chunks_in_order(http: httpx.AsyncClient) -> None:
     config = await post(http, "client/config", sdk_version="0.38.0")
     assert (config["parallel_fwdbwd_chunks"], config["pjwt_auth_enabled"]) == (False, False)

@@ -16,7 +16,7 @@ from skyrl_tx_server import ServerConfig, serve
 from skyrl_tx_server.config.command_line import parse
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.http import child_server
-from skyrl_tx_server.http.child_server import MAX_LINE_BYTES, arguments_of
+from skyrl_tx_server.http.child_server import MAX_LINE_BYTES, READY, arguments_of
 
 TIMEOUT_S = 60
 OPTIONS = {
@@ -95,6 +95,35 @@ def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
             with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):  # it stops during a request
                 httpx.get(f"{url}/api/v1/healthz", timeout=TIMEOUT_S)
             time.sleep(0.1)
+
+
+def test_a_failed_engine_ends_the_server_with_an_error(tmp_path: Path) -> None:
+    program = """
+import sys
+from skyrl_tx_server import __main__ as program
+from skyrl_tx_server.engine.engine import Engine
+def fail(*_):
+    raise KeyError("a bug")
+Engine._prefill = fail
+sys.exit(program.main(sys.argv[1:]))
+"""
+    options = ("base_model=datasets/quickstart/model", "port=0", f"checkpoints_dir={tmp_path}")
+    command = [sys.executable, "-c", program, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = next(ready[1] for line in server.stdout if (ready := READY.search(line)))
+            body = {"model": "local/model", "prompt": "a", "max_tokens": 2}
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+            _, output = server.communicate(timeout=TIMEOUT_S)
+        finally:
+            server.kill()
+    reason = (
+        "the engine failed (KeyError: 'a bug'); the log contains the traceback; start the server again and "
+        "continue from a checkpoint in checkpoints_dir"
+    )
+    assert reply.status_code == 500 and reply.json()["error"]["message"] == reason
+    assert server.returncode == 1 and output.splitlines()[-1] == f"skyrl-tx server: {reason}"
 
 
 def test_importing_the_package_loads_neither_jax_nor_starlette() -> None:

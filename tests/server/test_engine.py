@@ -561,15 +561,20 @@ def test_an_operation_abandoned_while_running_resolves_once():
     assert set(threading.enumerate()) <= threads and executor.log == ["create a"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_engine_thread_fails_all_futures():
     class BrokenWatcher(TokenRecorder):
         def is_waiting(self) -> bool:
             raise KeyError("a bug")
 
-    with running(FakeExecutor()) as engine:
-        futures = [engine.submit(sample(), BrokenWatcher()), engine.submit(sample())]
-        assert all("stopping" in str(future.exception(TIMEOUT_S)) for future in futures)
+    failed: Future[str] = Future()
+    engine = Engine(FakeExecutor(), on_failure=failed.set_result)
+    futures = [engine.submit(sample(), BrokenWatcher()), engine.submit(sample())]
+    assert engine.failure is None
+    engine.start()
+    reason = failed.result(TIMEOUT_S)
+    assert reason.startswith("the engine failed (KeyError: 'a bug'); ") and engine.failure == reason
+    assert [str(future.exception(0)) for future in [*futures, engine.submit(sample())]] == [reason] * 3
+    engine.stop()
 
 
 class TokenRecorder:

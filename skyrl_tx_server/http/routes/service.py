@@ -7,12 +7,16 @@ import logging
 from starlette.requests import Request
 
 from skyrl_tx_server.config.renamed import RENAMED_STATISTICS
+from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
 async def healthz(state: AppState, request: Request) -> Reply:
-    """Report that the model is loaded. While it is loading, every route replies 503."""
+    """Report that the model is loaded. While it is loading, every route replies 503. Raise ServerError if the
+    engine has failed."""
+    if state.engine.failure is not None:
+        raise ServerError(state.engine.failure)
     return {"status": "ok"}
 
 
