@@ -147,8 +147,10 @@ def _dry_run(config: ServerConfig) -> str:
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
-    """Set XLA's environment variables, and download or convert the model if necessary. Return the options
-    with the model's local directory as `base_model`, and with `model_alias` set."""
+    """Set XLA's environment variables, download or convert the model if necessary, and check its tokenizer.
+    Return the options with the model's local directory as `base_model`, and with `model_alias` set."""
+    from skyrl_tx_server.files.base_model import check_tokenizer
+    from skyrl_tx_server.model.config_json import load_model_config
     from skyrl_tx_server.model.weights import resolve_model
 
     if config.mesh.devices > 1:
@@ -161,6 +163,7 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     model_dir = resolve_model(config.base_model).resolve()
+    check_tokenizer(model_dir, load_model_config(model_dir).vocab_size)
     return chz.replace(config, base_model=str(model_dir), model_alias=config.alias)
 
 
@@ -275,12 +278,10 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
     rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
-        from skyrl_tx_server.engine.stop_strings import check_tokenizer
         from skyrl_tx_server.executor.executor import DeviceExecutor
         from skyrl_tx_server.executor.memory_plan import check_snapshots
 
         config = _with_local_model(config)
-        check_tokenizer(config.model_dir)
         if config.num_processes > 1:
             rank_zero = lead(config, config, on_lost)
         check_snapshots(config)

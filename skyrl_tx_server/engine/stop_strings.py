@@ -3,13 +3,12 @@ before them, are decoded."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.errors import UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -21,17 +20,6 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
             "stop strings need the model's tokenizer.json, which is missing; pass stop token ids instead"
         )
     return Tokenizer.from_file(str(path))
-
-
-def check_tokenizer(model_dir: Path) -> None:
-    """Raise ConfigError if the tokenizer.json of the directory is not valid JSON. A model without this file
-    can be trained and sampled, but cannot produce text."""
-    path = model_dir / "tokenizer.json"
-    if path.is_file():
-        try:
-            json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}; download it again") from None
 
 
 def find_stop(

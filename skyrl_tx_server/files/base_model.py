@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
@@ -84,6 +85,27 @@ def fingerprint(directory: Path) -> str:
                     stream.seek(max(0, (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)))
                     digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def check_tokenizer(model_dir: Path, vocab_size: int) -> None:
+    """Raise ConfigError if the tokenizer.json of the directory is not valid or has more tokens than the
+    model. The padding token does not count, because prompts do not contain it. A model without this file
+    can be trained and sampled, but cannot produce text."""
+    path, settings = model_dir / "tokenizer.json", model_dir / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    try:
+        ids = Tokenizer.from_file(str(path)).get_vocab()
+        padding = read_json_object(settings).get("pad_token") if settings.is_file() else None
+    except Exception as error:  # tokenizers raises no more specific class
+        raise ConfigError(f"{model_dir}: the tokenizer is not valid: {error}; download it again") from None
+    ids.pop(str(padding.get("content") if isinstance(padding, dict) else padding), None)
+    token = max(ids, key=ids.__getitem__, default="")
+    if ids and ids[token] >= vocab_size:
+        raise ConfigError(
+            f"{path}: token {token[:80]!r} has id {ids[token]}, but the model has only {vocab_size} tokens; "
+            f"use the tokenizer of this model, or resize the embeddings to {ids[token] + 1} tokens"
+        )
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Tests of sampling through the engine on a tiny random model: tokens, logprobs and the end of sequences."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import find_stop
-from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.files.base_model import check_tokenizer
 from skyrl_tx_server.model.shapes import CPU_PREFILL
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 from tests.fakes.present import present
@@ -675,3 +677,22 @@ def test_streaming_does_not_change_the_sample(engine: Engine):
         assert np.array_equal(sequence.tokens, expected.sequences[index].tokens)
         assert recorder.tokens_of[index] == sequence.tokens[: len(recorder.tokens_of[index])].tolist()
         assert len(recorder.tokens_of[index]) >= 16
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    tokenizer, settings = byte_tokenizer(), tmp_path / "tokenizer_config.json"
+    check_tokenizer(tmp_path, 1)  # no tokenizer
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    check_tokenizer(tmp_path, 256)
+    with pytest.raises(ConfigError, match="has id 255, but the model has only 255 tokens"):
+        check_tokenizer(tmp_path, 255)
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"token '<pad>' has id 256, .* resize .* to 257 tokens"):
+        check_tokenizer(tmp_path, 256)
+    for pad_token in ("<pad>", {"content": "<pad>"}):
+        settings.write_text(json.dumps({"pad_token": pad_token}))
+        check_tokenizer(tmp_path, 256)
+    settings.write_text("{")
+    with pytest.raises(ConfigError, match="the tokenizer is not valid: Expecting property name"):
+        check_tokenizer(tmp_path, 256)
