@@ -6,16 +6,21 @@ of a checkpoint, or whether a checkpoint is public. A line replaces earlier line
 same run or checkpoint, and unreadable lines are skipped. New lines are appended. When most lines are out of
 date, the file is rewritten and renamed into place. The lines of one tenant's runs take at most
 `MAX_RUN_BYTES`. Above this limit the oldest run is removed from the index; its checkpoints are kept.
+
+Several servers may use one directory. A server reads the lines of the others before it rewrites the file, and
+before it changes or applies an expiry time or a public flag.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,10 +58,10 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    """The bytes of the whole file, and the bytes of the lines that compaction would keep."""
-
-    file: int = 0
-    current: int = 0
+    file: int = 0  # bytes of the whole file
+    current: int = 0  # bytes of the lines that compaction would keep
+    read: int = 0  # bytes of the lines that `_refresh` has applied
+    inode: int = 0  # of the file that `_refresh` has read
 
 
 class RunIndex:
@@ -77,11 +82,7 @@ class RunIndex:
         self.public: set[str] = set()  # tinker:// paths of the public checkpoints
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        with file.open("rb") as lines:
-            for line in lines:
-                self._sizes.file += len(line)
-                if line.strip():
-                    self._replay(line)
+        self._refresh()
         self._compact_if_due()
 
     def for_tenant(self, tenant: str) -> RunIndex:
@@ -109,6 +110,7 @@ class RunIndex:
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 
     def expired(self) -> list[str]:
+        self._refresh()
         return [path for path in self.expiries if self.has_expired(path)]
 
     def has_expired(self, path: str) -> bool:
@@ -123,25 +125,21 @@ class RunIndex:
 
     def record_run(self, run: TrainingRun) -> None:
         """Add a run. If its line cannot be written, raise OSError and change nothing."""
-        num_bytes = self._append(_run_to_json(run))
-        self._apply_run(run, num_bytes)
-        self._compact_if_due()
+        self._append(_run_to_json(run))
 
     def set_expiry(self, path: str, expires_at: datetime | None, generation: str | None = None) -> None:
         """Set the time at which a checkpoint expires; None: never. With `generation`, only this generation
         expires."""
+        self._refresh()
         if expires_at is None and path not in self.expiries:
             return
-        num_bytes = self._append(_expiry_to_json(path, expires_at, generation))
-        self._apply_expiry(path, expires_at, generation, num_bytes)
-        self._compact_if_due()
+        self._append(_expiry_to_json(path, expires_at, generation))
 
     def set_public(self, path: str, public: bool) -> None:
+        self._refresh()
         if public == (path in self.public):
             return
-        num_bytes = self._append({"path": path, "public": public})
-        self._apply_public(path, public, num_bytes)
-        self._compact_if_due()
+        self._append({"path": path, "public": public})
 
     def forget(self, path: str, generation: str | None = None) -> None:
         """Remove the facts about a deleted checkpoint. With `generation`, an expiry that is set for another
@@ -151,6 +149,26 @@ class RunIndex:
         self.set_public(path, False)
 
     # --- in memory
+
+    def _refresh(self) -> None:
+        """Apply the lines that were added since the last call. Start again if another server has rewritten
+        the file."""
+        sizes = self._sizes
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as lines:
+            status = os.fstat(lines.fileno())
+            if status.st_ino != sizes.inode or status.st_size < sizes.read:
+                sizes.inode, sizes.file, sizes.current, sizes.read = status.st_ino, 0, 0, 0
+                for facts in (self._runs, self._run_bytes, self._line_bytes, self.expiries, self._expiring):
+                    facts.clear()
+                self.public.clear()
+            lines.seek(sizes.read)
+            for line in lines:
+                if not line.endswith(b"\n") and not _is_json(line):
+                    break  # another server is writing this line, or a crash left it incomplete
+                sizes.read += len(line)
+                sizes.file += len(line)
+                if line.strip():
+                    self._replay(line)
 
     def _replay(self, line: bytes) -> None:
         try:
@@ -214,12 +232,11 @@ class RunIndex:
 
     # --- on disk
 
-    def _append(self, fact: dict[str, object]) -> int:
-        """Append a line and return its bytes. After an OSError the file is unchanged."""
+    def _append(self, fact: dict[str, object]) -> None:
+        """Append a line and apply it. After an OSError the file is unchanged."""
         # The leading newline ends a line that a crash left incomplete, so only that fact is lost.
         line = ("\n" + json.dumps(fact)).encode()
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
+        with self._locked() as descriptor:
             size = os.fstat(descriptor).st_size
             try:
                 written = 0
@@ -228,28 +245,42 @@ class RunIndex:
             except OSError:
                 os.ftruncate(descriptor, size)
                 raise
-        finally:
-            os.close(descriptor)
-        self._sizes.file += len(line)
-        return len(line)
+        self._refresh()
+        self._compact_if_due()
 
     def _compact_if_due(self) -> None:
         if self._sizes.file <= 2 * self._sizes.current + COMPACTION_SLACK:
             return
         new_file = self._file.with_name(f".{self._file.name}.new")
         try:
-            with new_file.open("w") as stream:
+            with self._locked(), new_file.open("w") as stream:
+                self._refresh()
                 for fact in self._facts():
                     stream.write("\n" + json.dumps(fact))
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(new_file, self._file)
+                os.replace(new_file, self._file)
         except OSError as error:
             logger.warning("%s cannot be compacted: %s", self._file, error)
             new_file.unlink(missing_ok=True)
             self._sizes.file = self._sizes.current  # try again when the file has grown
         else:
-            self._sizes.file = self._file.stat().st_size
+            self._refresh()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[int]:
+        """Open the file for appending, and lock it against the other servers."""
+        while True:
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                with contextlib.suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # another server may have renamed a new file into place
+                if self._file.exists() and os.path.samestat(self._file.stat(), os.fstat(descriptor)):
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
 
     def _facts(self) -> Iterator[dict[str, object]]:
         for runs in self._runs.values():
@@ -288,6 +319,14 @@ def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
     created_at = _aware(fact["created_at"])
     fields: dict[str, Any] = fact | {"lora": lora, "created_at": created_at, "user_metadata": metadata}
     return TrainingRun(**fields)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _aware(text: object) -> datetime:

@@ -3,7 +3,10 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.files import run_index as run_index_module
 from skyrl_tx_server.files.run_index import RunIndex, TrainingRun
 
 PATH, OTHER = "tinker://run/weights/1", "tinker://run/weights/2"
@@ -45,5 +48,49 @@ def test_an_incomplete_line_affects_no_other_line(tmp_path: Path) -> None:
 def test_a_line_of_another_version_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text('{"run_id": "x", "lora": {"colour": 1}, "created_at": "never"}\n{"path": "p"}\n[]\n')
+    with file.open("a") as stream:
+        stream.write("[" * 100_000)
     RunIndex(file).record_run(run_of("one"))
     assert list(RunIndex(file).runs) == ["one"]
+
+
+def test_two_servers_share_an_index(tmp_path: Path) -> None:
+    first = RunIndex(tmp_path / "ledger.jsonl")
+    first.set_expiry(PATH, NOW - timedelta(hours=1))
+    first.set_public(OTHER, True)
+    second = RunIndex(tmp_path / "ledger.jsonl")
+    second.set_expiry(PATH, None)
+    assert first.expired() == []
+    first.set_expiry(OTHER, NOW - timedelta(hours=1))
+    second.set_expiry(OTHER, None)  # `second` has not read this expiry before
+    second.set_public(OTHER, False)
+    assert first.expired() == [] and first.public == set()
+
+
+def test_a_rewritten_index_keeps_the_lines_of_other_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (RunIndex(tmp_path / "ledger.jsonl") for _ in range(2))
+    second.record_run(run_of("second"))
+    second.set_expiry(PATH, NOW - timedelta(hours=1))
+    monkeypatch.setattr(run_index_module, "COMPACTION_SLACK", 0)
+    for minutes in range(9):
+        first.set_expiry(OTHER, NOW + timedelta(minutes=minutes))
+    monkeypatch.undo()
+    second.record_run(run_of("later"))
+    for index in (second, RunIndex(tmp_path / "ledger.jsonl")):
+        assert index.expired() == [PATH] and list(index.runs) == ["second", "later"]
+        assert index.expiries[OTHER] == NOW + timedelta(minutes=8)
+    assert first.expired() == [PATH] and list(first.runs) == ["second", "later"]
+
+
+def test_a_line_that_another_server_is_writing_is_read_later(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    RunIndex(file).set_public(PATH, True)
+    text = file.read_text()
+    file.write_text(text[:-8])
+    index = RunIndex(file)
+    assert index.public == set()
+    with file.open("a") as stream:
+        stream.write(text[-8:])
+    assert index.expired() == [] and index.public == {PATH}
