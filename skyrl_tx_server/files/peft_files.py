@@ -39,7 +39,11 @@ _UNSUPPORTED = (
     "alpha_pattern",
     "modules_to_save",
     "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
 )
+_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""The values of `init_lora_weights` with which peft does not change the weights of the base model."""
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -117,6 +121,11 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
             raise UserError(
                 f"{directory}: {name} is not supported by this server; merge the adapter with peft instead"
             )
+    if (initialization := config.get("init_lora_weights")) not in _INITIALIZATIONS:
+        raise UserError(
+            f"{directory}: init_lora_weights={str(initialization)[:40]!r} changes the weights of the base "
+            "model; save the adapter with path_initial_model_for_weight_conversion, or merge it with peft"
+        )
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # rsLoRA scales by alpha / sqrt(rank), this server by alpha / rank
     base_config: dict[str, Any] = read_json_object(base.directory / "config.json")

@@ -292,6 +292,14 @@ def rename_modules(adapter: Path) -> None:
     [
         (rename_modules, "the adapter has model.layers.0.self_attn.g_proj"),
         (lambda adapter: change_config(adapter, use_dora=True), "use_dora is not supported"),
+        (
+            lambda adapter: change_config(adapter, alora_invocation_tokens=[1, 2]),
+            "alora_invocation_tokens is not supported",
+        ),
+        (
+            lambda adapter: change_config(adapter, init_lora_weights="pissa_niter_16"),
+            "init_lora_weights='pissa_niter_16' changes the weights of the base model",
+        ),
         (lambda adapter: change_config(adapter, r=2), "require (2,"),
         (lambda adapter: change_config(adapter, r=0), "are not valid"),
         (
