@@ -622,6 +622,7 @@ def test_adam_has_the_defaults_of_tinker_and_reads_every_field() -> None:
         ({"adam_params": {"learning_rate": -1}}, "negative"),
         ({"adam_params": {"learning_rate": None}}, "learning_rate must be a finite number, got null, NaN or"),
         ({"adam_params": {"beta1": 1}}, r"\[0, 1\)"),
+        ({"adam_params": {"beta2": 1 - 1e-12}}, r"\[0, 1\), at most 0\.99999994"),
         ({"adam_params": {"amsgrad": True}}, "unknown field amsgrad"),
     ],
 )

@@ -34,6 +34,7 @@ MAX_REQUEST_CELLS = 1 << 26
 """Maximum number of target tokens of all datums of a request."""
 ALPHA_METADATA = "lora_alpha"
 MAX_ALPHA = 65536.0
+MAX_BETA = 1 - 2.0**-24  # the largest float32 below 1, because the optimizer computes in float32
 INPUT_HINTS = {
     "mask": "set the weight (cross_entropy) or the advantage (other losses except dro) of masked tokens to 0",
     "weights": "only cross_entropy takes weights; multiply the advantages by them",
@@ -125,8 +126,10 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
     params.finish(ignored=("type",))
     if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
         raise UserError("adam_params: learning_rate, weight_decay and grad_clip_norm must not be negative")
-    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 0):
-        raise UserError("adam_params: beta1 and beta2 must lie in [0, 1) and eps above 0")
+    if not (0 <= adam.beta1 <= MAX_BETA and 0 <= adam.beta2 <= MAX_BETA and adam.eps > 0):
+        raise UserError(
+            f"adam_params: beta1 and beta2 must lie in [0, 1), at most {MAX_BETA:.8f}, and eps above 0"
+        )
     return adam
 
 
