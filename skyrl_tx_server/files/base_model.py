@@ -96,7 +96,12 @@ def check_tokenizer(model_dir: Path, vocab_size: int) -> None:
         return
     try:
         ids = Tokenizer.from_file(str(path)).get_vocab()
-        padding = read_json_object(settings).get("pad_token") if settings.is_file() else None
+        config: dict[str, Any] = read_json_object(settings) if settings.is_file() else {}
+        # transformers adds these tokens if tokenizer.json does not have them
+        ids |= {
+            entry["content"]: int(index) for index, entry in config.get("added_tokens_decoder", {}).items()
+        }
+        padding = config.get("pad_token")
     except Exception as error:  # tokenizers raises no more specific class
         raise ConfigError(f"{model_dir}: the tokenizer is not valid: {error}; download it again") from None
     ids.pop(str(padding.get("content") if isinstance(padding, dict) else padding), None)

@@ -693,6 +693,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     for pad_token in ("<pad>", {"content": "<pad>"}):
         settings.write_text(json.dumps({"pad_token": pad_token}))
         check_tokenizer(tmp_path, 256)
+    settings.write_text(json.dumps({"added_tokens_decoder": {"257": {"content": "<tool>"}}}))
+    with pytest.raises(ConfigError, match="token '<tool>' has id 257"):
+        check_tokenizer(tmp_path, 257)
     settings.write_text("{")
     with pytest.raises(ConfigError, match="the tokenizer is not valid: Expecting property name"):
         check_tokenizer(tmp_path, 256)
