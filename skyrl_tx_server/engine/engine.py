@@ -248,12 +248,17 @@ class Engine:
                 step, future = next(iter(self._waits.values()))
                 wait([future])
                 self._step(step)
+        except ServerError as error:  # another process of the server was lost
+            self._end(str(error))
         except BaseException as error:  # a bug; fail the futures so that clients do not wait forever
             logger.exception("the engine thread failed")
             line = str(error).partition("\n")[0]
-            self._failure = f"the engine failed ({type(error).__name__}: {line}); {RESTART_HINT}"
-            self.abandon(self._failure)
-            self._on_failure(self._failure)
+            self._end(f"the engine failed ({type(error).__name__}: {line}); {RESTART_HINT}")
+
+    def _end(self, failure: str) -> None:
+        self._failure = failure
+        self.abandon(failure)
+        self._on_failure(failure)
 
     def _next_work(self) -> ScheduledWork | None:
         """Wait for work. Return None when the engine stops."""

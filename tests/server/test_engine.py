@@ -577,6 +577,19 @@ def test_a_bug_in_the_engine_thread_fails_all_futures():
     engine.stop()
 
 
+def test_a_lost_process_gives_its_own_message():
+    class LostWatcher(TokenRecorder):
+        def is_waiting(self) -> bool:
+            raise ServerError("process 1 has disconnected")
+
+    failed: Future[str] = Future()
+    engine = Engine(FakeExecutor(), on_failure=failed.set_result)
+    future = engine.submit(sample(), LostWatcher())
+    engine.start()
+    assert failed.result(TIMEOUT_S) == str(future.exception(0)) == "process 1 has disconnected"
+    engine.stop()
+
+
 class TokenRecorder:
     """A watcher that records its tokens and withdraws its sample after `patience` calls."""
 
