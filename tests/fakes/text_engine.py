@@ -71,6 +71,7 @@ class TextEngine:
 
     def __init__(self, texts: Sequence[str], *, block_size: int = 3, base_model: str = "local/fake") -> None:
         self.info = EngineInfo(base_model=base_model, max_context_length=400, max_lora_rank=8, vocab_size=260)
+        self.failure: str | None = None
         self.texts = texts
         self.received: list[Sample] = []
         self.gate = threading.Event()

@@ -458,6 +458,7 @@ class HeldEngine:
         self.submitted: list[tuple[Operation[Any], str]] = []
         self.futures: list[Future[Any]] = []
         self.refuses_operations = False
+        self.failure: str | None = None
 
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT

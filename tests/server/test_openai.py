@@ -29,7 +29,8 @@ from skyrl_tx_server.engine.operations import LoraSpec, Sample, SampleResult, Sa
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.chat_format import TextPieces, load_tokenizer
-from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content
+from skyrl_tx_server.http.wire.openai_replies import ChatFormat
+from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content, ParsedDelta
 from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
@@ -260,6 +261,26 @@ def test_decoding_invalid_utf8_takes_linear_time(invalid: bytes) -> None:
     parts = [pieces.add([byte]) for byte in text]
     assert "".join(parts) == text.decode(errors="replace")
     assert num_decoded < 200 * len(text)
+
+
+def test_a_large_reply_does_not_block_the_event_loop(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_made, is_answered = threading.Event(), threading.Event()
+    whole = ChatFormat.whole
+
+    def wait_for_health(self: ChatFormat, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
+        is_made.set()
+        assert is_answered.wait(10), "the event loop answers no other request"
+        return whole(self, pieces)
+
+    monkeypatch.setattr(ChatFormat, "whole", wait_for_health)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
+        assert is_made.wait(60)
+        httpx.get(str(client.base_url.join("/api/v1/healthz")), timeout=60).raise_for_status()
+        is_answered.set()
+        assert reply.result().choices[0].finish_reason == "stop"
 
 
 def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
@@ -185,6 +185,13 @@ async def _complete_reply(
     results = await wait_for_results(state, request, ops)
     if results is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
+    # in a thread, because a reply with many tokens takes seconds
+    return await asyncio.to_thread(_complete_response, header, reply_format, ops, results)
+
+
+def _complete_response(
+    header: Header, reply_format: ReplyFormat, ops: Sequence[Sample], results: Sequence[SampleResult]
+) -> Response:
     choices: list[dict[str, object]] = []
     for result in results:
         for sequence in result.sequences:
@@ -204,7 +211,7 @@ async def _complete_reply(
     if reply_format.sampling.token_ids:
         prompts = [op.prompt.tolist() for op in ops]
         body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
-    return body
+    return JSONResponse(body)
 
 
 async def _streamed_reply(
