@@ -90,6 +90,11 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
     num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     max_position_embeddings = int(raw.get("max_position_embeddings", 32768))
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise ConfigError(
+            f"partial_rotary_factor={rotated!r} is not supported; the only supported value is 1"
+        )
     return ModelConfig(
         model_type=model_type,
         vocab_size=int(raw["vocab_size"]),
@@ -109,6 +114,10 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
 
 
 def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> YarnScaling | Llama3Scaling | None:
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError("rope_parameters per layer type are not supported; use one rope for all layers")
+    if rope.get("factor") is not None and not float(rope["factor"]) >= 1:
+        raise ConfigError(f"rope_scaling has factor={rope['factor']!r}; it must be a number of at least 1")
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return None

@@ -262,6 +262,17 @@ def write_config(directory: Path, name: str, **changes) -> Path:
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "'low_freq_factor' is missing",
         ),
+        (
+            "llama3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
+            "rope_parameters per layer type are not supported",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}},
+            "factor=0.0; it must be a number of",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         (
