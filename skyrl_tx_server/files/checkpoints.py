@@ -241,7 +241,8 @@ class CheckpointStore:
                     ) from error
                 raise
             with contextlib.suppress(OSError):  # another process may have deleted the checkpoint already
-                _fsync(directory)
+                for synced in (directory, *directory.parents[:3]):  # its parents up to the root may be new
+                    _fsync(synced)
                 self._remove_others(directory, keep={arrays_file.name, RECORD_NAME})
             return checkpoint_info(path, record)
 
