@@ -54,7 +54,7 @@ class AdapterOptions:
     base_model_name: str | None = chz.field(
         default=None,
         doc="Hugging Face name or path of the base model, for adapter_config.json; default: the name of the "
-        "model on the server that saved the checkpoint",
+        "model on the server that saved the checkpoint, or the Hugging Face name of local/smollm2-135m",
     )
 
 
@@ -64,7 +64,7 @@ class MergeOptions:
 
     checkpoint: str = chz.field(doc="tinker:// path of a checkpoint")
     base_model: str = chz.field(
-        doc="Directory or GGUF file of the base model that the checkpoint was trained on"
+        doc="Directory or GGUF file of the base model that the checkpoint was trained on, or smollm2-135m"
     )
     output: str = chz.field(doc="Output directory; it must be empty or not exist")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
@@ -78,7 +78,9 @@ class ImportOptions:
     """Create a training or sampler checkpoint from a PEFT adapter."""
 
     adapter: str = chz.field(doc="Directory with adapter_config.json and adapter_model.safetensors")
-    base_model: str = chz.field(doc="Directory or GGUF file of the base model that the server runs")
+    base_model: str = chz.field(
+        doc="Directory or GGUF file of the base model that the server runs, or smollm2-135m"
+    )
     checkpoint: str = chz.field(
         doc="tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME for a sampler checkpoint; "
         "it must not exist"

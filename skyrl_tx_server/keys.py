@@ -63,9 +63,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 def add(file: Path, name: str) -> str:
     """Create a key of tenant `name`, add its SHA-256 to the file, and return the key. The file is created if
-    necessary. Raise ConfigError if the name or the file is invalid, or if the file belongs to another user or
-    group and the caller may not create a file with this owner. Raise OSError if the file cannot be
-    written."""
+    necessary. Raise ConfigError if the name is invalid, if the file is invalid or cannot be read, or if the
+    file belongs to another user or group and the caller may not create a file with this owner. Raise OSError
+    if the file cannot be written."""
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
     with _locked(file):

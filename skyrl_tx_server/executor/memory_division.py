@@ -1,9 +1,10 @@
 """Divides the memory of a device between the training programs and the KV cache before weights are loaded.
 
 On a GPU, two training programs are compiled and XLA reports the memory that they need. The KV pages get the
-remaining memory. The server later reads the programs from the persistent compilation cache. On a CPU, no
-program is compiled. The KV pages get a fixed share of the memory, and training keeps activations for the
-backward pass if their estimated size is at most another fixed share.
+remaining memory. The programs are stored in the persistent compilation cache (`compilation_cache_dir`), and
+the server later reads those that it uses. On a CPU, no program is compiled. The KV pages get a fixed share of
+the memory, and training keeps activations for the backward pass if their estimated size is at most another
+fixed share.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
 """Training keeps activations for the backward pass if the program of the `budget` shape then needs at most
-this share of the memory that weights and adapters leave, or no more memory than the program that recomputes
-the layers of the longest streams."""
+this share of the memory that remains after the reserved share and `fixed_bytes`, or no more memory than the
+program that recomputes the layers of the longest streams."""
 ESTIMATE_MARGIN = 1.2
 """`minimum_training_bytes` multiplies its estimate by this factor. For Qwen3-4B, XLA reports that the
 training program with recomputed layers needs 1.1 times the estimate without the factor."""
@@ -67,14 +68,14 @@ class MemoryDivision:
 
 def fitting_model(settings: EngineOptions, available_bytes: float) -> ResolvedModel:
     """Resolve the options without a compilation. On a GPU, use the largest default limits that fit into
-    memory. On a CPU, use the largest default limits."""
+    memory, or the smallest if none fit. On a CPU, use the largest default limits."""
     model = resolve_model(settings)
     if not on_gpu():
         return model
     fitting = with_fitting_limits(settings, model.config, model.dtype, available_bytes)
     if fitting != model:
         logger.info(
-            "using max_models=%d max_loras=%d max_context_length=%d, which fit into %.1f GiB",
+            "using max_models=%d max_loras=%d max_context_length=%d for %.1f GiB of memory",
             fitting.max_models,
             fitting.max_loras,
             fitting.max_context_length,

@@ -1,8 +1,9 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
 Training programs are compiled, and XLA reports the memory that they need for the model, the mesh and the
-`Remat` of the server. When the server starts later, it reads the programs from the persistent compilation
-cache. The plan and the server both divide the memory with `memory_division.divide_memory`.
+`Remat` of the server. The programs are stored in the persistent compilation cache (`compilation_cache_dir`),
+from which a server that starts later can read them. The plan and the server both divide the memory with
+`memory_division.divide_memory`.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def check_snapshots(settings: EngineOptions) -> None:
         raise ConfigError(
             f"max_loras={model.max_loras}: LoRA slots of rank {settings.max_lora_rank} take "
             f"{_gib(slots_bytes)} and base weights {_gib(weights)}, but {_gib(int(available))} are "
-            "available; lower max_loras or max_lora_rank"
+            "available; lower max_loras or max_lora_rank, or use a smaller base model"
         )
 
 

@@ -76,6 +76,7 @@ class ExternalAdapters:
 
     @property
     def num_loaded(self) -> int:
+        """The number of adapters that are loaded or being loaded."""
         return sum(
             adapter.loaded is not None and not adapter.has_failed for adapter in self._adapters.values()
         )
@@ -105,7 +106,8 @@ class ExternalAdapters:
         return adapter
 
     def drop(self, weights: str) -> asyncio.Task[None]:
-        """Remove a snapshot. The returned task ends when no sample uses the snapshot."""
+        """Remove a snapshot. The returned task ends when no sample uses the snapshot. The adapter is then
+        unloaded and its directory is deleted."""
         return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:

@@ -139,7 +139,8 @@ class ExternalSampling:
 
     def _can_serve(self, op: Sample) -> bool:
         """Return whether the external sampler can serve the request exactly. The engine serves requests for
-        logprobs of prompt tokens or of tokens that were not sampled."""
+        logprobs of prompt tokens or of tokens that were not sampled, and requests with settings that the
+        external sampler cannot apply exactly (see `Dialect.serves`)."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs

@@ -205,8 +205,9 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
 def cut_at_stop(
     sample: ReturnedSample, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
-    """Return the sample up to the token at which the engine would have stopped. `tokenizer` is needed for
-    stop strings. Raise SamplerError if the external sampler stopped earlier."""
+    """Return the sample up to and including the token at which the engine would have stopped. `tokenizer` is
+    needed for stop strings. Raise SamplerError if the sample contains no stop token or stop string and does
+    not have `max_tokens` tokens."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: one directory for each tinker:// path, either complete or absent.
+"""Checkpoints on disk, one directory for each tinker:// path. A checkpoint is either complete or absent.
 
 Layout: `<root>/<run_id>/<kind>/<name>/` contains the record `checkpoint.json` and the safetensors file that
 the record names. The arrays are written and fsynced first under a new name. The checkpoint exists once
 `checkpoint.json` is renamed into place, so a crash leaves either the old checkpoint or the new one. The
-record contains the size and SHA-256 of the arrays file. Incomplete directories, records of other programs and
-symbolic links below the root are refused.
+record contains the size and SHA-256 of the arrays file. A directory without a record contains no checkpoint.
+Records of other programs and symbolic links below the root are refused.
 
 The name of the arrays file contains the generation of the checkpoint: 32 random hex digits. Derived files
 (see `derived`) belong to one generation, so they never come from an earlier save.
@@ -115,6 +115,7 @@ class CheckpointStore:
             raise NotFoundError(f"no checkpoint {path}")
 
     def exists(self, path: str) -> bool:
+        """Return whether the checkpoint exists and the tenant owns it."""
         return self._owns(path) and (self._directory(path) / RECORD_NAME).is_file()
 
     def info(self, path: str) -> CheckpointInfo:
@@ -195,7 +196,8 @@ class CheckpointStore:
 
         Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the files cannot
         be written, NotFoundError if the path belongs to another tenant, and UserError if a quota would be
-        exceeded or the path contains a symbolic link. An error leaves all checkpoints unchanged.
+        exceeded, or if the path is invalid or contains a symbolic link. An error leaves all checkpoints
+        unchanged.
         """
         self._check_own(path)
         with _WRITE_LOCK:

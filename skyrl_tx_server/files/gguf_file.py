@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
 
-`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file. A
-damaged count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`gguf.GGUFReader` is not used, because it does not compare counts with the size of the file, so a damaged
+count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class StreamWatcher:
 
     def cancel(self) -> None:
         """End the operation after its current or next prefill batch or decode dispatch. To withdraw an
-        operation that has not started, cancel its future too."""
+        operation that has not started, or one that the external sampler serves, cancel its future too."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:

@@ -36,8 +36,8 @@ CHECKS = {"data": "src.envs.data.environment:check_data"}
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the task source of `config.env`.
 
-    Raises ConfigError if the environment is unknown, or if its factory raises an exception or returns
-    another object than a task source.
+    Raises ConfigError if the environment is unknown, or if its factory raises an exception that is not a
+    TrainerError or returns another object than a task source. A TrainerError of the factory is not converted.
     """
     factory = find_factory(config.env)
     with boundary(ConfigError, f"env={config.env}"):

@@ -52,7 +52,8 @@ class Rendered:
 
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
-    """Return the tokenizer in a model's directory. Raise UserError if it has none."""
+    """Return the tokenizer in a model's directory. Raise UserError if `model_dir` is None or contains no
+    tokenizer.json."""
     with _loading:
         return _loaded(model_dir)
 

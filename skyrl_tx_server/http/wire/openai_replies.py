@@ -103,10 +103,11 @@ class Choices:
         self._num_calls = [0] * op.num_samples
 
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
-        """Yield a chunk with the new text and, at the end of a choice, a chunk with the finish reason.
+        """Yield a chunk with the new text and tool calls and, at the end of a choice, a chunk with the finish
+        reason.
 
-        If new tokens give no new text, a chunk without text is sent only if the request asks for logprobs or
-        token ids.
+        If the new tokens give neither text nor a tool call, a chunk without them is sent only if the request
+        asks for logprobs or token ids.
         """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (

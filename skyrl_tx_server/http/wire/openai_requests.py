@@ -200,7 +200,7 @@ def _max_tokens(fields: JsonReader) -> int | None:
 
 
 def _message(index: int, message: object) -> dict[str, object]:
-    """Return a message in the form that chat templates expect: text content, and tool calls with objects as
+    """Return a message in the form that chat templates expect: text content, and tool calls with parsed
     arguments."""
     where = f"messages[{index}]"
     fields = JsonReader(message, where)
@@ -264,11 +264,12 @@ def _content(content: object, where: str) -> str:
 
 
 def _past_call(call: object, where: str) -> dict[str, object]:
-    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON."""
+    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON. Arguments that
+    are not valid JSON, which a model may write, or that exceed `json_body.CONTROL_BOUNDS` are kept as text."""
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # invalid JSON, which a model may write, is kept as text
+        with contextlib.suppress(ValueError):
             arguments = parse_json(arguments.encode())
     call_json: dict[str, object] = {
         "type": "function",

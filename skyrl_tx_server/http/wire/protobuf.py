@@ -198,8 +198,8 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _refuse_unknown(message: Message, where: str) -> None:
-    """Raise UserError for unknown fields of `message`, without its nested messages. Such fields belong to a
-    newer SDK and must not be ignored."""
+    """Raise UserError if `message` has unknown fields, which belong to a newer SDK and must not be ignored.
+    Nested messages are not checked."""
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
         raise UserError(

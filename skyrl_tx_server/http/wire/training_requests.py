@@ -205,8 +205,8 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
 def check_datum(
     index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits
 ) -> TrainDatum:
-    """Return a datum from its decoded arrays. Raise UserError if the number of tokens is not allowed, or
-    if an input of the loss is missing or invalid."""
+    """Return a datum from its decoded arrays. Raise UserError if the number of tokens is not allowed, if
+    `inputs` has an input that the loss does not use, or if an input of the loss is missing or invalid."""
     where = f"datum {index}"
     spec = LOSSES[loss_fn]
     expected = spec.inputs

@@ -1,6 +1,6 @@
 """A running sandbox: bubblewrap around an exec server, which is pid 1 of the sandbox's own namespaces.
 
-    host                                            sandbox, with its own namespaces of every kind
+    host                                            sandbox, with its own namespaces
     run(script) -> writes N.sh and two FIFOs,   ->  pid 1 (`exec_server`) starts N.sh in a process group
                    sends "run N TOKEN SHELL"
                 <- stdout and stderr through the FIFOs, "exit N STATUS" from pid 1
@@ -131,7 +131,8 @@ class Bubblewrap:
         standard output goes to that file.
 
         Output is dropped after 16 MiB per stream, or after 1 GiB when it goes to a file. Raises
-        CommandTimeout after `timeout_s` seconds (None: no limit), and SandboxError if the sandbox has ended.
+        CommandTimeout after `timeout_s` seconds (None: no limit), and SandboxError if the sandbox has ended
+        or the host cannot store the script or the output.
         """
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")

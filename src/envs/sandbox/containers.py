@@ -1,12 +1,12 @@
 """Harbor's Docker environment without bind mounts of the trial's folder, and with labels on all objects that
 it creates.
 
-Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, create links and
-leave files that only root can remove. Here `/logs` is part of the container. If the task has a compose file,
-whose services may share `/logs`, each log directory is a volume of the trial's compose project. A thread
-downloads the files of `/logs` through the engine, within the same limits as for a sandbox (`file_copy`).
-Every service, network and volume is created with the labels of the run, so that a clean-up finds the objects
-that a killed trainer left.
+Harbor can mount directories of the trial's folder into the container. An agent could then fill the host's
+disk, create links there and leave files that only root can remove. Here `/logs` is part of the container. If
+the task has a compose file, whose services may share `/logs`, each log directory is a volume of the trial's
+compose project. A thread downloads the files of `/logs` through the engine, within the same limits as for a
+sandbox (`file_copy`). Every service, network and volume is created with the labels of the run, so that a
+clean-up finds the objects that a killed trainer left.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class ContainerEnvironment(DockerEnvironment):
         self._mounts = [mount for mount in self._mounts if mount not in binds]
         self._shared_logs = binds if self._environment_docker_compose_path.exists() else []
         self._mounts += [_as_volume(mount) for mount in self._shared_logs]
-        self._host_mounts = self._mounts  # Harbor writes these mounts to the compose file since 0.26
+        # Harbor 0.26 writes `_host_mounts` to the compose file; earlier versions write `_mounts`.
+        self._host_mounts = self._mounts
 
     @property
     @override
@@ -126,7 +127,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     async def prepare_logs_for_host(self) -> None:
-        """Do nothing. Harbor changes the owner of mounted log files, but no logs are mounted here."""
+        """Do nothing. Harbor changes the owner of bind-mounted log files, and there are none here."""
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:

@@ -231,8 +231,8 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
 
 
 def _here_document(value: str) -> re.Match[str] | None:
-    """Return the match of the first word that begins a here-document. Quoted text is skipped. Group 2 of the
-    match is the end marker.
+    """Return the match of the first word that begins a here-document, or None. Quoted text is skipped. Group
+    2 of the match is the end marker.
     """
     return next((match for match in HERE_DOCUMENT_OR_QUOTED.finditer(value) if match[2]), None)
 

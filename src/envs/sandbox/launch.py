@@ -2,8 +2,8 @@
 line.
 
 The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. The other visible
-directories of the host are those of `USERLAND` and `HOST_SETTINGS`, the `skeleton` that the sandboxes of a
-run share, and the `requests` of the sandbox. They are also read-only.
+directories of the host are those of `USERLAND` and `HOST_SETTINGS`, /proc/sys, the `skeleton` that the
+sandboxes of a run share, and the `requests` of the sandbox. They are also read-only.
 """
 
 from __future__ import annotations

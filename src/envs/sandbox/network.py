@@ -3,15 +3,15 @@ connections of this namespace.
 
 The sandbox never shares the network namespace of the host, so it has no access to the host's loopback
 addresses and abstract unix sockets. slirp4netns runs without its alias for the host's loopback address and
-without its DNS alias, which would lead to a resolver on a loopback address. The sandbox queries the host's
+without its DNS alias, which can lead to a resolver on a loopback address. The sandbox queries the host's
 name servers directly. Link-local addresses are unreachable, because clouds serve the credentials of a machine
 there.
 
 The trainer starts two processes:
 
-- The first process joins the control groups and changes its user. Then it executes three programs in turn:
-  unshare creates the user and network namespaces, a shell waits for the line that the trainer sends when
-  slirp4netns is connected and makes link-local addresses unreachable, and bubblewrap runs the sandbox.
+- The first process joins the control groups and changes its user. Then it executes three programs in turn.
+  unshare creates the user and network namespaces. A shell waits for the line that the trainer sends when
+  slirp4netns is connected, and then makes link-local addresses unreachable. bubblewrap runs the sandbox.
 - slirp4netns runs as the user of the sandbox. It ends when the trainer closes `exit_descriptor` or ends.
 """
 
