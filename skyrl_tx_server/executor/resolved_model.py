@@ -85,8 +85,8 @@ def with_limits(
 
 
 def use_compilation_cache(settings: EngineOptions) -> None:
-    """Cache all compiled programs in `compilation_cache_dir`, including small ones, so that the next start with
-    the same options compiles nothing. Do nothing if `compilation_cache_dir` is None."""
+    """Cache all compiled programs in `compilation_cache_dir`, including small ones, so that the next start
+    with the same options compiles nothing. Do nothing if `compilation_cache_dir` is None."""
     if settings.compilation_cache_dir is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))

@@ -14,7 +14,7 @@ import zstandard
 from starlette.requests import Request
 
 from skyrl_tx_server.errors import CapacityError, UnsupportedMediaTypeError, UserError
-from skyrl_tx_server.http.wire.json_body import CONTROL_BOUNDS, DATA_BOUNDS, JsonBounds
+from skyrl_tx_server.http.wire.json_body import CHAT_BOUNDS, CONTROL_BOUNDS, DATA_BOUNDS, JsonBounds
 
 JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
@@ -53,9 +53,7 @@ TRAINING_BODY = BodyLimits(
     max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE)
 )
 """The limit for protobuf is `max_request_mb`. The limit for JSON is TRAINING_JSON_BODY."""
-CHAT_BODY = BodyLimits(
-    max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
-)
+CHAT_BODY = BodyLimits(max_bytes=8 << 20, json=CHAT_BOUNDS)
 """The text of a context of a million tokens fits into these limits."""
 
 

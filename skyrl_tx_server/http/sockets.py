@@ -19,9 +19,10 @@ def open_socket(options: HttpOptions) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM
         )[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ConfigError(
-            f"{address_text}: {error.strerror}; pass an address or name of this machine as host="
+            f"{address_text}: {reason}; pass an address or name of this machine as host="
         ) from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -45,7 +45,7 @@ class CacheSize:
 
     slots: int
     pages: int  # including the null page
-    page_bytes: int
+    page_bytes: int  # size of the part of a page on one device
     context_pages: int  # number of pages of a sequence of maximum length
     copied_pages: int  # maximum number of pages per slot that a dispatch copies; 0: a kernel reads in place
 
@@ -55,8 +55,8 @@ class CacheSize:
 
     @property
     def copy_bytes(self) -> int:
-        """The size in bytes of all segments into which a decode dispatch copies KV pages if every sequence
-        has the maximum length."""
+        """The size in bytes, on one device, of all segments into which a decode dispatch copies KV pages if
+        every sequence has the maximum length."""
         return self.slots * self.copied_pages * self.page_bytes
 
 
@@ -159,7 +159,7 @@ class ModelRunner:
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
         """Return a dispatch for these (slot, sequence) pairs with the narrowest compiled program that holds
         all of them. If no such program is compiled yet, the dispatch uses the widest program. This program is
-        rolled if the model has rolled programs."""
+        rolled, except with several processes or fewer than MIN_ROLLED_LAYERS layers."""
         layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
@@ -174,8 +174,9 @@ class ModelRunner:
         return dispatch
 
     def can_narrow(self, dispatch: DecodeDispatch) -> bool:
-        """Return whether a narrower compiled program can hold the sequences of `dispatch` after they have
-        moved to the first slots. If this program is not compiled yet, request it from `DecodePrograms`."""
+        """Return whether the narrowest program for the sequences of `dispatch`, after they have moved to the
+        first slots, is compiled and narrower than the program of `dispatch`. If this program is narrower but
+        not compiled yet, request it from `DecodePrograms`."""
         width = self.decode_layout.width_of([slot for _, slot, _ in dispatch.sequences], compacted=True)
         narrow = replace(dispatch.program, width=width)
         return width < dispatch.program.width and self._programs.request(narrow) is not None
@@ -191,7 +192,7 @@ class ModelRunner:
 
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         """Start a dispatch on the device without waiting for it. `carry` is the carry of the previous
-        dispatch."""
+        dispatch, or an empty carry if there is no previous dispatch."""
         program = dispatch.program
         arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings, program)
         if compiled := self._programs.get(program):

@@ -22,8 +22,8 @@ from skyrl_tx_server.sampling.prefix_cache import PrefixCache
 from skyrl_tx_server.sampling.sequences import SequenceKey, SequenceState
 
 MAX_DISPATCHES_PREEMPTED = 32
-"""A preempted sequence is restored before new sequences of its tenant start. After this many decode
-dispatches it is restored before new sequences of any tenant start."""
+"""A preempted sequence is restored before new or paused sequences of its tenant get slots. After this many
+decode dispatches, it is restored before new or paused sequences of any tenant get slots."""
 
 
 class SequencePool:

@@ -46,9 +46,9 @@ class Prefiller:
         return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next chunks of the first requests, as many as fit into one prefill batch. Start the
-        sequences whose texts are complete. A paused sequence that still has its pages, and whose rank has a
-        free slot, is unpaused without a chunk.
+        """Compute the next chunks of the first requests, as many as `PrefillPlanner.plan` combines in one
+        prefill batch. Start the sequences whose texts are complete. A paused sequence that still has its
+        pages, and whose rank has a free slot, is unpaused without a chunk.
 
         The result has one entry for each of these first requests, in order: None if more chunks of the text
         remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
@@ -101,7 +101,8 @@ class Prefiller:
         self.unfinished.pop(request_id, None)
 
     def _must_wait(self, tenant: str) -> bool:
-        """Return whether preempted sequences must be restored before new sequences of `tenant` start."""
+        """Return whether preempted sequences must be restored before a new or paused sequence of `tenant`
+        gets a slot."""
         return any(
             sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED
             for sequence in self.pool.preempted
@@ -156,8 +157,8 @@ class Prefiller:
         )
 
     def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
-        """Put the sequences of a chunk into their slots. Return the results of the sequences that end with
-        their first token."""
+        """Put the sequences of a chunk into their slots, and append to each sequence the token that was
+        sampled after the chunk. Return the results of the sequences that end with this token."""
         self.pool.begin(chunk)
         sampled = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
         results = [self.completion.append(slot, [token], [logprob]) for slot, token, logprob in sampled]

@@ -54,7 +54,7 @@ class ChunkOutputs:
     # [length - cached] float32. For each token of the chunk, the logprob of the next token of the text. Valid
     # only if the chunk wants logprobs.
     logprobs: np.ndarray
-    first_tokens: Sequence[int]  # the first sampled token of each sequence
+    first_tokens: Sequence[int]  # for each sequence, the token that is sampled after the text
     first_logprobs: Sequence[float]
 
 

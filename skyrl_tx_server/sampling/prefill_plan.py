@@ -2,7 +2,8 @@
 
 A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
 the longest cached prefix of its text (the prompt and the tokens sampled so far), unless the reuse of this
-prefix saves no tile. If prompt logprobs are requested, only pages of earlier chunks of the prompt are reused.
+prefix saves no tile. If prompt logprobs are requested, a chunk reuses only cached tokens whose logprobs were
+computed in earlier chunks of the prompt.
 If two prompts for the same weights have a common beginning that is not cached yet, and its reuse would save
 tiles, they are not computed together: the second prompt waits, and then reuses the pages of the first.
 """
@@ -61,7 +62,8 @@ type PlannedPrefill = PlannedChunk | int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPlanner:
-    """Plans chunks without computing them, and pins their adapters."""
+    """Plans chunks without computing them, and pins their adapters. Before the last chunk of a prompt is
+    computed, the planner runs the scoring program for the prompt if the request needs it."""
 
     config: ModelConfig
     adapters: AdapterCache
@@ -74,8 +76,9 @@ class PrefillPlanner:
     unfinished: dict[int, UnfinishedPrompt] = field(default_factory=dict)  # by request_id
 
     def plan(self, requests: Sequence[PrefillRequest]) -> list[PlannedPrefill]:
-        """Plan the requests in order. Stop at the first request that cannot be computed together with the
-        requests before it. Raises CapacityError if there is no capacity for the first request."""
+        """Plan the requests in order. Stop at the first request for which there is no capacity, or which
+        cannot be computed together with the requests before it. Raises CapacityError if there is no capacity
+        for the first request."""
         planned: list[PlannedPrefill] = []
         try:
             for request in requests:
@@ -164,7 +167,7 @@ class PrefillPlanner:
         self, request: PrefillRequest, sequence: SequenceState, planned: Sequence[PrefillChunk]
     ) -> PlannedChunk | None:
         """Plan the next chunk of a paused sequence that has lost its pages, or whose data-parallel rank has
-        no free slot."""
+        no free slot. In the second case, free its pages first."""
         text = sequence.text
         self.pool.reclaim_paused(sequence.key)
         sequence.adapter_slot = self.adapters.pin(sequence.weights)

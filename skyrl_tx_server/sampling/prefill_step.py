@@ -47,7 +47,7 @@ class TileBatch:
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after the computation
     want_logprobs: ArrayLike  # [] bool, whether any tile needs the logprobs of `targets`
-    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last prompt token of a new sequence
+    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last token before a sequence that begins
     begins: ArrayLike  # [B] bool, by slot: whether a sequence begins
     sequence_adapters: LoraIndices  # one LoRA slot per sequence
 
@@ -144,7 +144,8 @@ def _first_tokens(
     tempered: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the first token [B] of each sequence that begins and its logprob [B], from hidden states
-    [N, T, D] at `positions` [N, T]. The values of other slots are undefined.
+    [N, T, D] at `positions` [N, T]. The values of other slots are undefined. If no sequence begins, the head
+    is not computed.
 
     On a CPU without a mesh, the head is computed for only max(N, MIN_DECODE_WIDTH) of the B slots if at most
     that many sequences begin. This is always the case if only one sequence begins after each prompt, because

@@ -1,10 +1,10 @@
 """Allocation and reuse of the KV pages of one data-parallel rank. This module uses no devices.
 
-Pages are reference counted. Sequences and a prefix tree hold references. A node of the tree is one page with
-its tokens, and its children are the pages that continue its text. The lookup of a prompt for given weights
-takes one step per page. It returns the pages of the longest cached prefix that was computed with these
-weights. As long as `allocate` finds too few free pages, it evicts the least recently used leaf of the tree
-whose page no sequence holds.
+Pages are reference counted. Sequences, planned prefill chunks and a prefix tree hold references. A node of
+the tree is one page with its tokens, and its children are the pages that continue its text. The lookup of a
+prompt for given weights takes one step per page. It returns the pages of the longest cached prefix that was
+computed with these weights. As long as `allocate` finds too few free pages, it evicts the least recently used
+leaf of the tree whose page has no other reference.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class _Node:
         del self.sorted_keys[bisect.bisect_left(self.sorted_keys, child.key)]
 
     def nearest(self, key: bytes) -> tuple[_Node | None, int]:
-        """Return the child with the longest common beginning with `key`, and the number of common tokens.
+        """Return the child with the longest common beginning with `key`, and the number of common tokens, or
+        (None, 0) if no child has a common token.
 
         In sorted order this child is adjacent to the insertion point of `key`.
         """
@@ -69,13 +70,13 @@ class PrefixCache:
     def __init__(self, *, first: int, count: int) -> None:
         self.null_page = first
         self._free = list(range(first + count - 1, first, -1))
-        # by page: the number of sequences that hold it, plus one if it is in the tree
+        # by page: the number of sequences and chunks that hold it, plus one if it is in the tree
         self._references: Counter[int] = Counter()
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
         self._num_uses = 0
         self._evictable: list[tuple[int, int]] = []
-        """A heap of (last use, page) of leaves that no sequence holds. `_evict` skips an entry if its node
+        """A heap of (last use, page) of leaves without other references. `_evict` skips an entry if its node
         was removed, was used again or cannot be evicted now."""
 
     @property
@@ -88,13 +89,13 @@ class PrefixCache:
 
     @property
     def references(self) -> dict[int, int]:
-        """The number of references by allocated page: sequences that hold the page, plus one if it is
-        cached."""
+        """The number of references by allocated page: sequences and chunks that hold the page, plus one if
+        it is cached."""
         return dict(self._references)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages with one reference each. Evict cached pages if necessary. None: sequences hold
-        too many pages."""
+        """Return `count` pages with one reference each. Evict cached pages if necessary. None: too few
+        pages are free, and no further page can be evicted."""
         while len(self._free) < count and self._evict():
             pass
         if len(self._free) < count:
@@ -198,7 +199,8 @@ class PrefixCache:
             heapq.heapify(self._evictable)
 
     def _evict(self) -> bool:
-        """Evict the least recently used leaf whose page no sequence holds. Return False if there is none."""
+        """Evict the least recently used leaf whose page has no other reference. Return False if there is
+        none."""
         while self._evictable:
             last_use, page = heapq.heappop(self._evictable)
             node = self._nodes.get(page)

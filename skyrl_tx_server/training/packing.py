@@ -11,9 +11,10 @@ subtree contains it. The subtree of token j ends before index `subtree_end[j]`. 
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
 A loss position is one entry of the targets and loss inputs of a stream. `token_index` is the stream index of
-the token whose hidden state the loss position reads. Sequences share a loss position if they share this token
-and their targets and loss inputs for the token are equal. The prompt tokens of a group are an example.
-`counts` is the number of sequences that share a loss position.
+the token whose hidden state the loss position reads. A sequence shares a loss position with the sequence
+before it if they share this token and their targets and loss inputs for the token are equal. For example, the
+sequences of a group can share the loss positions of their prompt. `counts` is the number of sequences that
+share a loss position.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from skyrl_tx_server.training.train_step import AdamState
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingModel:
-    """A training model. Every operation replaces the record by a new one."""
+    """A training model. An operation that changes the model replaces the record by a new one."""
 
     lora: LoraSpec = struct.field(pytree_node=False)
     adapter: Adapter  # float32

@@ -38,7 +38,7 @@ def _run(argv: Sequence[str]) -> int:
 def analyze(config: AnalyzeConfig) -> None:
     """Write one section per run, and a section that compares them if there are several.
 
-    With `task`, print the conversations of that task instead.
+    With `task`, print the conversations of the matching tasks instead.
     """
     runs = read_runs(config)
     if config.task is not None:

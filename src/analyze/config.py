@@ -31,7 +31,8 @@ class AnalyzeConfig(Options):
     )
     task: str | None = chz.field(
         default=None,
-        doc="Held-out task, an id or a glob: print the conversations of its trials and write nothing",
+        doc="Held-out task, an id or a glob: print the conversations of its trials in the later evaluation "
+        "(last_step) and write nothing",
     )
 
     @chz.validate

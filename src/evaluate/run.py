@@ -4,7 +4,7 @@ compare.
 The folder of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
 `harbor view`. With `compare_with`, it also has comparison.json and, if the other policy is evaluated too, the
 folder compared/ of that evaluation. An interrupted evaluation is resumed if it is started again with the same
-folder.
+folder and options; `prepare_folder` lists the options that may differ.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ async def run_one(
     *,
     open_policy_and_tasks: OpenPolicyAndTasks,
 ) -> Mapping[str, Any]:
-    """Run one evaluation and write its folder. Finished trials in the folder are not repeated.
+    """Run one evaluation, write its folder and return the content of results.json.
 
+    Graded trials in the folder are not repeated. Ungraded trials are repeated.
     `checkpoint` is the path of a sampler checkpoint; None: the base model, or the model at `base_url`.
     """
     name = checkpoint or (
@@ -210,7 +211,10 @@ def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
 
 
 def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
-    """Return all tasks or, with `held_out_of`, the held-out tasks. Raises ConfigError if none is held out."""
+    """Return all tasks or, with `held_out_of`, the held-out tasks of that run.
+
+    Raises ConfigError if that run holds out no tasks.
+    """
     if config.held_out_of is None:
         return [*source.train, *source.eval]
     if not source.eval:

@@ -36,8 +36,8 @@ class AdvantageEstimator:
     options: tuple[str, ...] = ()  # options of the trainer that change the advantages
 
 
-# To add an estimator, add its name to `Estimator` and an entry here. The option's help and docs/advantages.md
-# are generated from this table.
+# To add an estimator, add its name to `Estimator` and an entry here. The help of the option
+# `advantage_estimator` and docs/advantages.md are generated from this table.
 ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
     "grpo": AdvantageEstimator(
         formula="(r - mean) / std of the group",

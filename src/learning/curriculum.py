@@ -40,7 +40,10 @@ class TaskPosterior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum:
-    """The posteriors of all tasks. The journal records their changes with every trained step."""
+    """The posteriors of all tasks.
+
+    With `task_sampling=thompson`, the journal records their changes with every trained step.
+    """
 
     evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # task id -> posterior
     num_groups: int = 0  # number of groups that were played in the run so far
@@ -92,7 +95,10 @@ class Curriculum:
 def curriculum_metrics(
     state: Curriculum, tasks: Sequence[Task], options: CurriculumOptions
 ) -> dict[str, float]:
-    """Return the number of unplayed tasks, and of played tasks with a low, medium or high success rate."""
+    """Return the number of unplayed tasks, and of played tasks with a low, medium or high posterior mean.
+
+    Returns {} with `task_sampling=uniform`.
+    """
     if options.task_sampling == "uniform":
         return {}
     means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]

@@ -50,8 +50,9 @@ def extends(turn: Turn, previous: Turn) -> bool:
     """Return whether the prompt of `turn` starts with the prompt and completion of `previous`.
 
     The completion is compared first, because it is short and differs in most rewritten histories. Its first
-    token is compared before the others, because a turn with a rewritten history is compared with the last
-    turn of every chain. The long prompts are compared only if the completion is equal.
+    token is compared before the others, so that most comparisons read one token: a turn with a rewritten
+    history is compared with the last turn of every chain. The long prompts are compared only if the
+    completion is equal.
     """
     start, completion = len(previous.prompt_ids), previous.completion_ids
     if completion and (start >= len(turn.prompt_ids) or turn.prompt_ids[start] != completion[0]):

@@ -66,7 +66,7 @@ def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptio
 
 
 def out_of_bounds(log_ratios: np.ndarray, options: ImportanceOptions) -> bool:
-    """Return whether `tis_sequence_mask` masks the sequence with these log ratios [N]."""
+    """Return whether `tis_sequence_mask` masks the example with these log ratios [N]."""
     kind = options.tis_sequence_mask
     if kind == "off" or not log_ratios.size:
         return False

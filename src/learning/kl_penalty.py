@@ -1,4 +1,4 @@
-"""KL penalty towards a reference policy.
+"""KL penalty towards a reference model.
 
 The penalty is part of the advantages because the server's losses have no KL term.
 """

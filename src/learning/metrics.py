@@ -3,6 +3,8 @@
 To add a metric, add an entry. Names follow tinker-cookbook (`progress`, `env`, `optim`) and SkyRL (`reward`,
 `generate`). `src/records/metrics_table.py` joins these tables with the metrics of other modules, and
 docs/metrics.md is generated from the result.
+
+This file is long because it contains the tables of all these metrics.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseLengths:
-    """Each trajectory's number of tokens after the first prompt, sampled or observed, and its reward."""
+    """The response length of each trajectory in tokens (`num_response_tokens`), and its reward."""
 
     num_tokens: Sequence[int]
     rewards: Sequence[float]
@@ -274,7 +276,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
 
 RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
     *_statistics("generate/{}_num_tokens", ("min", "max", "avg", "std"), TOKENS,
-        "Tokens after the first prompt of a trajectory, sampled or observed.",
+        "Tokens after the first prompt of each chain of a trajectory, sampled or observed.",
         lambda lengths: lengths.num_tokens),
     Metric("generate/avg_tokens_non_zero_rewards", TOKENS, MEAN,
         "`generate/avg_num_tokens`, over trajectories with a reward above 0.",

@@ -85,8 +85,9 @@ class LearnerOptions(OptimizerOptions):
         low, high = (settings.get(name, 1.0) for name in CLIP_THRESHOLDS)
         require(
             0 <= low <= 1 <= high,
-            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio "
-            "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
+            f"loss_fn_config: clip_low_threshold={low:g} must be from 0 to 1 and "
+            f"clip_high_threshold={high:g} at least 1, because they bound the ratio; for an epsilon write "
+            "1 - eps and 1 + eps",
         )
         return settings
 

@@ -47,7 +47,7 @@ class Success:
 
 
 class StepLimits(Protocol):
-    """The options that determine the number of steps of a run."""
+    """The options that limit the number of steps of a run."""
 
     @property
     def max_steps(self) -> int | None: ...

@@ -106,7 +106,8 @@ async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, 
     """
     if not source.train:
         raise ConfigError(
-            f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks"
+            f"{tasks_name(config)} has no training tasks; give them in data (env=data) or in train_data "
+            "(env=tau_bench, env=fleet or your own environment)"
         )
     hashes = await asyncio.to_thread(content_hashes, source.train)
     chosen_by = None if holds_out_a_folder(config.eval_tasks or ()) else "eval_tasks"

@@ -167,7 +167,12 @@ def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkey
     monkeypatch.setattr(os, "replace", record_rename)
     write(store)
     root = re.split("[-.]", Path(store.root).name)[0]
-    directories = ["one", "weights", re.split("[-.]", RUN)[0], root]  # the parents of a new checkpoint are new
+    directories = [
+        "one",
+        "weights",
+        re.split("[-.]", RUN)[0],
+        root,
+    ]  # the parents of a new checkpoint are new
     assert events == ["arrays", "checkpoint", "rename", *directories]
 
 

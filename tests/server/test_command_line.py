@@ -82,6 +82,7 @@ TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tenso
         (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
         (["base_model=x", "checkpoints_dir=/proc/nowhere"], "checkpoints_dir=/proc/nowhere"),
         (["base_model=x", "host=256.0.0.1", "allow_anyone=true"], "host=256.0.0.1"),
+        (["base_model=x", f"host={'a' * 64}.b", "allow_anyone=true"], "not a host name"),
         (["base_model=x", "host=0.0.0.0"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "host=my-machine"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "api_key=secret"], "must begin with tml-"),

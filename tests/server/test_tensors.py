@@ -33,6 +33,11 @@ def test_values_that_are_not_64_bit_integers_are_refused(values: list[object]) -
         integers(values, "prompt")
 
 
+def test_column_indices_need_row_pointers() -> None:
+    with pytest.raises(UserError, match="sparse_col_indices needs sparse_crow_indices"):
+        parse_tensor({"data": [1.0, 2.0], "shape": [2], "sparse_col_indices": [0, 1]}, "datum 0")
+
+
 def test_a_part_of_a_character_has_no_bytes() -> None:
     logprobs = chat_logprobs([1, 2], [-1.0, -2.0], lambda ids: {1: "\ufffd", 2: "é"}[ids[0]])
     assert [item["bytes"] for item in logprobs["content"]] == [None, [195, 169]]  # type: ignore[attr-defined]

@@ -303,13 +303,21 @@ def test_unknown_fields_and_invalid_messages_are_refused() -> None:
         parse_training_proto(b"\xff\xff\xff", LIMITS)
 
 
-@pytest.mark.parametrize("part", ["datum", "tokens", "tensor"])
+def test_a_group_does_not_end_the_count_of_fields() -> None:
+    """A group is an obsolete form of a nested message, which the parser skips."""
+    empty_group, empty_datums = bytes([0xA3, 0x06, 0xA4, 0x06]), bytes([0x1A, 0x00]) * 40_000
+    with pytest.raises(UserError, match="the body contains a protobuf group"):
+        parse_training_proto(empty_group + empty_datums, LIMITS)
+
+
+@pytest.mark.parametrize("part", ["datum", "chunk", "tokens", "tensor"])
 def test_unknown_fields_of_nested_messages_are_refused(part: str) -> None:
     request = pb.ForwardBackwardRequest()
     request.ParseFromString(sdk_bytes(datum([1, 2], weights=[1.0, 0.5])))
     first = request.data[0]
     parts = {
         "datum": first,
+        "chunk": first.model_input[0],
         "tokens": first.model_input[0].encoded_text,
         "tensor": first.loss_fn_inputs["weights"],
     }

@@ -34,6 +34,7 @@ class JsonBounds:
 
 
 CONTROL_BOUNDS = JsonBounds()
+CHAT_BOUNDS = JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
 DATA_BOUNDS = JsonBounds(values=1 << 22, strings=200_000, containers=100_000)
 
 

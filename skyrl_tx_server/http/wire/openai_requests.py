@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.operations import SamplingSettings
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.json_body import CHAT_BOUNDS, parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
 from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.sampling_requests import check_stops, parse_sampling_params
@@ -264,13 +264,13 @@ def _content(content: object, where: str) -> str:
 
 
 def _past_call(call: object, where: str) -> dict[str, object]:
-    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON. Arguments that
-    are not valid JSON, which a model may write, or that exceed `json_body.CONTROL_BOUNDS` are kept as text."""
+    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON. Invalid JSON,
+    which a model may write, and JSON that exceeds `CHAT_BOUNDS` are kept as text."""
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = parse_json(arguments.encode())
+            arguments = parse_json(arguments.encode(), CHAT_BOUNDS)
     call_json: dict[str, object] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},

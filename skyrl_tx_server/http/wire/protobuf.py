@@ -132,7 +132,9 @@ def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count
                 offset += length
             case 5:
                 offset += 4
-            case _:  # a group or an invalid wire type
+            case 3 | 4:  # A group. The messages of a request have no groups, and the parser would skip it.
+                raise UserError("forward_backward: the body contains a protobuf group")
+            case _:  # an invalid wire type, which the parser reports
                 return count
     return count
 
@@ -157,6 +159,7 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
                 f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send "
                 f"encoded_text tokens"
             )
+        _refuse_unknown(chunk, f"{where}: model_input")
         _refuse_unknown(chunk.encoded_text, f"{where}: model_input")
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
     tokens = check_tokens(

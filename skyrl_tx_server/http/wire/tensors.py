@@ -138,6 +138,8 @@ def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
     if array.dtype.kind not in "iuf":
         raise UserError(f"{where}: data must be numbers")
     fields.finish()
+    if col_indices.size and not is_sparse:
+        raise UserError(f"{where}: sparse_col_indices needs sparse_crow_indices")
     if is_sparse:
         return cells_from_csr(array.reshape(-1), crow_indices, col_indices, shape, where)
     return array
