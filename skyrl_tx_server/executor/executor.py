@@ -53,7 +53,7 @@ from skyrl_tx_server.errors import ConflictError, NotFoundError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_division import divide_memory, fitting_model
-from skyrl_tx_server.executor.resolved_model import use_compilation_cache
+from skyrl_tx_server.executor.resolved_model import use_compilation_cache, use_float32_products
 from skyrl_tx_server.executor.warmup import start_warmup
 from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.files.checkpoint_record import (
@@ -114,9 +114,7 @@ class DeviceExecutor:
         available = ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         model = fitting_model(settings, available)
         dtype = model.dtype
-        if on_gpu() and dtype == np.float32:
-            # by default NVIDIA GPUs round the factors of a float32 product to TF32
-            jax.config.update("jax_default_matmul_precision", "highest")
+        use_float32_products(dtype)
         self.memory = divide_memory(model, available, ranks)
         cache_size = fitting_cache(model, self.memory.cache_bytes)
         logger.info("loading %s", settings.model_dir)

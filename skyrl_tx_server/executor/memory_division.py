@@ -160,7 +160,7 @@ def temporary_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> i
 
 def _minimum_bytes(model: ResolvedModel) -> float:
     """Estimate the bytes that the model needs if the KV cache has the pages of one sequence only."""
-    config, pages = model.config, -(-model.max_context_length // PAGE_SIZE) + 1
+    config, pages = model.config, -(-model.max_context_length // PAGE_SIZE) + 2  # as in `fitting_cache`
     cache = pages * page_bytes(config, model.dtype) / config.tensor_shards
     needed = fixed_bytes(model) + minimum_training_bytes(model) + cache
     return needed / (1 - RESERVED_SHARE_OF_GPU_MEMORY)

@@ -17,7 +17,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache, requested_cache
 from skyrl_tx_server.executor.memory_division import divide_memory, fitting_model, temporary_bytes
-from skyrl_tx_server.executor.resolved_model import use_compilation_cache
+from skyrl_tx_server.executor.resolved_model import use_compilation_cache, use_float32_products
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
@@ -64,6 +64,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
     use_compilation_cache(settings)
     available = device_memory.free_bytes(settings)
     model = fitting_model(settings, available)
+    use_float32_products(model.dtype)
     division, longest = divide_memory(model, available), model.train_shapes.shapes[-1]
     # Without a GPU, the plan shows the requested cache even if the cache does not fit into memory. A server
     # that starts on this machine has fewer slots in this case, or it refuses to start.

@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS, DEFAULT_MAX_MODELS, EngineOptions
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.mesh import check_device, make_mesh
+from skyrl_tx_server.model.mesh import check_device, make_mesh, on_gpu
 from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
 from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import check_divisible
@@ -82,6 +82,13 @@ def with_limits(
         max_context_length=length,
         train_shapes=shapes,
     )
+
+
+def use_float32_products(dtype: np.dtype) -> None:
+    """Compute products of float32 factors in float32 on a GPU. By default, NVIDIA GPUs round the factors to
+    TF32."""
+    if on_gpu() and dtype == np.float32:
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def use_compilation_cache(settings: EngineOptions) -> None:

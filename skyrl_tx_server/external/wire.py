@@ -206,8 +206,8 @@ def cut_at_stop(
     sample: ReturnedSample, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
     """Return the sample up to and including the token at which the engine would have stopped. `tokenizer` is
-    needed for stop strings. Raise SamplerError if the sample contains no stop token or stop string and does
-    not have `max_tokens` tokens."""
+    needed for stop strings. Raise SamplerError if the sample has more than `max_tokens` tokens, or if it has
+    fewer and contains no stop token or stop string."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (
@@ -215,10 +215,10 @@ def cut_at_stop(
         and (cut := find_stop(tokenizer, tokens, request.settings.stop_strings, new=len(tokens))) is not None
     ):
         ends.append(cut)
-    if not ends and len(tokens) != request.max_tokens:
+    if len(tokens) > request.max_tokens or (not ends and len(tokens) < request.max_tokens):
         raise SamplerError(
             f"the external sampler ended a sample ({sample.finish}) after {len(tokens)} of "
-            f"{request.max_tokens} tokens without a stop token or stop string"
+            f"{request.max_tokens} tokens; it must end at a stop token, at a stop string or after that many"
         )
     length = min(ends, default=request.max_tokens)
     return SampledSequence(

@@ -33,6 +33,7 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.external import adapters as external_adapters
 from skyrl_tx_server.external.sampling import ExternalSampling
 from skyrl_tx_server.external.server import connect
+from skyrl_tx_server.external.wire import ReturnedSample, SamplingRequest, cut_at_stop
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import initial_optimizer_state
 from skyrl_tx_server.model.lora.adapter import init_adapter
@@ -347,6 +348,15 @@ async def test_an_invalid_reply_fails_only_its_request(
         await run_op(external, sample())
     sampler.change_reply = lambda answer: None
     await run_op(external, sample())
+
+
+def test_a_sample_with_too_many_tokens_is_refused() -> None:
+    settings = SamplingSettings(stop_token_ids=(7,), stop_at_eos=False)
+    request = SamplingRequest(prompt=[1], num_samples=1, max_tokens=2, stop_tokens=(7,), settings=settings)
+    tokens = np.array([1, 2, 7], np.int32)
+    sample = ReturnedSample(tokens=tokens, logprobs=np.zeros(3, np.float32), finish="stop")
+    with pytest.raises(SamplerError, match="after 3 of 2 tokens"):
+        cut_at_stop(sample, request, None)
 
 
 async def test_samples_end_at_the_same_tokens_as_in_the_engine(
