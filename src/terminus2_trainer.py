@@ -308,7 +308,7 @@ class Terminus2RLTrainer:
     ) -> None:
         """Log one step.
 
-        If an evaluation is due and has failed, the line is completed when the run is resumed.
+        If an evaluation is due and failed or was not run, the line is completed when the run is resumed.
         """
         line = {
             "progress/batch": float(batch.step),

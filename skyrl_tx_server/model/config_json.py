@@ -18,7 +18,7 @@ SIZES = (  # the entries of config.json that must be at least 1
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts", "num_local_experts"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("n_routed_experts", "n_group", "topk_group"),
+    *("n_routed_experts", "n_group", "topk_group", "max_position_embeddings"),
 )
 
 
@@ -46,7 +46,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
@@ -160,7 +160,10 @@ def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
         ids = raw.get("eos_token_id")
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    eos_token_ids = tuple(ids) if isinstance(ids, list) else (ids,)
+    if not all(type(token) is int and token >= 0 for token in eos_token_ids):
+        raise ConfigError(f"eos_token_id={ids!r} of config.json or generation_config.json: expected token ids")
+    return eos_token_ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -169,6 +172,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face directory") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        raise ConfigError(f"{path} is invalid: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -210,8 +210,8 @@ def _mix_on_device(
     modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """On one device of a mesh, run `mix_experts` for the experts and columns of this device. Sum the results
-    over the axes `expert` and `tensor`."""
+    """On one device of a mesh, run `mix_experts` for the experts of this device and its part of their width
+    F. Sum the results over the axes `expert` and `tensor`."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")

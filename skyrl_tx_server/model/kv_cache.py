@@ -5,7 +5,8 @@ prefix may share pages, and a shared page is never written. The axis of heads co
 positions, because a decode step reads the positions of one head consecutively.
 
 On a mesh each data-parallel rank has an equal share of the pages, numbered consecutively. The first page of
-each share is the null page, the target of writes that must have no effect.
+each share is the null page, which pads block tables and is the target of writes that must have no effect.
+Without a mesh, page 0 is the null page.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 class KVCache:
     """N pages of every layer."""
 
-    keys: jax.Array  # [L, N, K, hd, PAGE], normalized and rotated
+    keys: jax.Array  # [L, N, K, hd, PAGE], rotated; normalized if the family has a norm for keys
     values: jax.Array  # [L, N, K, PAGE, hd]
 
 
@@ -280,7 +281,7 @@ def _write_local_positions(
 def _merge(
     whole: jax.Array, window: jax.Array, mask: jax.Array, at: tuple[jax.Array | int, ...]
 ) -> jax.Array:
-    """Write those elements of `window` that `mask` selects to `whole`. The window begins at index `at`."""
+    """Return `whole` with those elements of `window` that `mask` selects. The window begins at index `at`."""
     return jax.lax.dynamic_update_slice(
         whole, jnp.where(mask, window, jax.lax.dynamic_slice(whole, at, window.shape)), at
     )

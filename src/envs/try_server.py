@@ -33,7 +33,7 @@ def with_backend(argv: Sequence[str]) -> list[str]:
 async def with_local_server(
     argv: Sequence[str], typed: Sequence[str], *, url: str = LOCAL_SERVER
 ) -> list[str]:
-    """Add skyrl_tx_url=`url` if backend=skyrl-tx has no address.
+    """Add skyrl_tx_url=`url` if a model gives the answers and backend=skyrl-tx has no address.
 
     Raises ConfigError if no server is ready at `url`. The error message shows a command to type, which is
     made from `typed`: the user's arguments and the options of config files.

@@ -4,8 +4,8 @@ task.
 Each task is played without a model: its own solution must get the reward 1, and an agent that does nothing
 must get the reward 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task
 gives no training signal or a wrong one. A task that has no solution and passes the other check is counted
-separately. The command prints one line per task. The exit status is 1 if a task is unsound. It is 2 for
-wrong options, if a task folder is invalid, or if there are no task folders.
+separately. The command prints one line per task. The exit status is 1 if a task is unsound or `grading.json`
+cannot be written. It is 2 for wrong options, if a task folder is invalid, or if there are no task folders.
 
 The solution is graded in a fresh environment and in place (in the environment where it ran). If both rewards
 agree, or if grading in place gives no reward, the trainer grades the task in a fresh environment. Otherwise

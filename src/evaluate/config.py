@@ -69,7 +69,10 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 
     @property
     def environment(self) -> EnvironmentOptions:
-        """The options of the environment. `eval_split` is 0: an evaluation does not split the tasks."""
+        """The options of the environment, with eval_split=0.
+
+        If `held_out_of` is set, `environment_of` replaces the options of the split by those of that run.
+        """
         return environment_options(self, url=self.base_url)
 
     @chz.validate

@@ -1,4 +1,7 @@
-"""Check that held-out tasks are not training tasks. Tasks are identified by content, not by name."""
+"""Check that held-out tasks are not training tasks.
+
+A task is identified by its content and, only if it has no folder, also by its id.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estima
     """Return `pass_at_<k>` and `pass_hat_<k>` for each k up to `group_size` that is 1, 2, 3, 4, another power
     of two or `group_size`.
 
-    Tasks with fewer than k graded trials are left out, and `num_tasks` does not count them.
+    Tasks with fewer than k graded trials are left out, and `num_tasks` does not count them. If no task is
+    left, the result has no rates for this k.
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)

@@ -19,7 +19,7 @@ MAX_DOMAINS = 5  # reports show each domain if there are 2 to MAX_DOMAINS domain
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSection:
-    """The results of all evaluated tasks, or of the evaluated tasks of one domain."""
+    """The results of all evaluated tasks, or of the evaluated tasks of one domain or task type."""
 
     rates: dict[str, Estimate]
     """The names are pass_at_<k> and pass_hat_<k>, with a prefix if the grading is partial (`section_of`)."""

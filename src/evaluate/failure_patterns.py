@@ -5,7 +5,7 @@ errors are recognized by words in this text. An error is a tool result that star
 a result that has the form of a program's error message. The tool results are
 
     service domains, env=fleet    messages of role `tool`
-    other environments            messages of role `user` or `tool` after the first message, which are the
+    other environments            messages of role `user` or `tool` after the first answer, which are the
                                   output of a terminal or of an environment, without Terminus-2's replies to
                                   unparsable answers
 
@@ -41,7 +41,9 @@ class Pattern(StrEnum):
     LIMIT = "other_limit"  # a limit of turns, time, answer length or errors
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     GRADING_PREVENTED = "grading_prevented"  # a `ZeroReason` other than TIMEOUT, and no limit was reached
-    FALSE_COMPLETION = "false_completion"  # no other cause ended the trial, and the last call did not fail
+    # None of CONTEXT_OVERFLOW, LIMIT, NOTHING_DONE, GRADING_PREVENTED and USER_SIMULATOR applies, and the
+    # last call did not fail.
+    FALSE_COMPLETION = "false_completion"
     USER_SIMULATOR = "user_simulator_fault"  # a fault that `user_simulator_faults` returns
 
 
@@ -76,8 +78,8 @@ TERMINAL_ERRORS = (
     ),
     (Pattern.OTHER_ERROR, r"^\w*(error|exception|fatal|e): |: (error|fatal): |: \*\*\* "),
 )
-# `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line that starts with a shell prompt
-# (`user@host:`) shows a command and is not an error.
+# Matches lines such as `cat: x: Permission denied`, `ValueError: ...` and `usage: ...`. A line that starts
+# with a shell prompt (`user@host:`) shows a command and is not an error.
 # The expression takes linear time: [^\s@]* matches only the text before the first @.
 ERROR_LINE = re.compile(r"^(?![^\s@]*@\S*:)[\w./+-]+:\s")
 PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an unparsable answer

@@ -141,7 +141,10 @@ def open_run_log(
 
 
 def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
-    """Finish a run, which uploads the rest of its data. Waits for at most `FINISH_S`. Local files stay."""
+    """Finish a wandb or trackio run, and send the rest of its data. Waits for at most `FINISH_S`.
+
+    Local files stay.
+    """
     uploading = threading.Thread(target=run.finish, daemon=True)
     uploading.start()
     uploading.join(FINISH_S)

@@ -42,7 +42,8 @@ def check_upload_url(url: str) -> None:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"upload_url={url}: fsspec does not know the protocol {protocol}; use another URL, e.g. s3://bucket/folder"
+            f"upload_url={url}: fsspec does not know the protocol {protocol}; use another URL, e.g. "
+            "s3://bucket/folder"
         ) from error
 
 

@@ -44,7 +44,7 @@ OnGroup = Callable[[TrajectoryGroup], None]
 class StepBatch:
     """The groups of one step."""
 
-    played: list[TrajectoryGroup]  # all groups that were rolled out, with their original rewards
+    played: list[TrajectoryGroup]  # all groups that the step rolled out or took, with their original rewards
     to_learn: list[TrajectoryGroup]  # the groups that may be trained on, after the reward rules
     metrics: dict[str, float]
 
@@ -112,8 +112,8 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If the groups come from the pipeline, `on_group` is called with each taken group, to which the reward
-        rules have been applied. Otherwise `on_group` is not called.
+        With `uses_pipeline`, `on_group` is called with each group of the step, after the reward rules have been
+        applied to the group. Without `uses_pipeline`, `on_group` is not called.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.uses_pipeline:

@@ -114,7 +114,8 @@ class FaultOptions(Options):
 
     quarantine_after: int = chz.field(
         default=2,
-        doc="Quarantine a task after this many consecutive groups without a graded trial; 0: never",
+        doc="Quarantine a task after this many consecutive groups without a graded trial; a group whose "
+        "failures are all of the kind agent resets the count; 0: never",
         validator=at_least(0),
     )
     max_failure_rate: float = chz.field(

@@ -224,7 +224,8 @@ class Pipeline:
             (max_staleness + s) * batch_size - waiting groups                   after the first update
             (max_staleness + 1) * batch_size - waiting groups - taken groups    before the end of that update
 
-        where s is half the number of updates that fit into the mean duration of a group, rounded down.
+        where s is half the number of updates that fit into the mean duration of a group, rounded down. If a
+        group takes several updates, only a part of the groups ends during one update, so s adds groups.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size

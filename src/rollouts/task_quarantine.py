@@ -31,7 +31,8 @@ class FaultState:
 
     # Task id -> number of consecutive groups without a graded trial.
     strikes: Mapping[str, int] = field(default_factory=dict)
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # task id -> most frequent cause
+    # Task id -> most frequent cause in the last group of the task; the kind `agent` is not counted.
+    quarantined: Mapping[str, str] = field(default_factory=dict)
     recent: Sequence[GroupFailures] = ()  # failures of the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:

@@ -1,6 +1,6 @@
 """The watchdog limits the time of every call to the server.
 
-The SDK retries for minutes without reporting errors. The watchdog therefore sends health checks during calls:
+The SDK retries for minutes without reporting errors. The watchdog therefore also sends regular health checks:
 
     health checks fail for heartbeat_timeout_s, or the weights are lost  ->  every call raises ServerLost
     one call has no answer for request_timeout_s                         ->  this call raises BackendError
@@ -33,14 +33,15 @@ class Watchdog:
         self._lost = lost
 
     async def answer[T](self, work: Awaitable[T], action: str) -> T:
-        """Return the result of one call to the server. Error messages begin with `action`.
+        """Return the result of one call to the server.
 
-        Raises ServerLost, or BackendError after `request_timeout_s`.
+        Raises ServerLost, BackendError after `request_timeout_s`, or the error of `work`. The messages of the
+        first two begin with `action`.
         """
         return await self._first(work, action, timeout_s=self._options.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], action: str) -> T:
-        """Return the result of `work`, which limits its own time. Raises ServerLost."""
+        """Return the result of `work`, which limits its own time. Raises ServerLost or the error of `work`."""
         return await self._first(work, action, timeout_s=None)
 
     async def _first[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None) -> T:

@@ -64,7 +64,8 @@ class RateOptions(OptimizerOptions):
 
     learning_rate: float | None = chz.field(
         default=None,
-        doc="Adam's learning rate; None: 5e-4 * (2000 / hidden size)^0.0775, with exponent 0.781 for Llama",
+        doc="Adam's learning rate; None: 5e-4 * (2000 / hidden size)^0.0775, with exponent 0.781 for Llama, "
+        "or 5e-4 if the hidden size is unknown",
         validator=above(0),
     )
 

@@ -111,6 +111,6 @@ def _require_held_out(dataset: Dataset) -> None:
     for chat in dataset.held_out:
         if where := trained.get(chat.task):
             raise ConfigError(
-                f"{chat.where}: the held-out chat or task is also trained ({where}); remove it from one "
-                "of the two"
+                f"{chat.where}: the held-out chat or task is also trained ({where}); remove it from data or "
+                "from eval_data"
             )

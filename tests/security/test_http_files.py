@@ -127,7 +127,7 @@ def test_an_invalid_adapter_config_is_a_user_error(text: str, tmp_path: Path) ->
 @pytest.mark.parametrize("text", [DEEP_LIST, DEEP_OBJECT, "[]", "\xff"])
 def test_an_invalid_model_config_is_a_configuration_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json is invalid"):
         load_model_config(tmp_path)
     with pytest.raises(ConfigError, match="not a readable"):
         fingerprint(tmp_path)

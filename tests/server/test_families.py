@@ -1,6 +1,7 @@
 """All model families give the logits of Hugging Face transformers, and run in the executor."""
 
 import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -302,6 +303,9 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"n_group": 0}, "n_group=0 must be at least 1"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
         ("llama", {"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at least 1"),
+        ("llama", {"vocab_size": math.inf}, "cannot convert float infinity"),
+        ("llama", {"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
+        ("llama", {"eos_token_id": [2, None]}, r"eos_token_id=\[2, None\] of config.json or"),
         ("llama", {"model_type": []}, r"model_type=\[\] is not supported"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B) and the attention of dense Qwen3."""
+"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B) and the attention of dense Qwen3
+without sliding windows."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from skyrl_tx_server.model.kernels.products import product
 
 OUTPUTS, INPUTS = 128, 64
 """A kernel program multiplies by a weight in blocks. These are the maximum numbers of outputs and inputs of a
-block."""
+block. OUTPUTS is also the maximum number of tokens of a tile."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:
@@ -46,7 +46,7 @@ def grouped_products(
     if transposed:
         weight_spec = pl.BlockSpec((weight.shape[0], inputs, width), lambda tile, column: (0, 0, column))
     # On a GPU, consecutive programs compute the same output columns of consecutive tiles, because grid axis 0
-    # changes fastest. Tiles are sorted by expert, so most consecutive programs read the same weight.
+    # changes fastest. Tiles are sorted by expert, so the programs that read the same weights run together.
     out = pl.pallas_call(
         partial(_kernel, depth=depth, transposed=transposed),
         grid=(count, outputs // width),

@@ -1,4 +1,5 @@
-"""Two Pallas kernels for GPUs, compiled by Triton, that compute the deltas of LoRA slots in a decode step.
+"""Two Pallas kernels for GPUs, compiled by Triton, that compute the deltas of LoRA slots for one token per
+sequence: in decode steps, and in the head for first tokens in prefill.
 
 In a decode step, the products with the factors A and B read little memory. If one program multiplied over the
 whole input dimension, its latency would determine the time. The first kernel therefore divides the input

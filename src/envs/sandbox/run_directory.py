@@ -1,10 +1,10 @@
-"""The host directory of a run's sandboxes. It is locked while the trainer runs, and later runs remove it if
-the trainer was killed.
+"""The host directory of a run's sandboxes and Docker trials. It is locked while the trainer runs, and later
+runs remove it if the trainer was killed.
 
-A sandbox needs a few host files (its requests and the initial files of its file system). They are in
-`<root>/<run label>/`, where `<root>` is `root_directory()`. The trainer holds an exclusive lock on the file
-`lock` there. The kernel releases the lock whenever the process ends, so another trainer can distinguish an
-ended run from a live run without pid files.
+A sandbox needs a few host files (its requests and the initial files of its file system), and a Docker trial
+needs a compose file. They are in `<root>/<run label>/`, where `<root>` is `root_directory()`. The trainer
+holds an exclusive lock on the file `lock` there. The kernel releases the lock whenever the process ends, so
+another trainer can distinguish an ended run from a live run without pid files.
 
 All trainers of a user have the same root directory, whatever their environment variables are. No other user
 can create this directory first.
@@ -40,9 +40,9 @@ def root_directory() -> Path:
     """Return the parent of all run directories of this user.
 
     The parent is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. If that
-    directory cannot be created or used, or if all users can write to ~/.cache, the parent is a directory of
-    this user in /tmp. `~` comes from the user database, not from the variable HOME. The unprivileged users of
-    root's sandboxes can traverse the parent but not list it.
+    directory cannot be created or used, or if ~/.cache is a link, belongs to another user or is writable by
+    all users, the parent is a directory of this user in /tmp. `~` comes from the user database, not from the
+    variable HOME. The unprivileged users of root's sandboxes can traverse the parent but not list it.
     """
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700

@@ -240,7 +240,11 @@ class _Lexer:
 
 
 def _stripped(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without leading assignments, keywords and wrappers."""
+    """Yield the words without leading assignments, keywords and wrappers.
+
+    Options of wrappers are also removed, but their values are not, for example the user in `sudo -u user`.
+    After `timeout`, `nice` and `retry`, numbers and durations are removed too.
+    """
     remaining = list(words)
     while remaining:
         name = remaining[0].rpartition("/")[2]

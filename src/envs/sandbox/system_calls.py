@@ -4,10 +4,10 @@ system calls that the filter and the exec server use.
 The filter denies most calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
 and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
-network namespace. It also denies calls that change pid 1, and can limit the size of shared mappings. ptrace
-is allowed for debuggers. A denied call returns an error and does not kill the process. Calls of a foreign
-architecture (i386, x32) and calls newer than `NEWEST_CALL` fail with ENOSYS, for which programs have a
-fallback.
+network namespace. It also denies calls that change the resource limits, the priority or the scheduling of
+pid 1, and can limit the size of anonymous shared mappings. ptrace is allowed for debuggers. A denied call
+returns an error and does not kill the process. Calls of a foreign architecture (i386, x32) and calls newer
+than `NEWEST_CALL` fail with ENOSYS, for which programs have a fallback.
 
 The module assembles the classic BPF program itself, because the program is a list of comparisons and
 libseccomp has no maintained Python package.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from src.core.errors import SandboxError
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
-NEWEST_CALL = 456  # futex_requeue, of Linux 6.7; the numbers from 424 on are the same on every architecture
+NEWEST_CALL = 456  # futex_requeue, of Linux 6.7; the numbers from 424 on are the same on both architectures
 
 # name: (x86_64, aarch64); None where the architecture lacks the call.
 NUMBERS: dict[str, tuple[int | None, int | None]] = {

@@ -5,7 +5,7 @@ therefore not root. The kernel's limits per user apply to each sandbox separatel
 has no permissions for the processes of another sandbox. No distribution and no tool assigns these uids
 (`PREFERRED_UIDS` or `SMALL_UIDS`). Two trainers do not use the same uid, because the trainer locks one byte
 of a shared file for each uid. The kernel releases the lock when the trainer ends. If the trainer does not run
-as root, its sandboxes run as the user of the trainer.
+as root, or if its user namespace maps one uid only, its sandboxes run as the user of the trainer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ async def release_nothing() -> None:
 class DomainContext:
     """The argument of the function that opens a domain."""
 
-    options: dict[str, str]  # the environment_kwargs; the function removes the options that it reads
+    # The environment_kwargs that env=tau_bench has not read. The function removes the options that it reads.
+    options: dict[str, str]
     user_model: UserModel | None  # the model of the user simulators; None: user simulators follow scripts
 
 
@@ -72,7 +73,11 @@ def registered_domains() -> dict[str, str]:
 
 
 def open_domain(name: str, context: DomainContext) -> ServiceDomain:
-    """Open the domain `module:function`, or a registered one. Raises ConfigError if that fails."""
+    """Open the domain `module:function`, or a registered one.
+
+    Raises ConfigError if the function cannot be imported, raises an exception that is not a TrainerError, or
+    returns another object than a ServiceDomain. A TrainerError of the function is not converted.
+    """
     place = registered_domains().get(name, name)
     factory: DomainFactory = load_function(place, option="environment_kwargs domain", value=name)
     with boundary(ConfigError, f"domain={name}"):

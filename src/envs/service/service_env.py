@@ -58,8 +58,8 @@ class ServiceEpisode(Protocol):
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
         """Execute `calls`. If there are calls, `content` is not passed to the user simulator.
 
-        Without calls, `content` is passed to the user simulator. In env=fleet, `content` is then the final
-        answer.
+        Without calls, `content` is passed to the user simulator, or ends the conversation if it contains
+        `###STOP###`. In env=fleet, `content` without calls is the final answer.
         """
         ...
 

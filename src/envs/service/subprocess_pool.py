@@ -74,11 +74,11 @@ class Worker:
         return self._process.pid
 
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> WorkerReply | None:
-        """Return the reply, or None if the worker was lost before it received the request.
+        """Return the reply, or None if `is_lost` was set before the request was sent.
 
         Raises WorkerLost if the worker exits, sends an invalid reply or misses the deadline during this
-        request. Raises another SandboxError if `kill` is called during this request, for example because the
-        pool is closed.
+        request, or if it has exited since the previous request. Raises another SandboxError if `kill` is
+        called during this request, for example because the pool is closed.
         """
         # The reply must be read even if the caller is cancelled. Otherwise the next request would read it.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))

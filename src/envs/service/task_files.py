@@ -5,7 +5,8 @@
      "extra_info": {"domain": "retail", "task_id": "7", "instruction": "You are ...", "actions": [...],
                     "outputs": [...]}}
 
-A row with an instruction and actions defines a new task. Any other row names a task of the domain.
+A row with an instruction and actions defines a new task. The actions of the row are `extra_info.actions`, or
+else `reward_spec.ground_truth`. Any other row names a task of the domain.
 `prompt` is ignored: the agent reads the domain's policy and the messages of the user simulator.
 """
 
@@ -52,7 +53,8 @@ class TaskProvider(Protocol):
     def defined(self, domain: str, definitions: Mapping[str, TaskDefinition], /) -> list[Task]:
         """Return a task for each definition, in order. `definitions` maps task ids to definitions.
 
-        Raises ConfigError for gold actions that cannot be executed.
+        Raises ConfigError for gold actions that the domain does not accept, or if rows cannot define tasks of
+        this domain.
         """
         ...
 

@@ -65,6 +65,7 @@ def read_source(
 
 
 def named(tasks: Sequence[Task], name: str) -> list[Task]:
+    """Return the tasks with the domain `name`. If `name` is empty, each task keeps its own domain."""
     return [replace(task, domain=name or task.domain) for task in tasks]
 
 

@@ -114,7 +114,10 @@ class Tau2Episode:
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
         """Play one answer of the agent. If its calls exceed their deadline and requests of this episode have
-        then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0."""
+        then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0.
+
+        Raises AgentFault if the worker rejects the calls or if they end as many workers in another way.
+        """
         errors_before = self._num_tool_errors
         try:
             state = await self._send_message(content, calls)
@@ -137,7 +140,8 @@ class Tau2Episode:
         """Return the reward of the official evaluator.
 
         The reward is 0 if calls of the agent exceeded their deadline or tau2 cannot evaluate the episode.
-        Raises VerifierError if the task needs a judge and there is none.
+        Raises VerifierError if the task needs a judge and there is none, and RequestFailed if the judge's
+        reply is invalid.
         """
         if self._has_timed_out:
             return Grade(
@@ -183,8 +187,8 @@ class Tau2Episode:
     async def _until_agent(self, state: WorkerReply) -> WorkerReply:
         """Send messages of the user simulator until the agent speaks next or the conversation is over.
 
-        Return the last state. If the user simulator ended the conversation, `messages` of this state is its
-        last message.
+        Return the last state. If the conversation ended after a message of the user simulator, `messages` of
+        this state contains only this message.
         """
         assert self._user is not None
         errors_before = self._num_tool_errors
@@ -212,7 +216,8 @@ class Tau2Episode:
 
 
 def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
-    """Return a user simulator that states its scenario and then agrees to everything.
+    """Return a user simulator that states its scenario, agrees NUM_CONSENTS times and then ends the
+    conversation.
 
     The user simulator depends neither on the tools nor on the seed.
     """

@@ -282,7 +282,8 @@ class EpisodeServer:
 
 def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | None) -> Any:
     """Return tau2's evaluation of an episode. Raises JudgeRequest if the evaluator needs the judge and
-    `judge_reply` is None, and JudgeError for an invalid `judge_reply`.
+    `judge_reply` is None, JudgeError for an invalid `judge_reply`, and ValueError if the evaluator's replay
+    of the episode gives different results.
 
     `grading` is a term of tau2: `all` is the full reward, and `env` is the part that checks the end state.
     """

@@ -174,7 +174,7 @@ async def probe(
 
 
 def close_session(service: tinker.ServiceClient) -> None:
-    """Raises BackendError if the endpoint refuses."""
+    """End the session. Raises BackendError if the endpoint refuses."""
     with sdk_boundary("ending the session"):
         service.close("success").result()
 
@@ -216,7 +216,7 @@ def show(result: Capabilities, console: Console) -> None:
     elif REQUIRED.keys() <= {finding.name for finding in result.findings}:
         verdict = "the endpoint can be used for training"
     else:
-        verdict = "the other required checks were not run"
+        verdict = "not all required checks were run"
     num_held = len(result.findings) - len(failed)
     console.print(
         f"{result.model_name} at {result.url}: {num_held} of {len(result.findings)} checks hold, "

@@ -1,7 +1,7 @@
 """The client that the checks of an endpoint share.
 
-Adam's steps do not depend on the scale of the gradients. All checks except that of beta2 therefore use a very
-large epsilon, with which a step is gradient descent with momentum:
+Adam's steps do not depend on the scale of the gradients. All optimizer steps except those of the check of
+beta2 therefore use a very large epsilon, with which a step is gradient descent with momentum:
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 

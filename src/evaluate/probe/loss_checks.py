@@ -64,7 +64,7 @@ def check_cross_entropy(probe: Probe) -> str:
     reported = output.metrics.get("loss:sum", float("nan"))
     expect(
         near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-        f"loss:sum is {reported:.5g}, the weighted sum is {expected:.5g}",
+        f"loss:sum is {reported:.5g}, but the formula of the loss gives {expected:.5g}",
     )
     return f"loss:sum {reported:.5g}"
 
