@@ -162,7 +162,7 @@ def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
         return ()
     eos_token_ids = tuple(ids) if isinstance(ids, list) else (ids,)
     if not all(type(token) is int and token >= 0 for token in eos_token_ids):
-        raise ConfigError(f"eos_token_id={ids!r} of config.json or generation_config.json: expected token ids")
+        raise ConfigError(f"eos_token_id={ids!r} of config.json or generation_config.json: not token ids")
     return eos_token_ids
 
 

@@ -112,8 +112,8 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        With `uses_pipeline`, `on_group` is called with each group of the step, after the reward rules have been
-        applied to the group. Without `uses_pipeline`, `on_group` is not called.
+        With `uses_pipeline`, `on_group` is called with each group of the step, to which the reward rules have
+        been applied. Otherwise `on_group` is not called.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.uses_pipeline:

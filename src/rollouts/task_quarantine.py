@@ -31,7 +31,7 @@ class FaultState:
 
     # Task id -> number of consecutive groups without a graded trial.
     strikes: Mapping[str, int] = field(default_factory=dict)
-    # Task id -> most frequent cause in the last group of the task; the kind `agent` is not counted.
+    # Task id -> most frequent cause, except `agent`, in the task's last group without a graded trial.
     quarantined: Mapping[str, str] = field(default_factory=dict)
     recent: Sequence[GroupFailures] = ()  # failures of the latest groups, oldest first
 

@@ -35,13 +35,13 @@ class Watchdog:
     async def answer[T](self, work: Awaitable[T], action: str) -> T:
         """Return the result of one call to the server.
 
-        Raises ServerLost, BackendError after `request_timeout_s`, or the error of `work`. The messages of the
+        Raises ServerLost, BackendError after `request_timeout_s`, or an error of `work`. The messages of the
         first two begin with `action`.
         """
         return await self._first(work, action, timeout_s=self._options.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], action: str) -> T:
-        """Return the result of `work`, which limits its own time. Raises ServerLost or the error of `work`."""
+        """Return the result of `work`, which limits its own time. Raises ServerLost or an error of `work`."""
         return await self._first(work, action, timeout_s=None)
 
     async def _first[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None) -> T:
