@@ -3,8 +3,8 @@
 The dumps may also come from SkyRL, whose dumps have fewer fields. A folder has one of these layouts:
 
     RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   RUN is a run folder or an `export_path`
-    FOLDER/global_step_<N>/<environment>.jsonl                   a copy of dumps in an object store, from
-                                                                 `upload_url` or from SkyRL
+    FOLDER/global_step_<N>/<environment>.jsonl                   a local copy of the dumps that `upload_url`
+                                                                 or SkyRL wrote to an object store
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantag
 show RUN my-task__4f43e7b3 eval_000012   the trial of this name in evaluation 12
 
 `show RUN TRIAL` without a STEP prints the latest trial of this name, and a line that lists the steps and
-evaluations of its other trials. Several trials can have one name, because a task that is not a Harbor task
-has the same trial names in every evaluation.
+evaluations with other trials of this name. Several trials can have one name, because a task that is
+not a Harbor task has the same trial names in every evaluation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LINE: TypeAdapter[RolloutLine] = TypeAdapter(RolloutLine)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedTrial:
-    """A trial of a finished step or evaluation."""
+    """A trial of a step or an evaluation whose trials have all ended."""
 
     name: str  # the name of its file without suffix, e.g. step_000012
     step: int
@@ -148,7 +148,7 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
 
 
 def recorded_trials(folder: Path) -> list[RecordedTrial]:
-    """Return the trials of the finished steps and evaluations."""
+    """Return the trials of the steps and evaluations whose trials have all ended."""
     trials: list[RecordedTrial] = []
     for path in (folder / "rollouts").glob("*.jsonl"):
         if match := FILE.fullmatch(path.name):
@@ -203,7 +203,8 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
     """Yield the contents to print for a trial: how it ended, its conversation, and the tokens and logprobs of
     its turns.
 
-    `recorded` is None while the step of the trial is not finished.
+    `recorded` is the line of the trial in rollouts/; None until all trials of the step or evaluation have
+    ended.
     """
     if isinstance(result, TrialFailure):
         yield Text(printable(f"not graded, {result.kind}: {result.message}"), "red")
@@ -248,8 +249,11 @@ def _is_in(step: str, name: str, number: int) -> bool:
 
 
 def _file_name(key: RolloutKey) -> str:
-    """Return the name of the rollout's file in rollouts/, without suffix. If dynamic sampling plays further
-    batches for a step (refills), their rollouts are also in the file of the step."""
+    """Return the name, without suffix, of the file in rollouts/ for the step or evaluation of `key`.
+
+    The refills of dynamic sampling are in the file of their step. With `max_staleness`, another step may have
+    used the group, and the rollout is then in the file of that step.
+    """
     return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
 
 

@@ -31,7 +31,7 @@ MODULES = {
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL] [STEP]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
-    "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
+    "keys": ("skyrl_tx_server.keys", "Create, remove or list the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
     "doctor": ("src.analyze.doctor", "Check this machine or a run (doctor RUN), and print what to do"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),

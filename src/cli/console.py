@@ -95,9 +95,7 @@ class Display:
             if kind not in self._shown_failures:
                 self._shown_failures.add(kind)
                 first_line = (message.splitlines() or [""])[0]
-                self.say(
-                    f"  first {result} ({kind}): {group.task.id}: {first_line}; logs.log has the traceback"
-                )
+                self.say(f"  first {result} ({kind}): {group.task.id}: {first_line}; see logs.log")
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         table = Table(box=None, padding=(0, 1))
@@ -137,9 +135,9 @@ class Display:
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print `content`.
 
-        Texts from outside, such as task ids, must be `Text` objects, because Rich parses strings as markup.
-        If the output cannot be written, nothing more is printed. The run folder contains the same
-        information.
+        Texts from outside, such as task ids, must be `Text` objects, because a `Console` with default
+        settings parses strings as markup. If the output cannot be written, nothing more is printed. The run
+        folder contains the same information.
         """
         try:
             self._console.print(content, highlight=False, soft_wrap=soft_wrap)

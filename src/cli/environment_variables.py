@@ -27,7 +27,7 @@ def load_environment(argv: Sequence[str]) -> None:
 
 
 def set_library_variables() -> None:
-    """Set environment variables of libraries that are not set. Call this before Harbor is imported."""
+    """Set variables that libraries read, unless they are set already. Call this before Harbor is imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Without this variable, transformers warns that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -70,7 +70,8 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
     The files are written to a new folder in `evaluations/` of the run, unless `changes` set `log_path` or
-    `logs_dir`. Raises ConfigError if the folder has no run of the trainer or a change is not `key=value`.
+    `logs_dir`. Raises ConfigError if the folder has no config.json or a run of supervised fine-tuning, or if
+    a change is not `key=value`.
     """
     options = _saved(run)
     if SUPERVISED in options:
@@ -89,7 +90,7 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that chat with the last checkpoint of a run.
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
-    Raises ConfigError if the folder has no run or a change is not `key=value`.
+    Raises ConfigError if the folder has no config.json or a change is not `key=value`.
     """
     arguments = _changed(_shared_values(_saved(run), ChatConfig), ChatConfig)
     arguments |= {"checkpoint": str(Path(run).expanduser().resolve())} | _pairs(changes, "chat")
@@ -97,7 +98,8 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
 
 
 def _shared_values(options: dict[str, Any], kind: type[object]) -> dict[str, Any]:
-    """Return the values that a run's evaluations use for the options that `kind` shares with the trainer."""
+    """Return the values that a run's evaluations use for `top_p` and for the options that `kind` shares with
+    the trainer."""
     shared = chz.chz_fields(kind).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
     values = {name: value for name, value in options.items() if name in shared}
     values["top_p"] = options.get("eval_top_p")

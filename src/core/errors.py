@@ -2,10 +2,10 @@
 
 TrainerError                    shown to the user as one line, exit status 1
 |-- ConfigError (ValueError)    an invalid option, file or task; exit status 2
-|-- BackendError (ConnectionError)  the Tinker endpoint cannot be reached or failed
+|-- BackendError (ConnectionError)  a Tinker or OpenAI-compatible endpoint cannot be reached or failed
 |   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
 |-- EnvServerError (ConnectionError)  the server of an environment failed
-|-- SandboxError (RuntimeError)  a sandbox or a worker process of an environment could not start, or failed
+|-- SandboxError (RuntimeError)  a sandbox, worker process or user simulator of an environment failed
 |-- StorageError (OSError)      the files of the run cannot be written
 |-- TooManyFailuresError (RuntimeError)  too few trials of a run or of an evaluation could be graded
 |-- NothingTrainedError (RuntimeError)  a run reached its last step without having changed the weights
@@ -22,7 +22,7 @@ INTERRUPTED = 130  # exit status after SIGINT (Ctrl-C) or SIGTERM
 
 
 class TrainerError(Exception):
-    """The base class of these errors. `exit_status` is the exit status of the process."""
+    """The base class of the trainer's errors. `exit_status` is the exit status of the process."""
 
     exit_status: int = 1
 

@@ -15,9 +15,9 @@ MAX_MESSAGE = 300  # characters
 def described(error: BaseException) -> str:
     """Return one line with the type of an exception, the start of its message, and its origin.
 
-    The origin is the file, the line and the function of the innermost frame outside this package and
-    installed libraries, or of the innermost frame if there is no such frame. It is missing if the exception
-    has no traceback, as in the example.
+    The origin is the file, the line and the function of the innermost frame outside this package, the
+    standard library and installed libraries, or of the innermost frame if there is no such frame. It is
+    missing if the exception has no traceback, as in the example.
 
     >>> described(ValueError("no such order"))
     'ValueError: no such order'
@@ -34,8 +34,8 @@ def described(error: BaseException) -> str:
 def users_exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
     """Return the `exc_info` with which a log record shows `error`.
 
-    The traceback starts at the outermost frame outside this package and installed libraries. It is complete
-    if there is no such frame.
+    The traceback starts at the outermost frame outside this package, the standard library and installed
+    libraries. It is complete if there is no such frame.
     """
     users_part = error.__traceback__
     while users_part is not None and not _is_users(users_part.tb_frame.f_code.co_filename):

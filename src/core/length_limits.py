@@ -76,9 +76,10 @@ class LengthOptions(ContextOptions):
     max_tokens: int = chz.field(default=1024, doc="Maximum tokens per answer", validator=at_least(1))
     max_input_length: int | None = chz.field(
         default=None,
-        doc="SkyRL's limit of the prompt: the episode ends if the conversation is longer. None: "
-        "context_limit - 1; the last answer can then be shorter than max_tokens, because prompt and answer "
-        "together have at most context_limit tokens",
+        doc="SkyRL's limit of the prompt: the trial ends if the conversation is longer (with "
+        "enable_summarize, Terminus-2 summarises it first). None: context_limit - 1; the last answer can "
+        "then be shorter than max_tokens, because prompt and answer together have at most context_limit "
+        "tokens",
         validator=at_least(1),
     )
     max_generate_length: int | None = chz.field(

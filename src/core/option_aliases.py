@@ -29,8 +29,8 @@ def present_argument(argument: str) -> str:
 
 
 def present_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a config.json with their present names. An earlier release may have written the
-    file.
+    """Return the options of a config.json with their present names and values. An earlier release may have
+    written the file.
 
     >>> present_options({"task_sampling": "signal", "stop_timeout_sec": 5.0, "seed": 1})
     {'task_sampling': 'thompson', 'stop_timeout_s': 5.0, 'seed': 1}

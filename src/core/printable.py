@@ -9,8 +9,8 @@ KEPT = "\n\t\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, which a terminal would execute. Spaces of all kinds and
-    the characters that join letters and emoji are kept.
+    """Return the text without the characters of the Unicode category C, such as control characters, which a
+    terminal would execute. The characters in KEPT are kept, among them those that join letters and emoji.
 
     >>> printable("a\\x1b[2Jb\\xa0c")
     'a[2Jb\\xa0c'

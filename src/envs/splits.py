@@ -69,11 +69,15 @@ def require_unique_ids(tasks: Sequence[Task]) -> None:
 
 
 def _matching(tasks: Sequence[Task], patterns: Sequence[str], error: str) -> list[Task]:
-    """Return the tasks whose ids match a pattern.
+    """Return the tasks whose ids equal or match a pattern.
 
     Raises ConfigError for a pattern without a match. The pattern replaces `{!r}` in the message `error`.
     """
+
+    def matches(task: Task, pattern: str) -> bool:
+        return task.id == pattern or fnmatchcase(task.id, pattern)
+
     for pattern in patterns:
-        if not any(fnmatchcase(task.id, pattern) for task in tasks):
+        if not any(matches(task, pattern) for task in tasks):
             raise ConfigError(error.format(pattern))
-    return [task for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)]
+    return [task for task in tasks if any(matches(task, pattern) for pattern in patterns)]

@@ -293,7 +293,8 @@ class BatchCollector:
             raise TooManyFailuresError(diagnosis(self._faults, groups, options))
         self._report_quarantined(before.quarantined, plan)
         if all(self._is_quarantined(task) for task in self._source.train):
-            reason = all_failed(groups, plan) if groups else "resume the run with other tasks"
+            is_graded = not groups or any(group.trajectories for group in groups)
+            reason = "resume the run with other tasks" if is_graded else all_failed(groups, plan)
             raise TooManyFailuresError(f"every training task is quarantined; {reason}")
 
     def _report_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:

@@ -314,7 +314,8 @@ def test_the_unchanged_server_passes_all_checks(
         ([], "give the address of one endpoint"),
         (["http://h:1", "models=3"], "unknown argument 'models'"),
         (["http://h:1", "tolerance=abc"], "tolerance=abc is not a number"),
-        (["http://h:1", "output=/no/such/c.json"], "output=/no/such/c.json: the folder does not exist"),
+        (["http://h:1", "output=/tmp"], "output=/tmp cannot be written"),
+        (["http://h:1", "output=/no/such/c.json"], "output=/no/such/c.json cannot be written"),
         (["http://h:1", "only=seeds,tides"], "unknown check tides; the checks are: sums gradients"),
     ],
 )

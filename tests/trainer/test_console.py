@@ -56,9 +56,9 @@ def test_a_group_is_shown_in_one_line():
     assert shown(show) == [
         "step 1: 2 tasks x 3 trials",
         "  [1/2] copy-01: 1/2 solved, 1.0 turns, 2.3 s, 1 ungraded (verifier)",
-        "  first ungraded trial (verifier): copy-01: no tmux; logs.log has the traceback",
+        "  first ungraded trial (verifier): copy-01: no tmux; see logs.log",
         "  [2/2] a[b]: 0/0 solved, 1.0 s, 3 ungraded (sandbox)",
-        "  first ungraded trial (sandbox): a[b]: no tmux; logs.log has the traceback",
+        "  first ungraded trial (sandbox): a[b]: no tmux; see logs.log",
     ]
 
 
@@ -72,7 +72,7 @@ def test_the_first_failure_of_each_kind_is_shown_once():
             display.group_finished(shown_group, duration_s=1)
 
     lines = [line for line in shown(show, width=200) if "first" in line]
-    assert lines == [f"  first trial with reward 0 (env_error): a: {detail}; logs.log has the traceback"]
+    assert lines == [f"  first trial with reward 0 (env_error): a: {detail}; see logs.log"]
 
 
 def test_partial_rewards_are_shown_if_nothing_is_solved():

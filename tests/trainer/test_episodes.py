@@ -21,6 +21,7 @@ from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, Trial
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import ResetResult, StepResult
 from src.envs.registry import open_task_source
+from src.envs.splits import chosen_tasks
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.run import PolicyAndTasks
@@ -310,6 +311,11 @@ def test_without_a_test_split_eval_split_holds_out_a_share():
 
 def test_without_a_test_split_eval_tasks_holds_out_by_name():
     assert [task.id for task in episodes(config("eval_tasks=*-3"), toy_chat(), TEN_TASKS).eval] == ["d-x-3"]
+
+
+def test_an_exact_id_is_not_read_as_a_pattern():
+    tasks = [Task(id="a[1]"), Task(id="b")]
+    assert chosen_tasks(tasks, ["a[1]"]) == tasks[:1]
 
 
 def test_eval_tasks_that_match_no_task_are_refused():

@@ -13,7 +13,7 @@ MIN_STEPS = 9  # a trend compares the first and the last third of the steps: at 
 NOISE_ERRORS = 2.0  # a difference below 2 standard errors is not significant at the usual level of 5 %
 SATURATED = 0.95  # share of the largest reward; a mean reward above this share can hardly rise
 RECENT_STEPS = 10  # checks of the current state use several steps, because one batch is small
-MIN_MIXED_GROUPS = 0.2  # below this share, more than four of five groups have no gradient
+MIN_MIXED_GROUPS = 0.2  # below this share, more than four of five groups have equal rewards
 MAX_WITHOUT_UPDATE = 0.1  # share of steps that sample rollouts but do not change the weights
 KL_GROWTH = 2.0  # mean of the last third of the steps divided by the mean of the first third
 MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below this value stable
@@ -67,16 +67,16 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.GROUPS_ALIKE: Problem(
         sign=f"the mean of `env/all/by_group/frac_mixed` over the last {RECENT_STEPS} steps is below "
         f"{MIN_MIXED_GROUPS:.0%}",
-        meaning="In most groups all rewards are equal, so these groups have zero advantages and train "
-        "nothing: the tasks are too hard or too easy.",
+        meaning="In most groups all rewards are equal: the tasks are too hard or too easy. Such groups have "
+        "zero advantages and train nothing, except with `advantage_estimator=reinforce++`.",
         command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.NO_UPDATE: Problem(
         sign=f"`optim/num_substeps` is 0 in more than {MAX_WITHOUT_UPDATE:.0%} of the last {RECENT_STEPS} "
         "steps",
-        meaning="In these steps all rewards of every group were equal, or no group passed the filters, so "
-        "the weights did not change. Choose easier or harder tasks or a reward with more values, or sample "
-        "further tasks in such a step.",
+        meaning="In these steps all rewards of every group were equal, or the filters and masks left nothing "
+        "to train, so the weights did not change. Choose easier or harder tasks or a reward with more "
+        "values, or sample further tasks in such a step.",
         command="agent-trainer resume {run} {more_mixed_groups}",
     ),
     ProblemName.KL_RISING: Problem(
@@ -102,7 +102,8 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ),
     ProblemName.NO_SANDBOX: Problem(
         sign="neither Docker nor bubblewrap starts on this machine",
-        meaning="Harbor trials cannot run here. tau-bench, `data=` and message environments need no sandbox.",
+        meaning="Harbor trials cannot run on this machine, and `env=fleet` needs bubblewrap for its "
+        "verifiers. tau-bench, `data=` and other message environments need no sandbox.",
         command="sudo apt-get install --yes bubblewrap tmux",
     ),
     ProblemName.OUT_OF_MEMORY: Problem(

@@ -102,8 +102,9 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
             raise ConfigError(f"{name}={options[name]} is not a number; give one above 0") from error
         if not 0 < value < math.inf:
             raise ConfigError(f"{name} must be above 0 and finite, not {options[name]}")
-    if options["output"] and not Path(options["output"]).parent.is_dir():
-        raise ConfigError(f"output={options['output']}: the folder does not exist; create it")
+    output = Path(options["output"])
+    if options["output"] and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise ConfigError(f"output={output} cannot be written; give a file in an existing folder")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*REQUIRED, *OPTIONAL}
     if unknown:
         raise ConfigError(
