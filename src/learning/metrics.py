@@ -167,10 +167,8 @@ def _statistics[Source](
     meaning: str,
     values: Callable[[Source], Sequence[float] | None],
 ) -> tuple[Metric[Source], ...]:
-    """Declare one metric per statistic of the same values.
-
-    A metric is absent if `values` returns None, and 0 if it returns an empty sequence.
-    """
+    """Declare one metric per statistic of the same values. A metric is absent if `values` returns None, and 0
+    if it returns an empty sequence."""
 
     def statistic(name: str) -> Metric[Source]:
         reduction, function = STATISTICS[name]
@@ -185,10 +183,7 @@ def _statistics[Source](
 
 
 def _of_domain(*names: str) -> tuple[Metric[PlayedGroups], ...]:
-    """Return copies of the named metrics under their names for one domain of the held-out tasks.
-
-    `env/all/success` becomes `test/env/<domain>/success`.
-    """
+    """Return copies of metrics for one domain: `env/all/success` becomes `test/env/<domain>/success`."""
     metrics = {metric.name: metric for metric in (*REWARD_METRICS, *LENGTH_METRICS)}
     return tuple(
         replace(metrics[name], name=re.sub("^(env/all|reward)/", "test/env/<domain>/", name))
