@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ QUICKSTART_OPTIONS = {
     "trial_timeout_s": "120",
     "save_every": "100",
 }
-# The options of the server, unless the quick start replaces them.
+# The options of the server, unless the quick start replaces them. `server_options` raises the limits.
 QUICKSTART_SERVER = (
     "max_lora_rank=16",
     "max_num_seqs=32",
@@ -79,6 +79,16 @@ class QuickStart:
             "" if warm_start is None else f" after {warm_start.num_demonstrations} demonstrations"
         )
         return f"{base_model} learns {self.skill} by GRPO{demonstrations} on this machine"
+
+
+def server_options(options: Sequence[str], *, lora_rank: int, context_limit: int) -> list[str]:
+    """Return the server's options of a quick start with limits that allow a run with these two options."""
+    values = dict(option.split("=", 1) for option in options)
+    if lora_rank > int(values["max_lora_rank"]):
+        values["max_lora_rank"] = str(lora_rank)
+    if context_limit > int(values["max_context_length"]):
+        values |= {"max_context_length": str(context_limit), "yarn": "true"}
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 QUICKSTARTS = {

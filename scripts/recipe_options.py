@@ -13,6 +13,7 @@ from skyrl_tx_server.config.engine_options import model_alias
 from skyrl_tx_server.files.model_source import converted_directory, is_gguf, is_path
 from src.core.errors import ConfigError
 from src.core.length_limits import fitted_lengths
+from src.policy.served_model import UNSET
 
 DEFAULT_TASKS = "./datasets/terminal-bench-2"
 WANDB_HOST = "api.wandb.ai"
@@ -87,7 +88,8 @@ def recipe_defaults(kind: str, model: NamedModel, user_options: Mapping[str, str
     else:
         task_source = kind.rpartition(":")[2]
     name = f"{task_source}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
-    name = user_options.get("wandb_name", name)
+    if (wandb_name := user_options.get("wandb_name", "")).lower() not in UNSET:
+        name = wandb_name
     return {
         **RECIPE_OPTIONS,
         **RECIPE_OF_KIND.get(kind, {}),
@@ -106,9 +108,7 @@ def fitted(
     Return (options, one line that lists the changed lengths or None if no length changed). Raises ConfigError
     if the user set a `context_limit` above `context`. `TrainerConfig` checks the other options of the user.
     """
-    user_options = {
-        name: value for name, value in user_options.items() if value.lower() not in ("", "none", "null")
-    }
+    user_options = {name: value for name, value in user_options.items() if value.lower() not in UNSET}
     limit = int(options["context_limit"])
     if limit > context and "context_limit" in user_options:
         raise ConfigError(

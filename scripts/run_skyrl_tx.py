@@ -42,7 +42,14 @@ from dotenv import load_dotenv
 
 from scripts.caller_paths import with_absolute_paths
 from scripts.launcher_help import ACTIONS, help_text
-from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart, WarmStart
+from scripts.quick_starts import (
+    QUICKSTART,
+    QUICKSTART_OPTIONS,
+    QUICKSTARTS,
+    QuickStart,
+    WarmStart,
+    server_options,
+)
 from scripts.recipe_options import (
     DEFAULT_TASKS,
     environment_kind,
@@ -148,10 +155,17 @@ def _config_class(argv: Sequence[str]) -> type[object]:
 def quick_start(user_options: dict[str, str]) -> int:
     """Train with an embedded server. The default of `model_name` is the model of the quick start."""
     started = time.monotonic()
+    if "skyrl_tx_url" in user_options:
+        raise ConfigError(
+            f"skyrl_tx_url={user_options['skyrl_tx_url']}: a quick start starts its own server; remove "
+            "skyrl_tx_url, or replace quickstart by model_name=MODEL"
+        )
     chosen = chosen_quick_start(user_options)
     user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
     base_model = user_options.get("model_name", chosen.base_model)
-    is_default_model = base_model == chosen.base_model
+    is_default_model = Path(base_model).expanduser().resolve() == Path(chosen.base_model).resolve()
+    if is_default_model:
+        base_model = chosen.base_model
     warm_start = None if is_default_model or "load_checkpoint_path" in user_options else chosen.warm_start
     print_message(f"quick start: {chosen.message(base_model, warm_start)}")
     if (command := missing_package(base_model)) is not None:
@@ -181,7 +195,11 @@ def quick_start(user_options: dict[str, str]) -> int:
         (
             f"base_model={model.base_model}",
             f"model_alias={alias}",
-            *(chosen.server if warm_start is None else warm_start.server),
+            *server_options(
+                chosen.server if warm_start is None else warm_start.server,
+                lora_rank=config.lora_rank,
+                context_limit=config.context_limit,
+            ),
             f"checkpoints_dir={server_folder / 'checkpoints'}",
         ),
         server_folder,

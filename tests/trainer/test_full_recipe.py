@@ -270,6 +270,26 @@ def test_a_quick_start_on_other_tasks_holds_out_some_of_them(trained, monkeypatc
     assert "eval_tasks" not in other_tasks and "eval_tasks" in quick_start
 
 
+def test_the_server_of_a_quick_start_allows_the_users_limits(trained) -> None:
+    assert main(["quickstart=terminal", "lora_rank=32", "context_limit=4096"]) == 0
+    assert main(["quickstart=terminal", "lora_rank=8"]) == 0
+    (_, _, raised), (_, _, default) = trained
+    assert {"max_lora_rank=32", "max_context_length=4096", "yarn=true"} <= {*raised}
+    assert {"max_lora_rank=16", "max_context_length=2048"} <= {*default} and "yarn=true" not in default
+
+
+def test_a_quick_start_refuses_the_address_of_a_server(trained, capfd) -> None:
+    assert main(["quickstart=terminal", "skyrl_tx_url=http://10.0.0.1:8000"]) == 2
+    assert "a quick start starts its own server; remove skyrl_tx_url" in capfd.readouterr().err
+    assert not trained
+
+
+def test_a_relative_path_of_the_quick_starts_model_is_known(trained, monkeypatch) -> None:
+    monkeypatch.chdir(run_skyrl_tx.ROOT)
+    assert main(["quickstart=terminal", "model_name=datasets/quickstart/model", "log_path=/tmp/unused"]) == 0
+    assert trained[0][0]["model_name"] == "local/quickstart" and "load_checkpoint_path" not in trained[0][0]
+
+
 def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     monkeypatch.setattr(run_skyrl_tx, "run_program", lambda *_, **__: 0)
@@ -343,6 +363,12 @@ def test_a_default_follows_the_users_options() -> None:
     assert note is not None and "max_tokens=" not in note
     with pytest.raises(ConfigError, match=r"context_limit=9000 exceeds the server's 4096 tokens; lower it"):
         fitted(options | {"context_limit": "9000"}, {"context_limit": "9000"}, context=4096)
+
+
+@pytest.mark.parametrize("wandb_name", ["none", "NULL", ""])
+def test_a_run_without_wandb_name_has_a_folder_of_its_own(wandb_name: str) -> None:
+    options = recipe_defaults("harbor", named_model("org/name"), {"wandb_name": wandb_name})
+    assert options["log_path"].startswith("./runs/harbor-name-20")
 
 
 @pytest.mark.seed_behaviour(117)
