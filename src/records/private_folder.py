@@ -73,10 +73,13 @@ def require_own(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read. No other user can open it while it is written."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+    """Replace the content of a file that only this user can read. If the process ends meanwhile, the file has
+    either the old or the new content."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)
+    new.replace(path)
 
 
 def _is_open_to_all(folder: Path) -> bool:

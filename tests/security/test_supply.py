@@ -146,3 +146,6 @@ def test_a_private_file_is_private_and_replaces_a_link(tmp_path: Path) -> None:
         os.umask(previous_umask)
     assert (mode(tmp_path / "key"), (tmp_path / "key").read_text()) == (0o600, "secret")
     assert (tmp_path / "other").read_text() == "kept"
+    with pytest.raises(UnicodeEncodeError):
+        write_private(tmp_path / "key", "\ud800")
+    assert (tmp_path / "key").read_text() == "secret"
