@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 from tokenizers import Tokenizer
 
+from scripts.quickstart.arguments import folder_and_options
 from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.task_types import TRAINING, make_instance
@@ -231,16 +230,7 @@ def small_model(tokenizer: Tokenizer) -> ModelConfig:
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        print(__doc__)
-        return
-    options = {
-        key: value
-        for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)
-    }
-    directory = Path(
-        next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model"))
-    )
+    directory, options = folder_and_options(__doc__, ROOT / "model", ["steps"])
     save_tokenizer(directory, build_tokenizer())
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = small_model(tokenizer)

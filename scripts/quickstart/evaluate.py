@@ -9,7 +9,6 @@ engine samples in this process, without HTTP.
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import tomllib
 from collections import defaultdict
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scripts.quickstart.arguments import folder_and_options
 from scripts.quickstart.make_tasks import ROOT
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine
@@ -103,16 +103,7 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        print(__doc__)
-        return
-    options = {
-        key: value
-        for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)
-    }
-    model_dir = Path(
-        next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model"))
-    )
+    model_dir, options = folder_and_options(__doc__, ROOT / "model", ["samples", "temperature"])
     config = TrainerConfig(
         model_name="quickstart/tiny",
         tasks_dir=str(ROOT / "train"),

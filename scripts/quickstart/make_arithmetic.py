@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from scripts.quickstart.arguments import folder_and_options
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "arithmetic"
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
@@ -92,4 +93,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
+    main(folder_and_options(__doc__, ROOT)[0])

@@ -9,9 +9,9 @@ Held-out tasks use words that occur nowhere else, and some held-out task types h
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
+from scripts.quickstart.arguments import folder_and_options
 from scripts.quickstart.task_types import TRAINING, UNSEEN, Instance, make_instance
 from scripts.quickstart.words import Pool
 
@@ -93,10 +93,7 @@ def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        print(__doc__)
-        return
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    root, _ = folder_and_options(__doc__, ROOT)
     for split, folder in ((Pool.TRAIN, "train"), (Pool.HELD_OUT, "heldout")):
         shutil.rmtree(root / folder, ignore_errors=True)
         for name, instance in instances(split).items():

@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import optax
 from tokenizers import Tokenizer
 
+from scripts.quickstart.arguments import folder_and_options
 from scripts.quickstart.build_model import (
     PEAK_LEARNING_RATE,
     Batch,
@@ -73,10 +72,7 @@ def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        print(__doc__)
-        return
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "model"
+    directory, _ = folder_and_options(__doc__, ROOT / "model")
     save(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = small_model(tokenizer)

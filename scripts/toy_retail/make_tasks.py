@@ -7,9 +7,9 @@ and streets of test tasks have names that occur in no training task and no demon
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+from scripts.quickstart.arguments import folder_and_options
 from scripts.quickstart.words import Pool
 from scripts.toy_retail.task_types import TASK_TYPES, Instance, database, make_instance
 
@@ -60,10 +60,7 @@ def row(task_id: str, instance: Instance, *, split: str) -> dict[str, object]:
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        print(__doc__)
-        return
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    root, _ = folder_and_options(__doc__, ROOT)
     root.mkdir(parents=True, exist_ok=True)
     by_split = {split: instances(split) for split in ("train", "test")}
     rows = [
