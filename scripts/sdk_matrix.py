@@ -48,12 +48,16 @@ TIMEOUT_S = 300
 
 
 def main(argv: list[str]) -> int:
+    if not {"--help", "-h"}.isdisjoint(argv):
+        print(__doc__)
+        return 0
     options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
     versions = [argument for argument in argv if "=" not in argument] or VERSIONS
-    unknown = options.keys() - {"venvs", "url"}
+    unknown = [*(options.keys() - {"venvs", "url"}), *(name for name in versions if not name[:1].isdigit())]
     if unknown:
         print(
-            f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; the options are venvs=DIR and url=URL",
+            f"sdk_matrix: {', '.join(sorted(unknown))}: neither a version nor one of the options venvs=DIR "
+            "and url=URL",
             file=sys.stderr,
         )
         return 2

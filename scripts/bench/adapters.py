@@ -16,8 +16,8 @@ from pathlib import Path
 import chz
 
 from scripts.bench.compare import (
-    ComparisonOptions,
     Measurement,
+    ModelOptions,
     interleave,
     print_figure,
     random_sequences,
@@ -39,14 +39,14 @@ from skyrl_tx_server.engine.operations import (
 MODELS, ACTIVE, NUM_SEQUENCES, PROMPT, NEW = 32, 4, 16, 128, 128
 
 
-def main(config: ComparisonOptions) -> None:
+def main(config: ModelOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         training(config, model_dir)
         decoding(config, model_dir)
 
 
-def training(config: ComparisonOptions, model_dir: Path) -> None:
+def training(config: ModelOptions, model_dir: Path) -> None:
     """Compare an engine that has 32 models with an engine that has one model. Each measured call of the
     engine with 32 models uses its next model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
@@ -87,7 +87,7 @@ def training(config: ComparisonOptions, model_dir: Path) -> None:
         )
 
 
-def decoding(config: ComparisonOptions, model_dir: Path) -> None:
+def decoding(config: ModelOptions, model_dir: Path) -> None:
     with running(model_dir) as ours:
         names = [f"adapter-{number}" for number in range(ACTIVE)]
         for name in names:
@@ -111,4 +111,4 @@ def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Measurement]:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ModelOptions, argv=sys.argv[1:], allow_hyphens=True))

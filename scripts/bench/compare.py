@@ -35,8 +35,18 @@ for newly mapped memory would take a tenth of the time of a training step. It al
 
 
 @chz.chz
-class ComparisonOptions:
-    """The options of a benchmark that compares several programs."""
+class RepeatOptions:
+    repeats: int = chz.field(default=3, doc="Measured calls of each program, after the first")
+
+
+@chz.chz
+class ModelOptions(RepeatOptions):
+    layers: int = chz.field(default=8, doc="Layers of the model; the targets are set for 8")
+
+
+@chz.chz
+class PeerOptions(RepeatOptions):
+    """The options of a benchmark that compares our engine with other programs."""
 
     hf: str | None = chz.field(
         default=None, doc="Python with torch, transformers and peft. None: Hugging Face does not take part"
@@ -48,8 +58,11 @@ class ComparisonOptions:
         default=2,
         doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
     )
-    layers: int = chz.field(default=8, doc="Layers of the model; the targets are set for 8")
-    repeats: int = chz.field(default=3, doc="Measured calls of each program, after the first")
+
+
+@chz.chz
+class ComparisonOptions(PeerOptions, ModelOptions):
+    """The options of a benchmark that compares several programs with a model of `layers` layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +152,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 
 @contextlib.contextmanager
 def peers(
-    config: ComparisonOptions, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
+    config: PeerOptions, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
 ) -> Iterator[dict[str, Side]]:
     """Start the programs whose interpreters are set in the options, and yield the programs by name.
     `recompute` and `tx_micro_batch_size` are settings of SkyRL's tx only."""

@@ -21,8 +21,8 @@ import chz
 import numpy as np
 
 from scripts.bench.compare import (
-    ComparisonOptions,
     Measurement,
+    ModelOptions,
     interleave,
     print_figure,
     random_sequences,
@@ -36,7 +36,7 @@ from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, S
 NUM_SEQUENCES, NEW, STEPS_PER_DISPATCH, PAUSE_S = 16, 512, 16, 2.0
 
 
-def main(config: ComparisonOptions) -> None:
+def main(config: ModelOptions) -> None:
     seeds = itertools.count()
     waits: list[float] = []
     with (
@@ -106,4 +106,4 @@ def forward(ours: Ours) -> None:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ModelOptions, argv=sys.argv[1:], allow_hyphens=True))

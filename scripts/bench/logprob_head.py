@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.compare import ComparisonOptions, Measurement, interleave, print_figure, report, timed
+from scripts.bench.compare import Measurement, RepeatOptions, interleave, print_figure, report, timed
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
@@ -37,7 +37,7 @@ MODEL = replace(
 NUM_SEQUENCES, LENGTH = 4, 512
 
 
-def main(config: ComparisonOptions) -> None:
+def main(config: RepeatOptions) -> None:
     params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
     adapter = jax.device_put(init_adapter(MODEL, LoraSpec(rank=8, train_unembed=False), 8))
     loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -119,4 +119,4 @@ def batch(*, every: int) -> TrainBatch:
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(RepeatOptions, argv=sys.argv[1:], allow_hyphens=True))

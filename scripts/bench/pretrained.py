@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import chz
 
 from scripts.bench.compare import (
-    ComparisonOptions,
     Measurement,
+    PeerOptions,
     Side,
     interleave,
     peers,
@@ -35,18 +35,20 @@ VOCABULARY = 49_152
 WARM_UPS = 3  # calls per number of sequences, after which the decode program for this number is compiled
 
 
-def main(config: ComparisonOptions) -> None:
+def main(config: PeerOptions) -> None:
     model_dir = converted_directory("smollm2-135m")
     options = (f"max_num_seqs={SLOTS}", f"max_context_length={CONTEXT}", "train_tokens_per_batch=1024")
     wall_s: dict[int, float] = {}
     with side("ours", "ours", model_dir, *options) as ours, peers(config, model_dir) as others:
+        warm_up_seeds = itertools.count(1000)
         for count in COUNTS:
             for _ in range(WARM_UPS):
-                generation(ours, count, itertools.count(1000))()
+                generation(ours, count, warm_up_seeds)()
                 ours.call("wait_for_compilations")
+        seeds = {program.name: itertools.count() for program in (ours, *others.values())}
         for count in COUNTS:
             calls = {
-                program.name: generation(program, count, itertools.count())
+                program.name: generation(program, count, seeds[program.name])
                 for program in (ours, *others.values())
             }
             timings = interleave(calls, repeats=config.repeats)
@@ -74,4 +76,4 @@ def generation(program: Side, count: int, seeds: itertools.count[int]) -> Callab
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(PeerOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import ComparisonOptions, interleave, print_figure, random_sequences, report, timed
+from scripts.bench.compare import ModelOptions, interleave, print_figure, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import (
@@ -33,7 +33,7 @@ from skyrl_tx_server.engine.operations import (
 PROMPT, RESPONSE, GROUP = 512, 128, 8
 
 
-def main(config: ComparisonOptions) -> None:
+def main(config: ModelOptions) -> None:
     group = make_group(GROUP)
     flat = [[100 + member, *sequence[1:]] for member, sequence in enumerate(group)]
     with (
@@ -71,4 +71,4 @@ def loss_and_gradient(ours: Ours, requests: Sequence[Sequence[Sequence[int]]]) -
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(ComparisonOptions, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(ModelOptions, argv=sys.argv[1:], allow_hyphens=True))

@@ -12,6 +12,7 @@ alternately, and compares the median simulated time of the load with the median 
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
@@ -34,6 +35,10 @@ def main(config: SimulateConfig) -> None:
             sys.exit("error: cache_tokens and prefills_per_dispatch are not for device=cpu; remove them")
         compare_with_cpu(config)
         return
+    parameters = inspect.signature(SimulateConfig).parameters
+    for name in ("repeats", "layers", "clock"):
+        if getattr(config, name) != parameters[name].default:
+            sys.exit(f"error: {name} has no effect without device=cpu; remove {name} or set device=cpu")
     costs = DEVICES[config.device]
     rows = {"server": simulate(config, costs)}
     rows["fill all slots first"] = simulate(chz.replace(config, prefills_per_dispatch=math.inf), costs)

@@ -28,3 +28,10 @@ def test_old_and_new_sdks_work_with_the_server(tmp_path: Path) -> None:
             )
         )
     assert all(passed.values()), passed
+
+
+def test_arguments_that_are_no_versions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sdk_matrix.main(["--url", "http://h"]) == 2
+    assert "--url, http://h: neither a version nor one of the options" in capsys.readouterr().err
+    assert sdk_matrix.main(["--help"]) == 0
+    assert "python -m scripts.sdk_matrix" in capsys.readouterr().out

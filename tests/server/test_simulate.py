@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from scripts.bench.gpu_models import heads_size, matrix_size
+from scripts.simulate.__main__ import main
 from scripts.simulate.costs import DEVICES, Measured, ModelSize, step_flops
 from scripts.simulate.simulation import SimulateConfig, simulate
 from skyrl_tx_server.executor.executor import DeviceExecutor
@@ -122,3 +123,8 @@ def test_a_4b_model_has_the_measured_times_on_an_h200() -> None:
     ]
     assert prefills == pytest.approx([*prompts.values()], rel=0.06)
     assert costs.training_s(4096) == pytest.approx(211.1e-3, rel=0.02)
+
+
+def test_options_of_the_cpu_are_refused_for_other_devices() -> None:
+    with pytest.raises(SystemExit, match=r"^error: layers has no effect without device=cpu"):
+        main(SimulateConfig(layers=3))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import quickstart as bench
 from scripts.quick_starts import ARITHMETIC, QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.quickstart import make_arithmetic
 from scripts.quickstart.demonstrations import write_chats
@@ -127,3 +128,13 @@ def test_the_answers_of_the_problems_are_right(name: str) -> None:
     for row in rows(name):
         a, sign, b = row["question"].rpartition("What is ")[2].removesuffix("?").split()
         assert int(row["answer"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+
+def test_the_benchmark_reports_a_run_that_a_signal_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = iter([-9, 0])
+
+    def run(seed: str, *_: object) -> bench.Run:
+        return bench.Run(seed=seed, status=next(statuses), wall_s=1.0, peak_mib=1.0, curve=[])
+
+    monkeypatch.setattr(bench, "run", run)
+    assert bench.main(["seeds=0,1"]) == 1

@@ -306,6 +306,6 @@ def test_the_scripts_refuse_unknown_arguments(arguments: list[str], monkeypatch:
 @pytest.mark.parametrize("argument", ["--help", "-h"])
 def test_the_scripts_print_their_usage(argument: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["script", argument])
-    with pytest.raises(SystemExit, match="^$"):
+    with pytest.raises(SystemExit, match=r"^$"):
         folder_and_options("usage", ROOT)
     assert capsys.readouterr().out == "usage\n"
