@@ -180,14 +180,15 @@ def last_lines(
 ) -> list[str]:
     """Return the last lines of a run: its steps and duration, `results` and its files.
 
-    If a resumed run had no step left, the first line names the option that adds steps, and a value for it.
+    If a resumed run had no step left, the first line names the options that add steps, with values.
     """
     files = [name for name in FILES if (log_path / name).exists()]
     total = f" ({steps} in total)" if steps_before else ""
     first = f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}"
     if options is not None and steps == steps_before:
-        is_limited = steps == options.max_steps
-        more = f"max_steps={2 * steps}" if is_limited else f"n_epochs={2 * options.n_epochs}"
+        more = f"n_epochs={2 * options.n_epochs}"
+        if steps == options.max_steps:  # the epochs may have the same number of steps
+            more = f"max_steps={2 * steps} {more}"
         first = f"nothing to do: all {counted(steps, 'step')} are finished; add {more} to train further"
     return [first, *results, f"files: {log_path} ({', '.join(files)})"]
 

@@ -255,7 +255,7 @@ async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
     finished = Bench(tmp_path)
     await finished.go("behavior_if_log_dir_exists=resume", "max_steps=2")
     text = finished.text.getvalue()
-    assert "nothing to do: all 2 steps are finished; add max_steps=4 to train further" in text
+    assert "nothing to do: all 2 steps are finished; add max_steps=4 n_epochs=2 to train further" in text
     assert "done:" not in text
     await finished.go("behavior_if_log_dir_exists=resume")
     assert "all 2 steps are finished; add n_epochs=2 to train further" in finished.text.getvalue()
