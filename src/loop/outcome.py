@@ -55,7 +55,9 @@ class StepLimits(Protocol):
     def n_epochs(self) -> int: ...
 
 
-def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLimits) -> list[str]:
+def report(
+    log_path: Path, *, wall_s: float, steps_before: int, group_size: int, options: StepLimits
+) -> list[str]:
     """Return the last lines that a training process prints.
 
     `wall_s` is the duration of the process in seconds. `steps_before` is the number of steps that earlier
@@ -65,7 +67,8 @@ def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLim
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     return outcome(
         success_of(metrics_file),
-        training_signal_lines(recorded_variances(metrics_file)),
+        # In groups of one trial, all variances are 0.
+        [] if group_size == 1 else training_signal_lines(recorded_variances(metrics_file)),
         steps=steps,
         steps_before=steps_before,
         wall_s=wall_s,
@@ -74,7 +77,7 @@ def report(log_path: Path, *, wall_s: float, steps_before: int, options: StepLim
     )
 
 
-def require_trained(log_path: Path) -> None:
+def require_trained(log_path: Path, *, group_size: int) -> None:
     """Raise NothingTrainedError if no step of the run has changed the weights."""
     metrics_file = log_path / "metrics.jsonl"
     num_updates = recorded(metrics_file, "optim/num_substeps")
@@ -90,7 +93,9 @@ def require_trained(log_path: Path) -> None:
             f"{first_failure(log_path)}see {log_path / 'logs.log'}"
         )
     rewards = recorded(metrics_file, "env/all/reward/total").values()
-    if any(recorded(metrics_file, "reward/signal_ratio").values()):
+    if group_size == 1:
+        cause = "no example has an advantage; see groups/dropped/*, advantage/* and batch/* in metrics.jsonl"
+    elif any(recorded(metrics_file, "reward/signal_ratio").values()):
         cause = (
             "filters, reward rules or masks left nothing to train in the groups whose rewards differ; see "
             "groups/dropped/*, reward/zeroed_by_* and batch/* in metrics.jsonl"

@@ -88,11 +88,12 @@ async def run(
             connection_stack.pop_all()  # from here on, `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
-            outcome.require_trained(folder.path)
+            outcome.require_trained(folder.path, group_size=config.group_size)
     for line in outcome.report(
         folder.path,
         wall_s=time.monotonic() - started,
         steps_before=folder.steps_done,
+        group_size=config.group_size,
         options=config,
     ):
         events.say(line)

@@ -145,6 +145,19 @@ async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
     assert bench.lines("checkpoints.jsonl")[-1]["final"]
 
 
+async def test_groups_of_one_trial_are_not_called_alike(tmp_path):
+    async def reward_half(trial, policy):
+        return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
+
+    options = ("group_size=1", "advantage_estimator=reinforce++", "eval_before_train=false")
+    bench = Bench(tmp_path / "a", play=reward_half)
+    with pytest.raises(NothingTrainedError, match="in 2 steps: no example has an advantage"):
+        await bench.go(*options)
+    bench = Bench(tmp_path / "b")
+    await bench.go(*options)
+    assert "training signal" not in bench.text.getvalue()
+
+
 async def test_a_broken_environment_ends_the_run_with_its_line(tmp_path):
     async def broken(trial, policy):
         result, detail = await say_a_token(trial, policy), "ZeroDivisionError: by zero (my_env.py:7 in step)"
