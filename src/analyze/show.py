@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -116,6 +116,7 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     if selected is None:
         yield overview(trials)
         return
+    files = {trial.name for trial in trials if trial.line["trial"] == selected}
     trials = [trial for trial in trials if step is None or _is_in(step, trial.name, trial.step)]
     conditions: tuple[Callable[[RecordedTrial], bool], ...] = (
         lambda trial: _is_in(selected, trial.name, trial.step),
@@ -125,10 +126,11 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
         if matching := [trial for trial in trials if condition(trial)]:
             yield trial_table(matching)
             return
+    rollouts = [(_file_name(key, files), key, result) for key, result in find_rollouts(folder, selected)]
     stored = [
-        (key, result)
-        for key, result in find_rollouts(folder, selected)
-        if step is None or _is_in(step, _file_name(key), key.step)
+        (name, key, result)
+        for name, key, result in rollouts
+        if step is None or _is_in(step, name, int(name.rpartition("_")[2]))
     ]
     if not stored:
         where = "" if step is None else f" in {step}"
@@ -136,14 +138,15 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
             f"{folder.name} has no step, task or trial {selected!r}{where}; {_command(run)} lists its "
             "finished steps"
         )
-    key, result = stored[-1]
-    yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
-    if others := [_file_name(other) for other, _ in stored[:-1]]:
+    name, key, result = stored[-1]
+    trained = "" if name == _file_name(key) else f", trained in {name}"
+    yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}{trained}", "bold")
+    if others := [other for other, _, _ in stored[:-1]]:
         yield Text(
             f"trials of this name are also in {', '.join(others)}; to print one of them: "
             f"{_command(run, selected, others[-1])}"
         )
-    named = [trial for trial in trials if (trial.line["trial"], trial.name) == (selected, _file_name(key))]
+    named = [trial for trial in trials if (trial.line["trial"], trial.name) == (selected, name)]
     yield from rollout(result, named[0] if named else None)
 
 
@@ -248,13 +251,16 @@ def _is_in(step: str, name: str, number: int) -> bool:
     return step == name or (step.isdecimal() and int(step) == number)
 
 
-def _file_name(key: RolloutKey) -> str:
-    """Return the name, without suffix, of the file in rollouts/ for the step or evaluation of `key`.
+def _file_name(key: RolloutKey, files: Collection[str] = ()) -> str:
+    """Return the name of the rollout's file in rollouts/, without suffix. `files` are the names of the files
+    that contain a trial with the name of the rollout.
 
-    The refills of dynamic sampling are in the file of their step. With `max_staleness`, another step may have
-    used the group, and the rollout is then in the file of that step.
+    If dynamic sampling plays further batches for a step (refills), their rollouts are also in the file of the
+    step. With `max_staleness`, a rollout may be in the file of a later step, which was trained on it.
     """
-    return f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
+    name = f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
+    later = sorted(file for file in files if file.startswith("step_") and file > name)
+    return later[0] if later and name not in files and key.purpose != "eval" else name
 
 
 def _table(*headings: str) -> Table:

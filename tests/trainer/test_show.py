@@ -114,6 +114,17 @@ def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
     assert [row[:2] for row in rows(printed(run, "a", "eval_000003"))[1:]] == [["eval_000003", "a__e"]]
 
 
+def test_a_trial_that_a_later_step_trained_on_has_its_advantage(run: Path):
+    late = replace(trajectory("a", 1.0, [turn([1], [7])]), trial_name="a__late")
+    key = RolloutKey(purpose="step", step=3, task="a", member=0)
+    FinishedRollouts(run, Journal(run)).add(key, FinishedRollout(result=late, seed=3, attempts=1))
+    group = TrajectoryGroup(task=task("a"), trajectories=[late])
+    record_groups(run / "rollouts" / "step_000004.jsonl", [group], {("a", "a__late"): 0.25})
+    for arguments in ((run, "a__late"), (run, "a__late", 4)):
+        text = printed(*arguments)
+        assert "task a, step 3, member 0, trained in step_000004" in text and "advantage 0.25" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
