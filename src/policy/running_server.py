@@ -12,6 +12,7 @@ import httpx
 from src.core.options import is_http_address
 
 NO_SERVER = "no server answers"
+REFUSED_KEY = "it refuses the key; set TINKER_API_KEY to the key of the server"
 TIMEOUT_S = 5.0
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -47,7 +48,7 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
         headers = {"X-API-Key": key} if key else {}
         reply = httpx.get(f"{base}/api/v1/get_server_capabilities", headers=headers, timeout=TIMEOUT_S)
         if reply.status_code in (401, 403):
-            return "it refuses the key; set TINKER_API_KEY to the key of the server"
+            return REFUSED_KEY
         if not reply.is_success:
             return f"it answered /api/v1/get_server_capabilities with HTTP {reply.status_code}"
         models = reply.json()["supported_models"]

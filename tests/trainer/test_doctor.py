@@ -36,6 +36,7 @@ GOOD = {
 CONFIG = {"model_name": "org/name", "env": "my:env", "learning_rate": 1e-4, "max_tokens": 100}
 SOLVED = {"task": "a", "trial": "a__1", "reward": 1.0, "stop_reason": "stop"}
 CUT = SOLVED | {"stop_reason": "length"}
+FULL = SOLVED | {"stop_reason": "context_length"}
 LOST = {"task": "b", "trial": "b__1", "failure": "verifier", "message": "no reward.txt\nmore"}
 
 
@@ -115,6 +116,12 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
             ProblemName.TRUNCATED,
             "2 of the last 10 graded trials were cut by a length limit",
             "resume {run} max_generate_length=600",
+        ),
+        (
+            {"trials": [SOLVED] * 8 + [FULL] * 2, "options": {"context_limit": 4000}},
+            ProblemName.TRUNCATED,
+            "2 of the last 10 graded trials were cut by a length limit",
+            "resume {run} context_limit=8000",
         ),
         (
             {"trials": [SOLVED] * 18 + [LOST] * 2},
@@ -208,6 +215,10 @@ def test_a_run_without_steps_has_no_problem(tmp_path: Path) -> None:
         json.dumps({"event": "ended", "state": "too_many_failures", "cause": "no trial was graded"}) + "\n"
     )
     assert problems(tmp_path)[ProblemName.FAILURES].measured == "the run ended: no trial was graded"
+    (run_of(tmp_path / "run", trials=[SOLVED] * 99 + [LOST]) / "journal.jsonl").write_text(
+        (tmp_path / "journal.jsonl").read_text()
+    )
+    assert problems(tmp_path / "run")[ProblemName.FAILURES].measured == "the run ended: no trial was graded"
 
 
 def test_keys_are_named_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +242,14 @@ def test_a_refused_key_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         finding = machine_checks.server(url)
     assert finding.measured == f"{url}: it refuses the key; set TINKER_API_KEY to the key of the server"
     assert finding.command == "export TINKER_API_KEY=tml-..."
+
+
+def test_only_a_refused_key_gives_the_advice_to_set_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def is_alive(url: str) -> None: ...
+
+    monkeypatch.setattr(machine_checks, "check_alive", is_alive)
+    monkeypatch.setattr(machine_checks, "find_server", lambda *_, **__: "it serves no model")
+    assert machine_checks.server("http://h").command == "scripts/start_skyrl_tx.sh MODEL"
 
 
 def test_the_machine_is_checked_without_a_run(

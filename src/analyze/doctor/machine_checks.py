@@ -17,7 +17,7 @@ from src.core.errors import BackendError
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
 from src.policy.backend import check_alive
-from src.policy.running_server import find_server
+from src.policy.running_server import REFUSED_KEY, find_server
 
 MIN_PYTHON = (3, 12)  # requires-python of pyproject.toml
 JAX_TIMEOUT_S = 120.0  # the first initialisation of a GPU takes up to a minute
@@ -96,6 +96,8 @@ def server(url: str) -> Finding:
     except BackendError as error:
         return Finding(name="server", measured=str(error), command="scripts/start_skyrl_tx.sh MODEL")
     models = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
-    if isinstance(models, str):  # the reason, for example that the server refuses the key
-        return Finding(name="server", measured=f"{url}: {models}", command="export TINKER_API_KEY=tml-...")
+    if isinstance(models, str):  # the reason against the server
+        is_refused = models == REFUSED_KEY
+        command = "export TINKER_API_KEY=tml-..." if is_refused else "scripts/start_skyrl_tx.sh MODEL"
+        return Finding(name="server", measured=f"{url}: {models}", command=command)
     return Finding(name="server", measured=f"ready at {url}")

@@ -96,7 +96,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
     ),
     ProblemName.FAILURES: Problem(
         sign=f"more than {MAX_FAILED:.0%} of the training trials of the finished steps could not be graded; "
-        "or all of them were graded, and the run ended because too many later trials could not be graded",
+        "or the run ended because too many trials could not be graded",
         meaning="The sandbox, verifier, environment or server fails, and the groups lose trials.",
         command="agent-trainer show {run} {trial}",
     ),

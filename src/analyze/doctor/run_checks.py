@@ -174,29 +174,33 @@ def truncated(run: CheckedRun) -> Finding:
     graded = [trial.line for trial in run.recent_trials() if "failure" not in trial.line]
     if not graded:
         return Finding(name="answers", measured="no graded trial yet")
-    num_cut = sum(line.get("stop_reason") in CUT for line in graded)
-    measured = f"{num_cut} of the last {len(graded)} graded trials were cut by a length limit"
-    if num_cut <= MAX_TRUNCATED * len(graded):
+    cuts = [line.get("stop_reason") for line in graded if line.get("stop_reason") in CUT]
+    measured = f"{len(cuts)} of the last {len(graded)} graded trials were cut by a length limit"
+    if len(cuts) <= MAX_TRUNCATED * len(graded):
         return Finding(name="answers", measured=measured)
-    # max_generate_length takes precedence over max_tokens.
-    option = "max_generate_length" if run.options.get("max_generate_length") else "max_tokens"
+    # The first option of each pair takes precedence over the second.
+    options = ("max_generate_length", "max_tokens")
+    if StopReason.LENGTH not in cuts:
+        options = ("max_input_length", "context_limit")
+    option = next((name for name in options if run.options.get(name)), options[1])
     more = f"{option}={2 * int(run.options.get(option) or 1024)}"
     return problem_finding(ProblemName.TRUNCATED, measured, run=str(run.path), more_tokens=more)
 
 
 def failures(run: CheckedRun) -> Finding:
-    """Compare the share of ungraded trials with MAX_FAILED. If no finished step has an ungraded trial, check
-    that the run did not end because of ungraded trials."""
+    """Compare the share of ungraded trials with MAX_FAILED, and check that the run did not end because of
+    ungraded trials, which may be trials of an unfinished step."""
     ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
+    is_small = len(ungraded) <= MAX_FAILED * len(run.trials)
     end = last_end(run.path)
-    if end is not None and end.state == RunState.TOO_MANY_FAILURES and not ungraded:
+    if end is not None and end.state == RunState.TOO_MANY_FAILURES and is_small:
         return problem_finding(
             ProblemName.FAILURES, f"the run ended: {end.cause[:MAX_SHOWN]}", run=str(run.path), trial=""
         )
     if not run.trials:
         return Finding(name="failures", measured="no finished step yet")
     measured = f"{len(ungraded)} of {len(run.trials)} trials could not be graded"
-    if len(ungraded) <= MAX_FAILED * len(run.trials):
+    if is_small:
         return Finding(name="failures", measured=measured)
     (kind, count), *_ = Counter(line.get("failure", "") for line in ungraded).most_common(1)
     line = next(line for line in ungraded if line.get("failure") == kind)
