@@ -52,7 +52,9 @@ class Display:
         self._console = console
         self._num_finished = 0  # groups since `batch_started`
         self._num_groups = 0
-        self._shown_failures: set[str] = set()  # failure kinds and graded-zero reasons that have been shown
+        # Results ("ungraded trial", "trial with reward 0") and failure kinds or graded-zero reasons that have
+        # been shown.
+        self._shown_failures: set[tuple[str, str]] = set()
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
@@ -92,8 +94,8 @@ class Display:
             if trajectory.zero_reason in GRADING_ERROR_REASONS
         ]
         for kind, message, result in failures:
-            if kind not in self._shown_failures:
-                self._shown_failures.add(kind)
+            if (result, kind) not in self._shown_failures:
+                self._shown_failures.add((result, kind))
                 first_line = (message.splitlines() or [""])[0]
                 self.say(f"  first {result} ({kind}): {group.task.id}: {first_line}; see logs.log")
 

@@ -75,6 +75,21 @@ def test_the_first_failure_of_each_kind_is_shown_once():
     assert lines == [f"  first trial with reward 0 (env_error): a: {detail}; see logs.log"]
 
 
+def test_a_failure_and_a_reward_0_of_one_name_are_both_shown():
+    faulty = replace(trajectory("a"), zero_reason=ZeroReason.ENV_ERROR, zero_detail="no disk")
+    lost = group("b", failures=[failure(kind=FailureKind.ENV_ERROR)])
+
+    def show(display):
+        for shown_group in (TrajectoryGroup(task=task("a"), trajectories=[faulty]), lost):
+            display.group_finished(shown_group, duration_s=1)
+
+    lines = [line for line in shown(show, width=200) if "first" in line]
+    assert [line.split(" (")[0] for line in lines] == [
+        "  first trial with reward 0",
+        "  first ungraded trial",
+    ]
+
+
 def test_partial_rewards_are_shown_if_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
     lines = [
