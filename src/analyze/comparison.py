@@ -88,7 +88,12 @@ def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
 
 
 def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
-    """Return one line with the options whose values differ between the runs, without NAMING_OPTIONS."""
+    """Return one line with the options whose values differ between the runs, without NAMING_OPTIONS.
+
+    A folder that has only dumps has no options."""
+    if not (first.options and second.options):
+        unknown = " and ".join(run.name for run in (first, second) if not run.options)
+        return f"The options of {unknown} are unknown, because there is no config.json."
     names = [name for name in {**first.options, **second.options} if name not in NAMING_OPTIONS]
     differing = [
         f"`{name}={first.options.get(name)}` and `{second.options.get(name)}`"

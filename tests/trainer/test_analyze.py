@@ -228,6 +228,15 @@ def test_former_names_of_options_are_no_difference(tmp_path: Path) -> None:
     assert "The options are equal" in text
 
 
+def test_the_options_of_a_folder_with_only_dumps_are_unknown(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        record = {"score": 0.0, "env_extras": {"task_key": "t"}}
+        skyrl_dump(tmp_path / name / "global_step_0" / "web.jsonl", [record])
+    (tmp_path / "first" / "config.json").write_text('{"seed": 1}')
+    text = analyze(f"runs={tmp_path / 'first'},{tmp_path / 'second'}", write_to=tmp_path / "e.md")
+    assert "The options of second are unknown" in text and "are equal" not in text
+
+
 def test_a_pair_of_runs_compares_only_common_tasks(tmp_path: Path) -> None:
     runs = {
         "first": {"common": (0.0, 0.0, 1.0), "first only": (1.0, 1.0, 1.0)},
