@@ -54,11 +54,8 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Run a health check.
-
-        Raises BackendError if the endpoint does not answer in time or is not ready, and ServerLost if it does
-        not have the weights of this run.
-        """
+        """Run a health check. Raises BackendError if the endpoint does not answer in time or is not ready,
+        and ServerLost if it does not have the weights of this run."""
         ...
 
 
@@ -163,7 +160,7 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
             f"no server answers at {url} ({type(error).__name__}); start it, or correct the address"
         ) from error
     if reply.status_code == 503:
-        raise BackendError(f"the server at {url} is not ready yet; wait until it is ready, then try again")
+        raise BackendError(f"the server at {url} is not ready yet; wait until it is ready")
     if reply.status_code != 200:
         raise BackendError(
             f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
@@ -245,9 +242,7 @@ async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> No
     try:
         await check_alive(url, timeout_s=health_timeout_s(options))
     except BackendError as unreachable:
-        raise ServerLost(
-            f"the server at {url} does not answer; start it again and resume (first error: {error})"
-        ) from unreachable
+        raise ServerLost(f"{unreachable}, then resume (first error: {error})") from unreachable
 
 
 async def _open_policy(service: tinker.ServiceClient, name: str) -> TinkerPolicy:

@@ -174,9 +174,22 @@ async def test_a_lost_server_is_reported(tmp_path, monkeypatch, caplog):
     error = BackendError("sampling: gone")
     with (
         caplog.at_level(logging.CRITICAL),
-        pytest.raises(BackendError, match="does not answer; start it again and resume"),
+        pytest.raises(
+            BackendError,
+            match=r"no server answers at .*; start it, .*, then resume \(first error: sampling: gone",
+        ),
     ):
         await connection.__aexit__(BackendError, error, None)
+
+
+async def test_a_server_that_is_starting_is_not_to_be_started(tmp_path, caplog):
+    startup = StartupState(state=fake_context(tmp_path))
+    with caplog.at_level(logging.CRITICAL), serving(startup) as url:
+        connection = connect(settings(url))
+        await connection.__aenter__()
+        startup.state = None
+        with pytest.raises(BackendError, match="is not ready yet; wait until it is ready, then resume"):
+            await connection.__aexit__(BackendError, BackendError("sampling: gone"), None)
 
 
 @pytest.mark.seed_behaviour(133)
