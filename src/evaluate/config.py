@@ -110,6 +110,6 @@ class CompareConfig(Options):
 
     results: str = chz.field(doc="Folder of a finished evaluation; no trials are played")
     compare_with: str = chz.field(
-        doc="Folder of the evaluation that is compared with results, task by task; the difference is this "
-        "evaluation minus results"
+        doc="Folder of the evaluation that is compared with results, task by task; the difference is "
+        "results minus compare_with"
     )

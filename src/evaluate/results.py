@@ -176,7 +176,10 @@ def compare(
     if write_to is not None:
         names = {"first_name": first["evaluated"], "second_name": second["evaluated"]}
         write_json(write_to, names | asdict(comparison))
-    printer.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
+    printer.say(
+        f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks; "
+        "differences are the second (this evaluation) minus the first (compare_with)"
+    )
     left_out = len(before) + len(after) - 2 * len(common)
     if left_out:
         printer.say(f"left out: {left_out} tasks that only one evaluation has graded")

@@ -137,8 +137,9 @@ async def run(
 
 
 async def compare_finished(config: CompareConfig, events: RunEvents) -> None:
-    """Compare the results of two finished evaluations."""
-    compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), events)
+    """Compare the results of two finished evaluations. The difference is `results` minus `compare_with`."""
+    results = read_results(Path(config.results))
+    compare(read_results(Path(config.compare_with)), results, events)
 
 
 async def run_one(

@@ -312,12 +312,13 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
     first, second = Bench(tmp_path / "1", lambda *_: False), Bench(tmp_path / "2", first_half)
     asyncio.run(first.go("n_samples=2"))
     asyncio.run(second.go("n_samples=4", "tasks=say-00,say-01"))
-    assert main([f"results={first.path}", f"compare_with={second.path}"]) == 0
+    assert main([f"results={second.path}", f"compare_with={first.path}"]) == 0
     output = capsys.readouterr().out
     assert (
         "m -> m, paired over 2 tasks" in output
         and "left out: 6 tasks" in output
         and "difference +50.0 points" in output
+        and "differences are the second (this evaluation) minus the first (compare_with)" in output
     )
 
 
@@ -325,7 +326,7 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
     for name, solved in (("first", (2, 0)), ("second", (0, 0))):
         tasks = [{"content": "c", "solved": number, "graded": 2} for number in solved]
         (tmp_path / name).write_text(json.dumps({"evaluated": name, "tasks": tasks}))
-    assert main([f"results={tmp_path / 'first'}", f"compare_with={tmp_path / 'second'}"]) == 0
+    assert main([f"results={tmp_path / 'second'}", f"compare_with={tmp_path / 'first'}"]) == 0
     assert "success 50.0% -> 0.0%" in capsys.readouterr().out
 
 
