@@ -11,7 +11,7 @@ from pathlib import Path
 
 import chz
 
-from src.core.options import above, at_least, require, share
+from src.core.options import above, at_least, finite, require, share
 from src.core.skyrl_options import NO_DROPOUT
 from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.advantages import ADVANTAGE_ESTIMATORS
@@ -136,7 +136,9 @@ class TrainerConfig(
         default=None, doc="Trials per held-out task; None: group_size", validator=at_least(1)
     )
     eval_temperature: float | None = chz.field(
-        default=None, doc="Sampling temperature of evaluations; None: temperature", validator=at_least(0)
+        default=None,
+        doc="Sampling temperature of evaluations; None: temperature",
+        validator=[at_least(0), finite],
     )
     eval_top_p: float = chz.field(
         default=1.0,

@@ -11,6 +11,7 @@ The first line of a class's docstring is the heading of its section in `--help` 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,6 +58,12 @@ def above(minimum: float) -> Validator:
         require(value is None or value > minimum, f"{_name(name)} must be above {minimum:g}, not {value}")
 
     return validate
+
+
+def finite(options: Any, name: str) -> None:
+    """Validate a field: None, or a number that is neither infinite nor NaN."""
+    value = _value(options, name)
+    require(value is None or math.isfinite(value), f"{_name(name)} must be finite, not {value}")
 
 
 def share_or_0(options: Any, name: str) -> None:

@@ -12,7 +12,7 @@ import chz
 
 from src.core.errors import ConfigError
 from src.core.length_limits import LengthOptions
-from src.core.options import Options, SeedOptions, above, at_least, is_default, pairs, require
+from src.core.options import Options, SeedOptions, above, at_least, finite, is_default, pairs, require
 from src.learning.options import StepWiseOptions
 from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
@@ -152,7 +152,7 @@ class AgentOptions(LengthOptions):
     max_turns: int | None = chz.field(
         default=None, doc="Turns per trial; None: no limit", validator=at_least(1)
     )
-    temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
+    temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=[at_least(0), finite])
     use_native_tool_calling: bool = chz.field(
         default=False,
         doc="Describe an environment's tools with the model's chat template if the environment and the "

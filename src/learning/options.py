@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from src.core.length_limits import LengthOptions
-from src.core.options import Options, SeedOptions, above, at_least, pairs, require
+from src.core.options import Options, SeedOptions, above, at_least, finite, pairs, require
 from src.learning.advantages import Estimator, describe_estimators
 from src.learning.penalty_options import DistillationOptions, KlOptions
 
@@ -34,8 +34,10 @@ class OptimizerOptions(Options):
     )
     adam_beta1: float = chz.field(default=0.9, doc="Decay rate of Adam's first moment")
     adam_beta2: float = chz.field(default=0.95, doc="Decay rate of Adam's second moment")
-    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
-    weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay", validator=at_least(0))
+    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon", validator=finite)
+    weight_decay: float = chz.field(
+        default=0.0, doc="Decoupled weight decay", validator=[at_least(0), finite]
+    )
     grad_clip_norm: float = chz.field(
         default=0.0, doc="Clip the global gradient norm to this; 0: off", validator=at_least(0)
     )
@@ -45,7 +47,7 @@ class OptimizerOptions(Options):
 class LearnerOptions(OptimizerOptions):
     """Optimizer and loss"""
 
-    learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=above(0))
+    learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=[above(0), finite])
     loss_fn: str = chz.field(
         default="ppo",
         doc="Policy-gradient loss: importance_sampling, ppo, cispo, or server:NAME for a loss that you added "

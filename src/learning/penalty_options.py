@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options, above, at_least, require
+from src.core.options import Options, above, at_least, finite, require
 
 
 @chz.chz
@@ -16,7 +16,7 @@ class KlOptions(Options):
     kl_penalty_coef: float = chz.field(
         default=0.0,
         doc="Weight of the KL penalty towards the base model, which changes the advantages; 0: no penalty",
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
     kl_estimator: Literal["k1", "k2", "k3"] = chz.field(
         default="k1", doc="Schulman's estimator of the KL divergence at each token"
@@ -35,12 +35,12 @@ class DistillationOptions(Options):
     teacher_coef: float = chz.field(
         default=1.0,
         doc="Each sampled token's advantage grows by teacher_coef * (teacher's minus sampler's logprob)",
-        validator=above(0),
+        validator=[above(0), finite],
     )
     reward_coef: float = chz.field(
         default=1.0,
         doc="Factor of the advantages that rewards and the KL penalty give; 0: distillation alone",
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
 
     @chz.validate

@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from src.core.length_limits import ContextOptions
-from src.core.options import Options, SeedOptions, above, at_least, is_http_address, require
+from src.core.options import Options, SeedOptions, above, at_least, finite, is_http_address, require
 
 
 @chz.chz
@@ -29,7 +29,7 @@ class AdapterOptions(Options):
         default=None,
         doc="LoRA alpha; alpha / lora_rank scales the adapter. None: the server's default, 32. If the server "
         "gives the adapter another alpha, learning_rate and weight_decay are scaled instead",
-        validator=above(0),
+        validator=[above(0), finite],
     )
     train_attn: bool = chz.field(default=True, doc="Train LoRA weights for the attention projections")
     train_mlp: bool = chz.field(default=True, doc="Train LoRA weights for the MLPs and experts")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options, SeedOptions, at_least, pairs, require, share_or_0
+from src.core.options import Options, SeedOptions, at_least, finite, pairs, require, share_or_0
 from src.envs.options import AgentOptions, TrialOptions
 from src.learning.options import CurriculumOptions, DynamicSamplingOptions, FilterOptions, StalenessOptions
 from src.policy.options import JudgeEndpointOptions
@@ -137,7 +137,7 @@ class JudgeOptions(JudgeEndpointOptions):
     taxonomy_alpha: float = chz.field(
         default=1.0,
         doc="The bonus of a trial without failures; the environment variable TAXONOMY_ALPHA overrides it",
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
     taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
         default="one_plus_failures",
@@ -146,10 +146,12 @@ class JudgeOptions(JudgeEndpointOptions):
     judge_prompt_price: float = chz.field(
         default=0.0,
         doc="Price of the judge's input in USD per million tokens, for the metric judge/cost_usd",
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
     judge_completion_price: float = chz.field(
-        default=0.0, doc="Price of the judge's output in USD per million tokens", validator=at_least(0)
+        default=0.0,
+        doc="Price of the judge's output in USD per million tokens",
+        validator=[at_least(0), finite],
     )
 
     @chz.validate

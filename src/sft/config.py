@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from src.config import LoopOptions
-from src.core.options import SeedOptions, above, at_least, require
+from src.core.options import SeedOptions, above, at_least, finite, require
 from src.learning.options import OptimizerOptions
 from src.policy.options import BackendOptions
 from src.records.options import TrackingOptions
@@ -66,7 +66,7 @@ class RateOptions(OptimizerOptions):
         default=None,
         doc="Adam's learning rate; None: 5e-4 * (2000 / hidden size)^0.0775, with exponent 0.781 for Llama, "
         "or 5e-4 if the hidden size is unknown",
-        validator=above(0),
+        validator=[above(0), finite],
     )
 
 

@@ -101,6 +101,8 @@ def test_the_recipe_of_the_seeds_is_accepted():
         (["eval_split=1"], "eval_split must be at least 0 and below 1"),
         (["max_failure_rate=-0.1"], "max_failure_rate must lie between 0 and 1, not -0.1"),
         (["learning_rate=0"], "learning_rate must be above 0"),
+        (["learning_rate=inf"], "learning_rate must be finite, not inf"),
+        (["temperature=inf"], "temperature must be finite, not inf"),
         (["lora_rank=0"], "lora_rank must be at least 1, not 0"),
         (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),
         (["environment_kwargs=cpus"], "environment_kwargs takes key=value pairs, not 'cpus'"),

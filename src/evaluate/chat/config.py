@@ -5,7 +5,7 @@ from __future__ import annotations
 import chz
 
 from src.core.length_limits import LengthOptions
-from src.core.options import at_least, share
+from src.core.options import at_least, finite, share
 from src.policy.options import BackendOptions
 
 
@@ -18,7 +18,7 @@ class ChatConfig(BackendOptions, LengthOptions):
         doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
     system: str | None = chz.field(default=None, doc="System message; None: no system message")
-    temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
+    temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=[at_least(0), finite])
     top_p: float = chz.field(
         default=1.0,
         doc="Sample from the most likely tokens that together have this probability; 1: from all",
