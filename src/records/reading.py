@@ -67,7 +67,7 @@ class Finished(RolloutFields):
     outcome: str
 
 
-class LostGroup(TypedDict):
+class GroupFailures(TypedDict):
     """The number of trials of one group, and the number of failures by cause."""
 
     trials: Count
@@ -86,7 +86,7 @@ class CurriculumState(TypedDict):
 class StepState(TypedDict):
     strikes: NotRequired[dict[str, Count]]  # task id -> consecutive groups without a graded trial
     quarantined: NotRequired[dict[str, str]]  # task id -> most frequent cause
-    recent: NotRequired[list[LostGroup]]  # the latest groups, oldest first
+    recent: NotRequired[list[GroupFailures]]  # the latest groups, oldest first
     curriculum: NotRequired[CurriculumState]
 
 
