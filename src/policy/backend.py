@@ -163,8 +163,8 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         raise BackendError(f"the server at {url} is not ready yet; wait until it is ready")
     if reply.status_code != 200:
         raise BackendError(
-            f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
-            "the address"
+            f"{url}/api/v1/healthz answered {reply.status_code}: the server has failed, or it is not a "
+            "Tinker endpoint; start it again, or correct the address"
         )
 
 

@@ -6,6 +6,7 @@ line why it does not.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import threading
@@ -22,7 +23,8 @@ from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_d
 from scripts.run_skyrl_tx import in_trainer_names, main, trainer_arguments
 from src.cli.command_line import parse
 from src.config import TrainerConfig
-from src.core.errors import ConfigError
+from src.core.errors import BackendError, ConfigError
+from src.policy.backend import check_alive
 from src.policy.running_server import NO_SERVER, ServedModels, find_server
 
 KEY = "tml-of-the-server"
@@ -338,6 +340,8 @@ def test_the_reason_against_a_server_is_one_line() -> None:
         assert find_server(url, key="") == "it is not ready yet"
     with server({}, health=404) as url:
         assert "it is not a Tinker endpoint" in str(find_server(url, key=""))
+        with pytest.raises(BackendError, match="the server has failed, or it is not a Tinker endpoint"):
+            asyncio.run(check_alive(url))
     assert find_server(url, key="") == NO_SERVER
 
 
