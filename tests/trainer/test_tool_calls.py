@@ -277,6 +277,12 @@ def test_text_next_to_a_call_is_kept():
     assert parse(f"One moment.\n<tool_call>{JSON}</tool_call>", TOOLS).content == "One moment."
 
 
+@pytest.mark.parametrize("answer", ['{"name": ["get_order"]}', '```json\n[{"name": {"a": 1}}]\n```'])
+def test_a_name_that_is_a_list_or_an_object_is_a_failure(answer: str) -> None:
+    parsed = parse(answer, TOOLS)
+    assert not parsed.calls and parsed.problem == "a call has no name"
+
+
 def test_calls_keep_their_order_and_one_invalid_call_rejects_all():
     both = f'<tool_call>{JSON}</tool_call><tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>'
     assert [call.name for call in parse(both, TOOLS).calls] == ["get_order", "cancel"]
@@ -308,7 +314,9 @@ def test_a_call_inside_a_thought_is_ignored():
     assert not parse(f"<think><tool_call>{JSON}</tool_call>", TOOLS).calls
 
 
-@pytest.mark.parametrize("text", ["get_order('#1')", "get_order(id=)", "get_order(id=other())"])
+@pytest.mark.parametrize(
+    "text", ["get_order('#1')", "get_order(id=)", "get_order(id=other())", 'get_order(**{"id": 1})']
+)
 def test_code_is_parsed_and_never_executed(text):
     parsed = parse(text, TOOLS)
     assert parsed.strategy == Strategy.CODE and not parsed.calls and parsed.problem

@@ -214,7 +214,7 @@ def _code(text: str, tools: Collection[str]) -> ParsedAnswer | None:
         call = ast.parse(match[0].strip(), mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("it is more than one call")
-        if call.args:
+        if call.args or any(keyword.arg is None for keyword in call.keywords):  # f(1) or f(**{...})
             raise ValueError("arguments need names")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(arguments)  # rejects Python values without a JSON form, such as {1, 2} and b"x"
@@ -287,7 +287,7 @@ def _parsed(
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
     """Return whether the text is a call or a broken call. A JSON object with a name and no arguments is a
-    call only if the name is that of a known tool.
+    call if the name is that of a known tool, and a broken call if the name is a list or an object.
     """
     try:
         value = json.loads(text)
@@ -299,7 +299,12 @@ def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
     return (
         isinstance(first, dict)
         and "name" in first
-        and ("arguments" in first or "parameters" in first or first["name"] in tools)
+        and (
+            "arguments" in first
+            or "parameters" in first
+            or isinstance(first["name"], (list, dict))
+            or first["name"] in tools
+        )
     )
 
 
