@@ -64,6 +64,12 @@ def test_an_invalid_selection_is_refused(five_tasks: Path, pattern: str, message
         harbor_tasks(five_tasks, eval_tasks=[pattern])
 
 
+def test_tasks_dir_cannot_be_held_out(five_tasks: Path) -> None:
+    for path in (str(five_tasks), f"{five_tasks}/../{five_tasks.name}"):
+        with pytest.raises(ConfigError, match="none is left to train on"):
+            harbor_tasks(five_tasks, eval_tasks=[path])
+
+
 def test_a_first_prompt_over_a_length_limit_is_refused() -> None:
     message = r"hello-file: the first prompt has at least \d+ tokens, so {}=2000 leaves no tokens"
     with pytest.raises(ConfigError, match=message.replace("{}", "context_limit")):

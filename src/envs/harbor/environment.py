@@ -127,8 +127,10 @@ def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[
     Raises ConfigError if no training task is left, if a pattern of `eval_tasks` matches no task, or if two
     tasks share an id.
     """
-    (_, tasks), *held_out_folders = checked.tasks.items()
+    tasks = next(iter(checked.tasks.values()))
     eval_tasks = settings.eval_tasks or ()
+    eval_paths = {Path(name).expanduser() for name in eval_tasks}  # one of them can be tasks_dir
+    held_out_folders = [item for item in checked.tasks.items() if item[0] in eval_paths]
     patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
     fraction = 0.0 if eval_tasks else settings.eval_split
     train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
