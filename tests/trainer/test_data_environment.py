@@ -23,7 +23,7 @@ from src.core.trajectory import StopReason, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
 from src.envs.data import rewards
 from src.envs.data.records import Record, read_records
-from src.envs.data.rewards import FunctionReward, last_number, open_reward
+from src.envs.data.rewards import FunctionReward, last_number, marked, open_reward
 from src.envs.data.rows import Columns, question_of
 from src.envs.registry import check_environment, open_task_source
 from src.envs.service import subprocess_pool
@@ -267,6 +267,20 @@ async def test_functions_that_do_not_return_block_no_other_thread():
     finally:
         release.set()
     assert [graded.reward for graded in await asyncio.gather(*grading)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        (r"\boxed{1}, no, \boxed{\frac{\sqrt{x^{2}}}{2}}}", r"\frac{\sqrt{x^{2}}}{2}"),
+        (r"\boxed{\text{a \boxed{1}}} \boxed {2", r"\text{a \boxed{1}}"),
+        (r"\boxed{{1} and \boxed{2}", "2"),
+        ("\\boxed{" * 200_000 + "}" * 200_000, "\\boxed{" * 199_999 + "}" * 199_999),
+    ],
+    ids=["deeper", "nested", "open", "huge"],
+)
+def test_the_last_box_with_balanced_braces_is_the_result(text: str, result: str):
+    assert marked(text) == result
 
 
 def test_a_number_with_a_huge_exponent_is_no_number():

@@ -26,7 +26,7 @@ from src.envs.user_code import load_function
 
 BUILT_IN = ("exact", "number", "regex", "math")
 MARKER = "####"  # GSM8K writes the result of a solution after this marker
-BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|(?<![\w.])[-+]?\.\d+"
 )
@@ -81,13 +81,19 @@ def marked(text: str) -> str:
     r"""Return the final result of a solution: the text after the last `####`, else the content of the last
     `\boxed{}`, else the whole text.
 
-    >>> marked("6 * 7 = 42 #### 42"), marked(r"so \boxed{\frac{1}{2}}."), marked(" 42\n")
-    ('42', '\\frac{1}{2}', '42')
+    >>> marked("6 * 7 = 42 #### 42"), marked(r"so \boxed{\frac{\sqrt{3}}{2}}."), marked(" 42\n")
+    ('42', '\\frac{\\sqrt{3}}{2}', '42')
     """
     if MARKER in text:
         return text.rpartition(MARKER)[2].strip()
-    boxed = BOXED.findall(text)
-    return (boxed[-1] if boxed else text).strip()
+    start, end = 0, len(text)
+    open_braces: list[re.Match[str]] = []
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            open_braces.append(brace)
+        elif open_braces and (opening := open_braces.pop())[0] != "{":
+            start, end = opening.end(), brace.start()
+    return text[start:end].strip()
 
 
 def last_number(text: str) -> Decimal | None:
