@@ -316,6 +316,11 @@ NO_QUESTION = (
         ('{"question": "a"}', [], "FILE:1: there is none of the columns answer, ground_truth"),
         ('{"question": "a", "answer": null}', [], "FILE:1: answer is null; give the reference answer"),
         (
+            '{"question": "a", "answer": "1", "b": null}',
+            ["environment_kwargs=answer=b"],
+            "FILE:1: b is null; give the reference answer",
+        ),
+        (
             '{"question": "a", "answer": "1"}',
             ["environment_kwargs=answer=b"],
             "FILE:1: there is no column b; the row has question, answer; correct",

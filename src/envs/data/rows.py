@@ -51,6 +51,7 @@ class Question:
     follow_ups: Sequence[str]
     reference: str | None  # None: the row has no answer
     record: Record
+    columns: Columns
 
     @property
     def text(self) -> str:
@@ -96,6 +97,7 @@ def question_of(record: Record, columns: Columns) -> Question:
         follow_ups=[str(message["content"]) for message in follow_ups],
         reference=reference,
         record=record,
+        columns=columns,
     )
 
 
@@ -199,9 +201,10 @@ def _missing(
 def require_reference(question: Question) -> str:
     """Return the reference answer. Raises ConfigError if the row has none."""
     if question.reference is None:
-        record = question.record
-        null_column = next((column for column in ANSWER_COLUMNS if column in record.values), None)
+        record, selected = question.record, question.columns.answer
+        names = ANSWER_COLUMNS if selected is None else (selected,)
+        null_column = next((column for column in names if column in record.values), None)
         if null_column is not None:
             raise ConfigError(f"{record.where}: {null_column} is null; give the reference answer")
-        raise _missing(question.record, None, ANSWER_COLUMNS, option="answer")
+        raise _missing(record, None, ANSWER_COLUMNS, option="answer")
     return question.reference
