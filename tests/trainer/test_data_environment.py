@@ -219,6 +219,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def broken(answer, row):\n    return 1 / 0\n"
         "def nothing(answer, row):\n    pass\n"
         "def no_reward(answer, row):\n    return {'score': 1}\n"
+        "def text(answer, row):\n    return {'reward': 1, 'info': 'x'}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -234,7 +235,11 @@ async def test_a_function_of_the_user_grades_and_replies(tmp_path: Path):
     assert result.conversation[2] == {"role": "user", "content": "Think of letters"}
     broken = await play(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
     assert (broken.reward, broken.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
-    for name, returned in (("nothing", "None"), ("no_reward", "{'score': 1}")):
+    for name, returned in (
+        ("nothing", "None"),
+        ("no_reward", "{'score': 1}"),
+        ("text", "{'reward': 1, 'info': 'x'}"),
+    ):
         result = await play(opened(f"data={path}", f"reward=my_rewards:{name}", "eval_split=0"), "a")
         expected = f"TypeError: the function of reward= returned {returned}; return a number, or a mapping"
         assert result.zero_detail.startswith(expected)

@@ -222,17 +222,14 @@ class FunctionReward:
         values = dict(result) if isinstance(result, Mapping) else {"reward": result}
         try:
             reward = float(values.pop("reward"))
+            message = str(values.pop("message", None) or "")
+            metrics = {str(name): float(value) for name, value in values.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise TypeError(
                 f"the function of reward= returned {result!r:.80}; return a number, or a mapping with "
-                "`reward`"
+                "`reward`, optionally `message`, and other numbers"
             ) from error
-        message = str(values.pop("message", None) or "")
-        return Graded(
-            reward=reward,
-            message=message,
-            metrics={str(name): float(value) for name, value in values.items()},
-        )
+        return Graded(reward=reward, message=message, metrics=metrics)
 
     async def close(self) -> None:
         """There is nothing to release."""
