@@ -78,8 +78,9 @@ def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "clinic-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: clinic\nVersion: 1.0\n")
-    line = "healthcare = examples.healthcare:open_healthcare"
-    (package / "entry_points.txt").write_text(f"[agent_trainer.service_domains]\n{line}\n")
+    names = ("healthcare", "clinic")
+    lines = "".join(f"{name} = examples.healthcare:open_healthcare\n" for name in names)
+    (package / "entry_points.txt").write_text(f"[agent_trainer.service_domains]\n{lines}")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
 
@@ -91,6 +92,13 @@ def test_a_registered_domain_is_known_by_its_name(tmp_path: Path):
     assert len(opened("environment_kwargs=domain=healthcare+toy_retail").train) > 12
     source = opened(f"train_data={path}", "test_data=healthcare:test")
     assert [task.id for task in source.train] == ["healthcare/ask-0"] and len(source.eval) == 6
+
+
+@pytest.mark.usefixtures("installed_package")
+@pytest.mark.parametrize("option", ["train_data=clinic:train", "environment_kwargs=domain=clinic"])
+def test_an_entry_point_has_the_name_of_its_domain(option: str):
+    with pytest.raises(ConfigError, match="domain=clinic returned a domain with the name healthcare; rename"):
+        opened(option)
 
 
 @pytest.mark.parametrize(
