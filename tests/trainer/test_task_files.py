@@ -232,6 +232,14 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
             "rows.jsonl:1: the actions are not a list of objects",
         ),
         (
+            [row("retail", "1", instruction="x", actions='[{"name": "fl')],
+            "rows.jsonl:1: the actions are not a list of objects",
+        ),
+        (
+            [row("retail", "1", instruction="x", actions={"name": "fly"})],
+            "rows.jsonl:1: the actions are not a list of objects",
+        ),
+        (
             [row("retail", "1", instruction="x", actions=[], outputs="327")],
             "rows.jsonl:1: outputs is not a list; correct it",
         ),

@@ -120,9 +120,11 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
     spec = record.get("reward_spec")
     truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     actions = _as_list(info["actions"] if info.get("actions") is not None else truth)
-    if not info.get("instruction") or actions is None:
+    if not info.get("instruction") or (actions is None and info.get("actions") is None):
         return None
     try:
+        if actions is None:
+            raise TypeError("not a list")
         gold = [
             {
                 "name": str(action["name"]),
