@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -375,4 +376,22 @@ def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
     rows[3]["actions"][0]["arguments"]["order"] = "nobody"
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=f"{rows[3]['id']}: a gold action fails: there is no order nobody"):
+        read_shop(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: [{"id": "a"}], '{"id": "a"} is not an object with actions, communicate, id, '),
+        (lambda rows: {"tasks": []}, '{"tasks": []} is not an object with actions'),
+        (lambda rows: [{**rows[0], "actions": [{"name": "get_order"}]}], "a gold action fails: 'arguments'"),
+        (lambda rows: [{**rows[0], "actions": ["get_order"]}], "a gold action fails: string indices"),
+    ],
+)
+def test_an_invalid_row_is_rejected_when_the_tasks_load(tmp_path, change, message):
+    for name in ("db.json", "policy.md"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    rows = json.loads((FOLDER / "tasks.json").read_text())
+    (tmp_path / "tasks.json").write_text(json.dumps(change(rows)))
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_shop(tmp_path)

@@ -44,6 +44,7 @@ INSTRUCTIONS = (  # the prompt of the model of a user simulator
     "agent says that it is not "
     f"possible, answer {STOP} and nothing else."
 )
+ROW_KEYS = {"id", "split", "instruction", "scripts", "actions", "communicate"}
 FOLDER = Path(__file__).resolve().parents[3] / "datasets" / NAME
 
 Database = dict[str, dict[str, dict[str, Any]]]  # table -> key -> record
@@ -279,10 +280,15 @@ def read_shop(folder: Path) -> Shop:
             f"{folder} contains no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, "
             "tasks.json"
         ) from error
-    for row in rows:
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, dict) or not row.keys() >= ROW_KEYS:
+            raise ConfigError(
+                f"{folder}/tasks.json: {json.dumps(row):.80} is not an object with "
+                f"{', '.join(sorted(ROW_KEYS))}; correct it"
+            )
         try:
             after_gold(database, row)
-        except ToolError as error:
+        except (ToolError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}; correct it"
             ) from error
