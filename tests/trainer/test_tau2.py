@@ -260,6 +260,14 @@ def test_invalid_options_are_rejected_with_one_line(
         open_task_source(config(home, *options, kwargs=kwargs), byte_chat())
 
 
+def test_the_error_of_a_killed_listing_names_its_status(home: Path):
+    (home / "venv" / "bin" / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(
+        ConfigError, match="the train tasks of retail: its worker ended with status -9; check"
+    ):
+        open_task_source(config(home), byte_chat())
+
+
 def test_several_domains_are_trained_on_together(home: Path):
     source = open_task_source(config(home, kwargs="domain=retail+airline+mock"), byte_chat())
     assert [task.domain for task in source.train] == ["retail"] * 2 + ["airline"] * 2 + ["mock"] * 2

@@ -283,7 +283,9 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
     )
     replies = [json.loads(line) for line in listing.stdout.splitlines()]
     problems = [reply["error"] for reply in replies if "error" in reply] or (
-        [] if len(replies) == 2 else [listing.stderr[-300:]]
+        []
+        if len(replies) == 2
+        else [listing.stderr[-300:].strip() or f"its worker ended with status {listing.returncode}"]
     )
     if problems:
         raise ConfigError(
