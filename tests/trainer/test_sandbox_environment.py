@@ -151,6 +151,18 @@ CMD ["sleep", "infinity"]
     assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naaa\nhi\nhello world\n"
 
 
+async def test_a_build_step_can_create_the_working_directory(tmp_path: Path) -> None:
+    text = "FROM debian\nRUN mkdir -m 700 /app && touch /app/a\nWORKDIR /app\n"
+    for name in ("1", "2", "3"):
+        (tmp_path / name).mkdir()
+    async with environment(tmp_path / "1", text) as env:
+        assert (await env.exec("pwd; ls")).stdout == "/app\na\n"
+    async with environment(tmp_path / "2", text.replace("WORKDIR /app", "USER root"), workdir="/app") as env:
+        assert (await env.exec("pwd; ls; stat -c %a .")).stdout == "/app\na\n700\n"
+    async with environment(tmp_path / "3", workdir="/new/x") as env:
+        assert (await env.exec("pwd; touch a; ls")).stdout == "/new/x\na\n"
+
+
 async def test_a_failing_build_step_recommends_docker(tmp_path: Path) -> None:
     with pytest.raises(
         SandboxError,

@@ -124,9 +124,9 @@ class SandboxEnvironment(BaseEnvironment):
 
         Every command starts a shell, so directories are collected and created together: by the upload of the
         next `Copy`, or by a separate command before a `Copy` with `is_one_file`, before a `Run` and after the
-        last step.
+        last step. The `workdir` of task.toml is created last, because a `RUN mkdir` of it must succeed.
         """
-        directories = [*self._mount_targets(), self._workdir]
+        directories = self._mount_targets()
         for step in self._plan.steps:
             match step:
                 case MakeDirectory(path=path):
@@ -147,6 +147,8 @@ class SandboxEnvironment(BaseEnvironment):
                     directories = []
                     await self._run_build_step(step)
         await self._make_directories(directories)
+        if workdir := self.task_env_config.workdir:
+            await self._upload([], "the sandbox", directories=[workdir], directory_mode=None)
 
     @override
     async def stop(self, delete: bool) -> None:
