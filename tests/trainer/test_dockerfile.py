@@ -179,6 +179,28 @@ def test_a_here_document_ends_at_its_marker(tmp_path: Path) -> None:
     assert scripts(plan) == ["cat <<'END' > /a\n  one\nEND", "two", "three"]
 
 
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("<<E cat > /a", "<<E cat > /a\ntwo\nE"),
+        ("--mount=type=cache,target=/c <<E", "two"),
+        ("--mount=type=cache,target=/c cat <<E", "cat <<E\ntwo\nE"),
+    ],
+)
+def test_a_here_document_keeps_the_command_of_its_line(tmp_path: Path, command: str, script: str) -> None:
+    assert scripts(build_plan(tmp_path, f"FROM a\nRUN {command}\ntwo\nE\n")) == [script]
+
+
+def test_a_glob_skips_files_that_dockerignore_excludes(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".dockerignore").write_text("b.txt\n")
+    (copy,) = build_plan(tmp_path, "FROM a\nCOPY *.txt /app/\n").steps
+    assert copy == Copy(files=((tmp_path / "a.txt", "/app/a.txt"),), mode=None, line=2)
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: b\*.txt matches no file of the build context"):
+        build_plan(tmp_path, "FROM a\nCOPY b*.txt /app/\n")
+
+
 def test_continued_lines_are_joined_without_a_space(tmp_path: Path) -> None:
     text = "FROM a\nENV LIST=/a:\\\n# comment\n\n/b\nRUN echo 'x\\  \n   y'\nRUN echo z\\\\\nRUN last\n"
     plan = build_plan(tmp_path, text)

@@ -36,6 +36,7 @@ CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")  # a backslash at the end of a line
 HERE_DOCUMENT_OR_QUOTED = re.compile(
     r"""(?<!\S)\d*<<-?(['"]?)([\w.-]+)\1(?!\S)|'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL
 )
+RUN_OPTIONS = re.compile(r"(?:--\w+=\S+\s+)*")
 QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
 LITERAL_DOLLAR = "\ue000"  # stands for a `$` that is not expanded, because of quotes or a backslash
 # A word after an operator can contain one more level of braces.
@@ -222,10 +223,14 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 raise ConfigError(
                     f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}"
                 )
-            # `RUN <<EOF` runs the body. With a command before the marker, the body is the input of that
-            # command.
-            command = value[: marker.start()].strip()
-            value = "\n".join(body) if not command else f"{value}\n" + "\n".join([*body, marker.group(2)])
+            # `RUN <<EOF` runs the body. With a command before or after the marker, the body is the input of
+            # that command.
+            command = RUN_OPTIONS.sub("", value, count=1)
+            value = (
+                value.removesuffix(command) + "\n".join(body)
+                if command.strip() == marker[0]
+                else f"{value}\n" + "\n".join([*body, marker[2]])
+            )
         instructions.append((first + 1, name.upper(), value.strip()))
     return instructions
 
@@ -349,7 +354,11 @@ def _copied(
     """
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
-    matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
+    matches = [context / relative]
+    if any(c in relative for c in "*?["):
+        matches = [
+            match for match in sorted(context.glob(relative)) if not (match.is_file() and is_excluded(match))
+        ]
     files: list[tuple[Path, str]] = []
     for name, match in [(match.name, match.resolve()) for match in matches]:
         if (
@@ -371,7 +380,10 @@ def _copied(
         else:
             files.append((match, str(target / name if into_directory or len(matches) > 1 else target)))
     if not matches:
-        raise ConfigError(f"{path}:{line}: {source} does not exist in the build context {context}")
+        raise ConfigError(
+            f"{path}:{line}: {source} matches no file of the build context {context} that .dockerignore "
+            "does not exclude"
+        )
     return files
 
 
