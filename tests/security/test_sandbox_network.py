@@ -184,7 +184,7 @@ def test_name_servers_on_loopback_addresses_are_omitted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stub, upstream = tmp_path / "stub", tmp_path / "upstream"
-    stub.write_text("search example\nnameserver 127.0.0.53\nnameserver ::1\n")
+    stub.write_text("search example\nnameserver 127.0.0.53\nnameserver 169.254.169.254\nnameserver ::1\n")
     monkeypatch.setattr(network, "RESOLVER_FILES", (stub, upstream))
     assert network.name_servers() == []
     upstream.write_text("nameserver 192.0.2.53\n")

@@ -57,8 +57,8 @@ def why_no_network() -> str | None:
         return f"a sandbox with the public network needs access to {TUN}: as root, chmod 666 {TUN}"
     if not name_servers():
         return (
-            "a sandbox with the public network needs an IPv4 name server that is not on a loopback "
-            f"address, but {RESOLVER_FILES[0]} names none; add one"
+            "a sandbox with the public network needs an IPv4 name server that is not on a loopback or "
+            f"link-local address (169.254.*), but {RESOLVER_FILES[0]} names none; add one"
         )
     if shutil.which("ip", path=PROGRAMS) is None:
         return "a sandbox with the public network needs the package iproute2 on this machine"
@@ -66,7 +66,8 @@ def why_no_network() -> str | None:
 
 
 def name_servers() -> list[str]:
-    """Return the IPv4 name servers of this machine, without those on loopback addresses."""
+    """Return the IPv4 name servers of this machine, without those on loopback and link-local addresses,
+    which a sandbox cannot reach."""
     for file in RESOLVER_FILES:
         servers = []
         with contextlib.suppress(OSError):
@@ -185,12 +186,12 @@ def _is_open_to_all(device: Path) -> bool:
 
 
 def _is_outside(address: str) -> bool:
-    """Return whether a text is an IPv4 address other than a loopback address and 0.0.0.0."""
+    """Return whether a text is an IPv4 address other than a loopback or link-local address and 0.0.0.0."""
     try:
         parsed = ipaddress.IPv4Address(address)
     except ValueError:
         return False
-    return not (parsed.is_loopback or parsed.is_unspecified)
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
 async def _first_byte(descriptor: int) -> bytes:
