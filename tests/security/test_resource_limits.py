@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from src.envs.sandbox import launch
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.resource_limits import (
     CgroupParents,
@@ -152,6 +153,23 @@ async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
     async with sandbox():
         assert len(cgroups()) == len(parents.directories)
     assert cgroups() == set()
+
+
+async def test_files_are_removed_after_the_last_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "CGROUP_WAITS_S", (0.0, 0.0))
+    directory = tmp_path / "run" / "sandbox"
+    prepared = launch.Launch(
+        directory, skeleton=tmp_path, hostname="h", has_network=False, limits=SandboxLimits()
+    )
+    attempts = iter([False, False])
+    monkeypatch.setattr(
+        launch, "remove_cgroups", lambda record: next(attempts, True) and remove_cgroups(record)
+    )
+    await prepared.clean_up_when_empty()
+    assert not directory.exists()
+    assert "have not ended yet" not in caplog.text
 
 
 @needs_cgroup

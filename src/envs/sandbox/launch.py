@@ -133,11 +133,12 @@ class Launch:
             if self.clean_up():
                 return
             await asyncio.sleep(wait_s)
-        logger.warning(
-            "%s: processes of a stopped sandbox have not ended yet; its files are removed when this run "
-            "ends, or by a later run",
-            self.directory,
-        )
+        if not self.clean_up():
+            logger.warning(
+                "%s: processes of a stopped sandbox have not ended yet; its files are removed when this run "
+                "ends, or by a later run",
+                self.directory,
+            )
 
     def _write_resolver(self) -> Path:
         path = self.directory / "resolv.conf"
