@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from harbor.environments.docker.docker import DockerEnvironment
+from harbor.models.task.config import TaskConfig
 
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.envs.harbor.environment import HarborTasks, open_harbor
-from src.envs.harbor.task_folders import verifier_needs
+from src.envs.harbor.task_folders import check_for, verifier_needs
 from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.dockerfile import is_installed
 from src.envs.validate import main as validate
 from tests.fakes.tokenizer import byte_chat
 
@@ -141,10 +144,38 @@ def test_validate_reports_a_verifier_that_lacks_the_internet(
         "offline",
         test="uvx no-such-program-x /tests; echo $((1 - ($? > 0))) > /logs/verifier/reward.txt",
     )
-    assert verifier_needs(folder) == "uvx"
+    assert verifier_needs(folder, lambda package: True) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line == (
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0] == (
         "BAD  offline: the solution got 0.0 instead of 1, doing nothing got 0.0; "
-        "tests/test.sh needs the internet for `uvx`"
+        "logs_dir=DIR keeps the output of the verifier"
     )
+    assert "tests/test.sh needs the internet for `uvx` and has no network" in output.err
+
+
+@needs_sandbox
+def test_the_advice_names_the_dockerfile_of_the_verifier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, separate = (task(tmp_path, name, test="curl -L https://example.org | sh") for name in ("a", "b"))
+    (separate / "tests" / "Dockerfile").write_text("FROM debian\n")
+    (separate / "task.toml").write_text(
+        '[environment]\nnetwork_mode = "no-network"\n[verifier]\nenvironment_mode = "separate"\n'
+        '[verifier.environment]\nnetwork_mode = "no-network"\n'
+    )
+    for folder, place in ((own, "environment"), (separate, "tests")):
+        caplog.clear()
+        source(folder)
+        assert f"add commands to {place}/Dockerfile that install" in caplog.text
+
+
+def test_packages_of_this_machine_are_not_those_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DockerEnvironment, "_egress_control_kernel_support", lambda *_: True)
+    folder = task(tmp_path, "a", test="apt-get install -y bash")
+    assert verifier_needs(folder, is_installed) is None
+    config = TaskConfig.model_validate({"environment": {"network_mode": "no-network"}})
+    (warning,) = check_for("docker", {"type": "docker"})(folder, config)
+    assert "needs the internet for `apt-get install bash`" in warning

@@ -214,10 +214,12 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
             f"machine cannot have: {why_no_network()}; {USE_DOCKER}"
         )
     warnings = sorted({warning for plan in plans if (warning := image_warning(plan))})
-    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
+    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder, is_installed)):
+        dockerfile = "environment/Dockerfile" if definition is None else "tests/Dockerfile"
         warnings.append(
-            f"tests/test.sh needs the internet for `{needed}` and has no network, "
-            f"so these tasks probably get the reward 0; {FIX_VERIFIER}"
+            f"tests/test.sh needs the internet for `{needed}` and has no network, so these tasks probably "
+            f"get the reward 0; add commands to {dockerfile} that install what tests/test.sh downloads, or "
+            'set network_mode = "public" in task.toml'
         )
     elif NetworkAccess.LACKING in networks:
         warnings.append(
@@ -226,17 +228,11 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     return warnings
 
 
-FIX_VERIFIER = (
-    "add commands to environment/Dockerfile that install what tests/test.sh downloads, or set "
-    'network_mode = "public" in task.toml'
-)
-
-
-def verifier_needs(folder: Path) -> str | None:
+def verifier_needs(folder: Path, has_package: Callable[[str], bool]) -> str | None:
     """Return the first command of tests/test.sh that needs the internet, or None.
 
-    The returned text is the result of `needs_network`, or `apt-get install` with the packages that this
-    machine lacks.
+    The returned text is the result of `needs_network`, or `apt-get install` with the packages for which
+    `has_package` is false.
     """
     try:
         script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
@@ -245,7 +241,7 @@ def verifier_needs(folder: Path) -> str | None:
     for words in commands(script):
         if network_command := needs_network(words):
             return network_command
-        if missing := [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]:
+        if missing := [package for package in apt_packages(words) if not has_package(package.split("=")[0])]:
             return f"apt-get install {' '.join(missing)}"
     return None
 
@@ -273,7 +269,8 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
         reason = reason.replace("EnvironmentType.DOCKER environment", "Harbor's Docker environment")
         raise ConfigError(f"{folder}: {reason}; {USE_SANDBOX}") from error
     mode = config.verifier.network_mode or config.environment.network_mode
-    if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
+    # The packages of the image are unknown.
+    if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder, lambda package: False)):
         return [
             f"tests/test.sh needs the internet for `{needed}`, but task.toml sets no-network, "
             "so these tasks may get the reward 0"

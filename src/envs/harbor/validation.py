@@ -15,7 +15,6 @@ from src.core.errors import VerifierError
 from src.core.trajectory import Task
 from src.envs.harbor.grading import graded
 from src.envs.harbor.grading_method import GradingMethod, GradingMode
-from src.envs.harbor.task_folders import verifier_needs
 from src.envs.harbor.trial_result import describe_exception, run_with_deadline
 from src.envs.harbor.verifier_reward import verifier_reward
 
@@ -62,14 +61,8 @@ class TaskValidation:
             return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {self.grading.name}"
         oracle = f"there is no {SOLUTION}" if self.oracle is None else _result("the solution", self.oracle, 1)
         results = [oracle, _result("doing nothing", self.nop, 0)]
-        needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
-        if needed:
-            advice = f"tests/test.sh needs the internet for `{needed}`"
-        elif logs_dir is None:
-            advice = "logs_dir=DIR keeps the output of the verifier"
-        else:
-            advice = f"{logs_dir} has the output of the verifier"
-        return f"BAD  {self.task.id}: {', '.join(results)}; {advice}"
+        advice = "logs_dir=DIR keeps" if logs_dir is None else f"{logs_dir} has"
+        return f"BAD  {self.task.id}: {', '.join(results)}; {advice} the output of the verifier"
 
 
 def _result(agent: str, result: float | str, expected: int) -> str:
