@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from harbor.environments.docker.docker import DockerEnvironment
+from harbor.models.task.config import TpuSpec
+from harbor.models.trial.config import EnvironmentConfig as HarborEnvironmentConfig
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.harbor.environment import environment_options, resolve_environment_type
+from src.envs.harbor.environment import resolve_environment_type
+from src.envs.harbor.environment_fields import environment_options
 from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox, variant
 
 pytestmark = in_sandbox
@@ -93,6 +96,16 @@ def test_environment_kwargs_become_fields_of_harbors_config() -> None:
         "force_build": False,
         "kwargs": {"network": True, "image": "x:1", "ratio": 0.5},
     }
+
+
+def test_a_tpu_and_hosts_become_fields_of_harbors_config() -> None:
+    options = environment_options({"override_tpu": "v6e=2x4", "extra_allowed_hosts": "a.org+b.org"})
+    fields = HarborEnvironmentConfig.model_validate(options)
+    assert fields.override_tpu == TpuSpec(type="v6e", topology="2x4") and not fields.kwargs
+    assert fields.extra_allowed_hosts == ["a.org", "b.org"]
+    for option in ("override_tpu=v6e=2x4", "extra_allowed_hosts=a.org"):
+        with pytest.raises(ConfigError, match=f"sandbox has no option {option.partition('=')[0]}; its"):
+            harbor_tasks(environment_kwargs=[option])
 
 
 def test_a_limit_that_is_not_an_integer_is_refused() -> None:

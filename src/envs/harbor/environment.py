@@ -19,6 +19,7 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
+from src.envs.harbor.environment_fields import environment_options
 from src.envs.harbor.grading_method import GradingOption, grading_methods, parse_grading_option
 from src.envs.harbor.trial_folder import JobsQuota
 from src.envs.options import EnvironmentOptions
@@ -308,44 +309,3 @@ def prepare_machine(environment_type: str, *, run_label: str, n_parallel: int) -
             n_parallel,
             MAX_TRIAL_NETWORKS,
         )
-
-
-def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, object]:
-    """Return `environment_kwargs` as fields of Harbor's EnvironmentConfig.
-
-    The resources (with or without `override_`), `force_build`, `delete` and the enforcement policies become
-    fields. All other names are passed to the environment class, also those of other fields.
-
-    >>> environment_options({"override_cpus": "2", "memory_mb": "512", "network": "true"})
-    {'kwargs': {'network': True}, 'override_cpus': 2, 'override_memory_mb': 512}
-    """
-    kwargs: dict[str, object] = {}
-    options: dict[str, object] = {"kwargs": kwargs}
-    for key, text in environment_kwargs.items():
-        short = key.removeprefix("override_")
-        if short in ("cpus", "memory_mb", "storage_mb", "gpus"):
-            try:
-                options[f"override_{short}"] = int(text)
-            except ValueError:
-                raise ConfigError(f"environment_kwargs {key} needs an integer, not {text!r}") from None
-        elif key in ("force_build", "delete"):
-            value = _parse_scalar(text)
-            if not isinstance(value, bool):
-                raise ConfigError(f"environment_kwargs {key} needs true or false, not {text!r}")
-            options[key] = value
-        elif key in ("cpu_enforcement_policy", "memory_enforcement_policy"):
-            options[key] = text
-        else:
-            kwargs[key] = _parse_scalar(text)
-    return options
-
-
-def _parse_scalar(text: str) -> str | int | float | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -165,7 +165,8 @@ def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     have. For all other types, Harbor checks these names when `check_for_containers` creates an environment.
     """
     kwargs = options.get("kwargs")
-    unknown = kwargs.keys() - set(SANDBOX_ARGUMENTS) if isinstance(kwargs, Mapping) else ()
+    unknown = kwargs.keys() - set(SANDBOX_ARGUMENTS) if isinstance(kwargs, Mapping) else set[str]()
+    unknown |= options.keys() & {"override_tpu", "extra_allowed_hosts"}
     if environment_type == "sandbox" and unknown:
         raise ConfigError(
             f"environment_kwargs: environment_type=sandbox has no option {min(unknown)}; its options are "
