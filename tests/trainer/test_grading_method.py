@@ -123,6 +123,17 @@ def test_the_number_of_tasks_of_each_mode_is_logged(tmp_path: Path, caplog: pyte
     assert caplog.messages == [f"grading: 0 tasks in a fresh environment, 1 in place ({source})"]
 
 
+def test_tasks_with_a_separate_verifier_are_counted_separately(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [hello(tmp_path / "task"), hello(tmp_path / "separate")]
+    (tasks[1].path / "task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n')
+    with caplog.at_level(logging.INFO):
+        grading_methods(tasks, GradingOption(), "sandbox")
+    counts = "1 tasks in a fresh environment, 0 in place, 1 in a separate verifier environment ("
+    assert caplog.messages[0].startswith(f"grading: {counts}")
+
+
 @pytest.mark.parametrize(("kind", "compose"), [("daytona", False), ("docker", True)])
 def test_tasks_that_cannot_be_graded_fresh_count_as_in_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, compose: bool

@@ -161,21 +161,32 @@ def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
 def grading_methods(
     tasks: Iterable[Task], option: GradingOption, environment_type: str
 ) -> dict[Path, GradingMethod]:
-    """Return a map from the task's folder to its grading method. Log how many tasks use each mode."""
+    """Return a map from the task's folder to its grading method. Log how many tasks use each mode, and how
+    many have a separate verifier environment."""
+    from harbor.models.task.config import TaskConfig
+    from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
+
+    def is_separate(folder: Path) -> bool:
+        config = TaskConfig.model_validate_toml((folder / "task.toml").read_text(encoding="utf-8"))
+        return resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE
+
     methods = {task.path: option.method_for(task, environment_type) for task in tasks}
     counts = Counter(
         method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE
         for path, method in methods.items()
+        if not is_separate(path)
     )
+    num_separate = len(methods) - counts.total()
     source = (
         "environment_kwargs"
         if option.method
         else "records of src.envs.validate; tasks without a record: fresh"
     )
     logger.info(
-        "grading: %d tasks in a fresh environment, %d in place (%s)",
+        "grading: %d tasks in a fresh environment, %d in place%s (%s)",
         counts[GradingMode.FRESH],
         counts[GradingMode.IN_PLACE],
+        f", {num_separate} in a separate verifier environment" if num_separate else "",
         source,
     )
     return methods
