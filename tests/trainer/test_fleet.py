@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from src.cli.command_line import parse, parse_as
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, SandboxError
 from src.core.trajectory import FailureKind, Trajectory, TrialFailure, ZeroReason
 from src.envs.fleet import mcp_session, verifier
+from src.envs.fleet.environment import PROBE
 from src.envs.registry import open_task_source
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.evaluate.config import EvaluateConfig
@@ -309,6 +310,16 @@ async def test_a_killed_verifier_is_an_infrastructure_failure(server: str, tmp_p
     result = await play(server, "Done.", folder=tmp_path, row=row)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_ERROR
     assert "the verifier was killed; the machine may lack memory" in result.message
+
+
+async def test_a_killed_bubblewrap_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPatch):
+    async def call_tool(name: str, arguments: object) -> mcp_session.ToolResult:
+        raise AssertionError
+
+    script = """echo '{"ready": true}'; read -r _; kill -9 $$"""
+    monkeypatch.setattr(verifier, "sandbox_command", lambda seccomp: ["/bin/sh", "-c", script])
+    with pytest.raises(SandboxError, match="the verifier was killed; the machine may lack memory"):
+        await verifier.verify(PROBE, "", call_tool, timeout_s=10)
 
 
 async def test_a_verifier_cannot_call_tools_forever(

@@ -32,7 +32,8 @@ PROGRAM = Path(__file__).with_name("verifier_process.py")
 MAX_LINE_BYTES = 8 * 2**20
 MAX_CALLS = 1000
 TMP_BYTES = 64 * 2**20
-KILLED = 128 + 9  # exit status of bubblewrap if the verifier was killed, for example for lack of memory
+# Exit statuses of bubblewrap if the kernel killed the verifier or bubblewrap, for example for lack of memory.
+KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)
 
 CallTool = Callable[[str, Mapping[str, object]], Awaitable[ToolResult]]
 
@@ -154,7 +155,7 @@ async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, o
     except (ValueError, RecursionError) as error:
         raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier sent an invalid line: {error}") from error
     status = await process.wait()
-    if status == KILLED:
+    if status in KILLED:
         raise SandboxError("the verifier was killed; the machine may lack memory")
     raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier ended its process with status {status}")
 
