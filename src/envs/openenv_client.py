@@ -14,12 +14,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, EnvServerError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
@@ -79,37 +80,38 @@ class OpenEnv:
     async def start(self) -> ResetResult:
         """Open a session. If the server has its maximum number of sessions, wait until one ends.
 
-        Raises RuntimeError if no session has ended after CAPACITY_TIMEOUT_S seconds, and for every other
-        error that the server reports.
+        Raises EnvServerError if there is no connection, and RuntimeError if no session has ended after
+        CAPACITY_TIMEOUT_S seconds and for every other error that the server reports.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
+        has_waited = False
         while True:
-            self._client = await self._connect()
             try:
-                result = await self._client.reset(**self._reset_options)
+                with _server_errors():
+                    self._client = await self._connect()
+                    result = await self._client.reset(**self._reset_options)
             except RuntimeError as error:  # The client raises RuntimeError for every server error.
                 if CAPACITY_ERROR_CODE not in str(error) or time.monotonic() > deadline:
                     raise
-                logger.info(
-                    "%s; set n_parallel_envs to the server's max_concurrent_envs to avoid this wait", error
-                )
+                if not has_waited:
+                    logger.info(
+                        "%s; set n_parallel_envs to the server's max_concurrent_envs to avoid this wait",
+                        error,
+                    )
+                has_waited = True
             else:
                 return ResetResult(messages=[self._message(result)])
-            client, self._client = self._client, None
-            await client.close()
+            if self._client is not None:
+                client, self._client = self._client, None
+                await client.close()
             await asyncio.sleep(CAPACITY_RETRY_S)
 
     async def step(self, answer: str) -> StepResult:
+        """Send an answer. Raises EnvServerError if the connection is lost, and the errors of the server."""
         assert self._client is not None
         action = self._to_action(answer)
-        try:
+        with _server_errors():
             result = await self._client.step(action)
-        except Exception as error:
-            # The exceptions of the package websockets do not inherit from ConnectionError. `run_episode`
-            # would attribute them to the answer.
-            if type(error).__module__.startswith("websockets"):
-                raise ConnectionError(f"the connection to the OpenEnv server failed: {error}") from error
-            raise
         return StepResult(
             messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done
         )
@@ -120,6 +122,18 @@ class OpenEnv:
 
     def _message(self, result: OpenEnvResult) -> Message:
         return {"role": "user", "content": self._to_text(result.observation)}
+
+
+@contextmanager
+def _server_errors() -> Generator[None]:
+    """Raise EnvServerError, after which the attempt is repeated, for a lost or impossible connection. The
+    exceptions of the package websockets do not inherit from ConnectionError."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConnectionError) or type(error).__module__.startswith("websockets"):
+            raise EnvServerError(f"the connection to the OpenEnv server failed: {error}") from error
+        raise
 
 
 def observation_text(observation: object, *, field: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -122,6 +123,36 @@ async def test_a_trial_waits_for_a_free_session(monkeypatch):
     trajectory = await played(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1
     assert client.num_closed == 3  # two refused sessions and the played one
+
+
+async def test_a_waiting_trial_logs_one_line(monkeypatch, caplog):
+    monkeypatch.setattr("src.envs.openenv_client.CAPACITY_RETRY_S", 0)
+    with caplog.at_level(logging.INFO):
+        await played(FullClient(refusals=3))
+    (line,) = caplog.messages
+    assert "set n_parallel_envs to the server's max_concurrent_envs" in line
+
+
+class ConnectionClosed(Exception):
+    """An exception like those of the package websockets."""
+
+    __module__ = "websockets.exceptions"
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionClosed("no close frame"), ConnectionResetError("no close frame")]
+)
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_a_lost_connection_is_a_failure_of_the_server(monkeypatch, method, error):
+    async def lost(*_: object, **options: object) -> Result:
+        raise error
+
+    client = Client()
+    monkeypatch.setattr(client, method, lost)
+    failure = await played(client)
+    assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_SERVER
+    assert failure.message == "the connection to the OpenEnv server failed: no close frame"
+    assert client.num_closed == 1
 
 
 async def test_the_wait_for_a_free_session_has_a_timeout(monkeypatch):
