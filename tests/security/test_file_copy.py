@@ -17,6 +17,7 @@ import pytest
 from src.config import TrainerConfig
 from src.core.event_loop import LagMeter
 from src.core.trajectory import Trajectory
+from src.envs.harbor import trial_folder
 from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
 from src.envs.harbor.trial_folder import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
@@ -338,6 +339,21 @@ def test_applying_limits_removes_files_with_paths_that_are_too_long(tmp_path: Pa
     assert (folder / "agent" / "log").is_file()
     longest = max(len(str(path)) for path in everything_below(folder))
     assert longest < 4096
+
+
+def test_a_file_that_disappears_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent").mkdir()
+    for name in ("gone", "kept"):
+        (tmp_path / "agent" / name).write_text("x")
+    list_entries = trial_folder._entries
+
+    def entries(folder: Path) -> list[tuple[os.DirEntry[str], int]]:
+        listed = [*list_entries(folder)]
+        (folder / "agent" / "gone").unlink()
+        return listed
+
+    monkeypatch.setattr(trial_folder, "_entries", entries)
+    assert apply_limits(tmp_path).is_complete and (tmp_path / "agent" / "kept").is_file()
 
 
 def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
     for entry, depth in entries:
         try:
             status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # another process removed it
+            continue
         except OSError:  # the path is too long for the kernel, so its parent must be removed
             excess.append(Path(entry.path).parent)
             continue
