@@ -218,7 +218,9 @@ async def test_a_used_up_number_of_files_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(TrialDownloads, "budget_for", lambda *_: DownloadBudget(files=0))
     async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
         await sandbox_environment.exec("echo x > /app/a")
-        with pytest.raises(RuntimeError, match="cannot download /app/a: the trial has already downloaded as"):
+        with pytest.raises(
+            RuntimeError, match="cannot download /app/a: the limit on the number of files that are downloaded"
+        ):
             await sandbox_environment.download_file("/app/a", tmp_path / "trial" / "a")
 
 
