@@ -95,8 +95,8 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     api_key_file. The command line and the file take precedence over the environment.
 
     The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
-    `argv` contains both api_key and api_key_file, if the file contains no key or cannot be read, or if a key
-    is `none` or `null`.
+    `argv` contains both api_key and api_key_file, if the file cannot be read, contains no key or has more
+    than MAX_KEY_BYTES bytes, or if a key from the environment or the file is `none` or `null`.
     """
     argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
     values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
@@ -117,11 +117,12 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
 
 def move_secrets() -> None:
     """Move the secrets from the command line to the environment, which other users cannot read, and restart
-    this program. Do nothing if the command line contains no secret, or if it contains api_key_file, which
-    `with_secrets` then refuses together with api_key."""
+    this program. Do nothing if the command line contains no secret, or if it contains api_key and
+    api_key_file, which `with_secrets` then refuses."""
     values = {name: value for name, _, value in (argument.partition("=") for argument in sys.argv[1:])}
     visible = [name for name in SECRETS if values.get(name, "").lower() not in _NONE]
-    if not visible or {"api_key_file", "--api-key-file", "--api_key_file"} & values.keys():
+    has_file = values.get("api_key_file", "").lower() not in _NONE or "--api-key-file" in values
+    if not visible or ("api_key" in visible and has_file):
         return
     for name in visible:
         os.environ[SECRETS[name]] = values[name]

@@ -41,7 +41,9 @@ class HttpOptions(TenantOptions):
     allowed_hosts: str | None = chz.field(
         default=None,
         doc="Host names, separated by commas, that a server without api_key and api_keys_file accepts in the "
-        "Host header besides its own name and addresses; a server with keys accepts all host names",
+        "Host header besides the value of host, localhost and loopback addresses. If host is not a loopback "
+        "address, the server also accepts the name of the machine and all IP addresses. A server with keys "
+        "accepts all host names",
     )
     allowed_origins: str | None = chz.field(
         default=None,

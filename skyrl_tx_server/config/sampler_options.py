@@ -51,4 +51,6 @@ class SamplerOptions(BoundedOptions):
     @chz.validate
     def _check_sampler_url(self) -> None:
         if self.sampler_url is not None and not self.sampler_url.startswith(("http://", "https://")):
-            raise ConfigError(f"sampler_url={self.sampler_url}: must be http://host:port")
+            raise ConfigError(
+                f"sampler_url={self.sampler_url}: must be http://host:port or https://host:port"
+            )

@@ -1,10 +1,10 @@
 """Connects the processes (ranks) of one server. The processes 1, 2, ... connect to process 0 at
 `coordinator_address`.
 
-All processes must know the cluster key (see `channel`), and have the same jax version, model files and
-engine options except those in `MAY_DIFFER`. When all have connected, process 0 announces a free port for
-`jax.distributed`. A missing process is detected before jax starts and reported in one line, because jax would
-end each process with a stack trace.
+All processes must know the cluster key (see `channel`), and have the same `num_processes`, jax version, model
+files and engine options except those in `MAY_DIFFER`. When all have connected, process 0 announces a free
+port for `jax.distributed`. A missing process is detected before jax starts and reported in one line, because
+jax would end each process with a stack trace.
 """
 
 from __future__ import annotations

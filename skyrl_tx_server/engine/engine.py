@@ -2,11 +2,11 @@
 per operation.
 
 HTTP code calls `submit` from any thread. An operation that fails affects only its own future, with one
-exception: if the KV cache was donated to a program that failed, all running sequences have lost their state,
-and their requests fail together. The executor then continues with an empty cache (with several ranks, the
-server stops), and waiting requests are not affected. A `ServerError` reaches the caller unchanged. Any other
-exception is logged with its traceback, and the caller gets a `ServerError` with the type and the message of
-the exception.
+exception: if a decode dispatch fails, or if a failed prefill has destroyed the KV cache, all running
+sequences have lost their state, and their requests fail together. The executor then continues with an empty
+cache (with several ranks, the server stops), and waiting requests are not affected. A `ServerError` reaches
+the caller unchanged. Any other exception is logged with its traceback, and the caller gets a `ServerError`
+with the type and the message of the exception.
 
 This file is long because the engine thread is one state machine.
 """
