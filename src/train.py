@@ -35,8 +35,9 @@ async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) 
     """Run the training to its end and return its result.
 
     `events` receives the progress; None: it is shown in the terminal. Like the command, the function reads
-    `.env` and sets unset environment variables of libraries. Cancel the call to save a checkpoint and stop
-    the run. Raises TrainerError for every error that the user can fix.
+    `.env` and, with backend=skyrl-tx, `.env.skyrl-tx`, and sets unset environment variables of libraries.
+    Cancel the call to save a checkpoint and stop the run. Raises TrainerError for every error that the user
+    can fix.
     """
     load_environment([f"backend={config.backend}"])
     # These imports take seconds. They come late so that --help and errors in options appear at once.

@@ -70,7 +70,7 @@ class ExpertGroups:
     affects which experts are chosen, but not the weights of their outputs."""
 
     count: int
-    per_token: int  # number of groups per token, chosen by the sum of their two highest scores
+    per_token: int  # number of groups per token, chosen by the sum of their two highest scores plus biases
     scale: float  # multiplies the weights of the chosen experts
 
 
@@ -79,7 +79,7 @@ class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): one latent vector per token represents the keys and
     values of all heads.
 
-    The names are those of Hugging Face's DeepseekV3Config.
+    The names are those of Hugging Face's DeepseekV3Config, except `interleaved`, there `rope_interleave`.
     """
 
     q_lora_rank: int | None  # None: queries are projected in one step

@@ -26,7 +26,7 @@ tiles."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """The two sizes of tile batches, in tiles. Each size has a compiled program."""
+    """The two sizes of tile batches, in tiles. Each size has its own compiled programs."""
 
     short: int
     long: int

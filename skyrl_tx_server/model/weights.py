@@ -57,7 +57,7 @@ def resolve_model(base_model: str) -> Path:
 
     `base_model` is one of: a local directory; a GGUF file or the name of a packaged model, which is
     converted; a name on the Hugging Face hub, which is downloaded. Raises ConfigError if there is no such
-    model.
+    model, or if the conversion or the download fails.
     """
     if is_gguf(base_model):
         return converted_directory(base_model)

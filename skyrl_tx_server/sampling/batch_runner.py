@@ -167,8 +167,9 @@ class BatchRunner:
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:
-        """Discard the dispatch in flight if no sequence has a slot: all have ended or were released. Raise
-        SequencesLostError if the dispatch has failed and sequences are paused."""
+        """Discard the dispatch in flight if no sequence has a slot: all have ended or were released. If the
+        dispatch has failed, empty the KV cache. In this case, raise SequencesLostError if sequences are
+        paused, and with several processes the error of the dispatch."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None

@@ -28,7 +28,7 @@ class InFlightBatch:
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # the next dispatch, planned in advance; None: see `_plan_after`
+    next: DecodeDispatch | None = None  # the next dispatch; None: `decode` has not planned it (`_plan_after`)
     host_outputs: DecodeOutputs | None = None  # the outputs on the host; None: `decode` has not received them
 
     @property
@@ -72,7 +72,7 @@ class DecodePipeline:
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
         """Process the outputs of the dispatch for which `decode` waited, and return the results of the
         sequences that finished or failed. With `dispatch_next`, first start the dispatch that `decode`
-        planned. It is not started if none of its sequences is active, or if preempted sequences may be
+        planned. It is not started if the device has ended all its sequences, or if preempted sequences may be
         restored with the pages of sequences that ended."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
@@ -116,8 +116,9 @@ class DecodePipeline:
         """Return the dispatch that can follow `dispatch` before its outputs are known, and allocate pages for
         it.
 
-        None: no sequence can have tokens left to sample, too few pages are available, the next dispatch needs
-        another compiled program, or it can use a narrower program after `SequencePool.compact`.
+        None: no sequence can have tokens left to sample, too few pages are available, `dispatch` uses a
+        rolled program, the next dispatch needs another compiled program, or it can use a narrower program
+        after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

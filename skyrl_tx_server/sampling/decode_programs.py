@@ -1,8 +1,8 @@
 """The decode programs that a background thread compiles.
 
 The compilation time of an unrolled program is proportional to the number of layers of the model. Until such a
-program is compiled, another program is used for the same sequences. The other program samples the same
-tokens with the same logprobs. There are two cases:
+program is compiled, another program is used for the same sequences. On a CPU, the other program samples the
+same tokens with the same logprobs. On a GPU, the last bits may differ. There are two cases:
 - Instead of a narrow program, a wider program is used. The narrow program is compiled after several
   dispatches could have used it.
 - Instead of the widest program, a rolled program is used. The compilation of a rolled program takes about as

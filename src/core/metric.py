@@ -30,7 +30,7 @@ class Reduction(StrEnum):
     MIN = "min"
     MAX = "max"
     STD = "std"
-    LAST = "last"  # the value at the end of the step
+    LAST = "last"  # a single value of the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Names of options in SkyRL and in scripts for it, and the options of this trainer that take their values.
 
 `trainer.epochs=2` is taken as `n_epochs=2`. A name may also be written without its configuration groups, such
-as `eval_interval` for `trainer.eval_interval`, unless this trainer has an option of that name. Every other
+as `eval_interval` for `trainer.eval_interval`, unless the program has an option of that name. Every other
 name of SkyRL is refused with a reason, because an ignored or guessed option could change what a run trains
 on.
 """
@@ -73,6 +73,10 @@ _PLACEMENT = "it has no counterpart, because the server places and runs the mode
 _ON_POLICY = "training assumes samples from the whole distribution of the policy; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
 _SERVER_SIDE = "the server chooses it, not the client; remove it"
+_LAYERS = (
+    "the adapter covers all linear layers; remove it, or write train_attn=false, train_mlp=false or "
+    "train_unembed=false"
+)
 NO_DROPOUT = "the Tinker API has no LoRA dropout; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
@@ -97,9 +101,8 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.critic_mini_batch_size": _NO_CRITIC,
     "trainer.ref": "the base model is the reference; write kl_penalty_coef=... for a KL penalty",
     "trainer.policy.model.lora": _SERVER_SIDE,
-    "trainer.policy.model.lora_dropout": NO_DROPOUT,
-    "trainer.target_modules": "the adapter covers all linear layers; remove it, or write train_attn=false, "
-    "train_mlp=false or train_unembed=false",
+    **dict.fromkeys(("trainer.policy.model.lora_dropout", "trainer.policy.model.lora.dropout"), NO_DROPOUT),
+    **dict.fromkeys(("trainer.target_modules", "trainer.policy.model.lora.target_modules"), _LAYERS),
     "trainer.policy.optimizer_config": "write adam_beta1, adam_beta2 or adam_eps",
     "trainer.policy.optimizer_config.scheduler": "write lr_schedule=constant, linear or cosine",
     "trainer.algorithm": (

@@ -12,11 +12,11 @@ class StopReason(StrEnum):
     """Why a completion or a trajectory ended. For a completion it is `stop` or `length`."""
 
     STOP = "stop"  # completion: a stop token; trajectory: the episode ended
-    LENGTH = "length"  # completion: it was cut at max_tokens; trajectory: its last completion was cut
+    LENGTH = "length"  # completion: cut at max_tokens; trajectory: its last completion was cut or empty
     CONTEXT_LENGTH = "context_length"  # the next prompt exceeds max_input_length or fills context_limit
     MAX_TURNS = "max_turns"
-    AGENT_TIMEOUT = "agent_timeout"
-    SESSION_CLOSED = "session_closed"  # the agent closed its terminal
+    AGENT_TIMEOUT = "agent_timeout"  # Harbor's agent or the whole Harbor trial reached its time limit
+    SESSION_CLOSED = "session_closed"  # the agent closed its terminal, or an error ended Harbor's agent
     TIMEOUT = "timeout"  # a tool call of the agent exceeded its deadline
     FAILED = "failed"  # the trial could not be graded; failed_trial_reward is its reward
 
@@ -32,7 +32,8 @@ class ZeroReason(StrEnum):
     FILES_TOO_LARGE = "files_too_large"
     VERIFIER_TIMEOUT = "verifier_timeout"
     NO_REWARD = "no_reward"  # the verifier wrote no reward
-    UNREADABLE_REWARD = "unreadable_reward"  # the reward is not a finite number, or too long to be read
+    # The reward is not a finite number, has an absolute value of 1e300 or more, or is in an invalid file.
+    UNREADABLE_REWARD = "unreadable_reward"
     VERIFIER_ERROR = "verifier_error"  # the verifier failed, or its tests or output could not be copied
     AGENT_ERROR = "agent_error"  # the agent's answers or terminal caused an error in the trial's code
     TIMEOUT = "timeout"  # the whole trial reached its deadline, and the agent had used most of the time
@@ -88,7 +89,8 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
-    # One per turn if the environment gives rewards per turn; `reward` is their sum.
+    # One per turn if the environment gives rewards per turn. `reward` is their sum, unless a reward rule
+    # changed it or an empty answer before the first turn had a reward.
     turn_rewards: list[float] = field(default_factory=list)
     # The messages, for logs; training uses `turns`.
     conversation: list[Mapping[str, object]] = field(default_factory=list)

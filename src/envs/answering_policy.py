@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 from src.core.token_ids import TokenIds
@@ -34,10 +35,14 @@ class AnsweringPolicy:
 
 
 def scripted(lines: Sequence[str]) -> Policy:
-    """Return a policy that answers with the lines in order and repeats the last one."""
+    """Return a policy that answers each conversation with the lines in order and repeats the last one. The
+    first messages of all conversations have the same number of answers."""
+    num_given = sys.maxsize  # answers in the first messages
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
+        nonlocal num_given
         num_answers = sum(message["role"] == "assistant" for message in messages)
-        return lines[min(num_answers, len(lines) - 1)]
+        num_given = min(num_given, num_answers)
+        return lines[min(num_answers - num_given, len(lines) - 1)]
 
     return AnsweringPolicy(answer)

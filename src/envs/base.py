@@ -58,7 +58,8 @@ class DeadlineAware(Protocol):
 
     def timeout_result(self) -> Trajectory | None:
         """Return a trajectory with the reward 0 and a graded-zero reason, or None if the timeout is an
-        infrastructure failure, because the agent gave no answer or used at most half of the trial's time.
+        infrastructure failure, because the agent gave no answer or used at most half of the time from the
+        start of the trial to the end of the agent. The agent's time does not include sampling.
 
         `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
         cancels `run`.

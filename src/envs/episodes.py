@@ -110,7 +110,7 @@ class EpisodeTasks:
             await self._spec.close()
 
     def batch_ended(self, directory: Path) -> None:
-        """Do nothing, because rollouts/ already contains all data of the batch's trials."""
+        """Do nothing, because the rollout store already contains the batch's trials."""
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
         return self._chat.tokenizer.decode(

@@ -262,7 +262,8 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
 
     tau2_home: str | None = chz.field(
         default=None,
-        doc="Folder of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: TAU2_HOME",
+        doc="Folder of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: the "
+        "environment variable TAU2_HOME",
     )
 
 

@@ -137,11 +137,13 @@ class TryConfig(HarborOptions, TauBenchOptions):
 
 def typed(console: Console) -> Policy:
     """Return a policy that shows the new messages and reads the answer from the terminal."""
+    num_known = 0  # the messages that were shown, and the last answer
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
-        answer_indices = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for message in messages[answer_indices[-1] + 1 if answer_indices else 0 :]:
+        nonlocal num_known
+        for message in messages[num_known if num_known <= len(messages) else 0 :]:
             console.print(message_text(message["role"], message["content"]))
+        num_known = len(messages) + 1
         try:
             return console.input("[bold green]answer>[/] ")
         except EOFError as error:
@@ -188,7 +190,7 @@ async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[Ta
         if config.kind == "scripted":
             policy_for = policy_for_scripted(config)
         elif config.kind == "typed":
-            policy_for = partial(_same_policy, typed(console))
+            policy_for = lambda task: typed(console)  # noqa: E731  one policy for each trial
         else:
             policy, chat = await model(config, stack)
             policy_for = partial(_same_policy, policy)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.loop.outcome import Success, success_of
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.journal import RunState, last_end
-from src.records.run_folder import CONFIG_FILE, METRICS_FILE
+from src.records.reading import read_document, unchanged
+from src.records.run_folder import CONFIG_FILE, METRICS_FILE, require_run
 from src.records.tracking import records
 
 
@@ -20,7 +24,8 @@ class RunResult:
     """What a run has achieved so far, and how its last process ended."""
 
     folder: Path
-    end: RunState | None  # None: the process still runs, it was killed, or no process has started
+    # None: the process still runs, was killed or could not write its end, or no process has started.
+    end: RunState | None
     error: str  # the message of the error that ended the process; empty if there was none
     num_steps: int  # the last step that has a line in metrics.jsonl; 0 if there is none
     metrics: Mapping[str, float]  # the finite values of the last line of metrics.jsonl
@@ -41,6 +46,7 @@ def read_result(folder: str | Path) -> RunResult:
     folder = Path(folder).expanduser()
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} has no run; give a folder that contains {CONFIG_FILE}")
+    require_run(folder, read_document(folder / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     lines = records(folder / METRICS_FILE)
     end = last_end(folder)
     last = {name: value for name, value in lines[-1].items() if value is not None} if lines else {}

@@ -54,8 +54,11 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Run a health check. Raises BackendError if the endpoint does not answer in time or is not ready,
-        and ServerLost if it does not have the weights of this run."""
+        """Run a health check.
+
+        Raises BackendError if the endpoint does not answer in time, is not ready or has a server error, and
+        ServerLost if it does not have the weights of this run.
+        """
         ...
 
 
@@ -319,7 +322,7 @@ class TinkerEndpoint:
 async def connect(options: BackendOptions) -> AsyncGenerator[TinkerEndpoint]:
     """Connect to an endpoint that serves the model. The session ends with the `async with` block.
 
-    If the block fails and the server does not answer, the error becomes a ServerLost.
+    If the block fails and the server does not answer or is not ready, the error becomes a ServerLost.
     """
     key = require_key(options)
     url = base_url(options)

@@ -5,7 +5,7 @@ In the trainer, only this module calls `apply_chat_template`.
 `render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
 encoded again, so every later turn is conditioned on exactly the ids that were sampled.
 
-Templates support different kinds of messages. `Chat` renders probe messages to detect what the template
+Templates support different kinds of messages. `Chat` renders test messages to detect what the template
 supports, and adapts the messages of a conversation. If the template does not show tools, the system message
 describes them. If the template drops tool results, the results become user messages. If the template does not
 take call arguments as objects, the arguments become JSON text.

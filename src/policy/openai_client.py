@@ -187,7 +187,7 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndp
 
     Raises ConfigError if the endpoint rejects the API key or does not serve the model, and BackendError if it
     does not answer or fails to list its models. A tinker:// path is not checked, and no model is checked if
-    the endpoint has no list of models.
+    the endpoint lists no models or does not have the route /models.
     """
     async with _client(base_url) as client:
         try:

@@ -35,7 +35,7 @@ class AdapterOptions(Options):
     train_mlp: bool = chz.field(default=True, doc="Train LoRA weights for the MLPs and experts")
     train_unembed: bool = chz.field(default=True, doc="Train LoRA weights for the output head")
     load_checkpoint_path: str | None = chz.field(
-        default=None, doc="tinker:// path of a training state to start from, with its optimizer state"
+        default=None, doc="tinker:// path of a training checkpoint to start from, with its optimizer state"
     )
     load_optimizer: bool = chz.field(
         default=True,

@@ -54,7 +54,7 @@ class Policy(Protocol):
     def version(self) -> int: ...
 
     async def sample(self, request: SampleRequest) -> Turn:
-        """Return one completion, which includes its stop token. Raises BackendError."""
+        """Return one completion with its stop token, if it has one. Raises BackendError if sampling fails."""
         ...
 
 

@@ -29,8 +29,9 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
 
     `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a name
     without a slash such as smollm2-135m, or local/NAME. The tokenizer is in the directory, or else in the
-    folder that the server reports. If the server reports no folder on this machine, `argv` is not changed. A
-    tokenizer in `argv` is kept. Other model names are hub ids, and the hub has their tokenizers.
+    folder that the server reports. A tokenizer in `argv` is kept. If `argv` has no tokenizer and the server
+    reports no folder on this machine, `argv` is not changed. Other model names are hub ids, and the hub has
+    their tokenizers.
     """
     values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")

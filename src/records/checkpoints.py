@@ -51,13 +51,15 @@ def sampler_path(checkpoint: str | None) -> str | None:
     """Return the tinker:// path to sample from. `checkpoint` is this path, or a run folder, whose last
     checkpoint is used.
 
-    Returns None for None. Raises ConfigError for the path of a training state and for a folder without a
-    checkpoint.
+    Returns None for None. Raises ConfigError for the path of a training checkpoint and for a folder without
+    a checkpoint.
     """
     if checkpoint is None or checkpoint.startswith("tinker://"):
         if checkpoint is not None and "/weights/" in checkpoint:
             sampler = checkpoint.replace("/weights/", "/sampler_weights/")
-            raise ConfigError(f"{checkpoint} is a training state; give its sampler checkpoint: {sampler}")
+            raise ConfigError(
+                f"{checkpoint} is a training checkpoint; give its sampler checkpoint: {sampler}"
+            )
         return checkpoint
     saved = last(Path(checkpoint).expanduser())
     if saved is None:

@@ -69,7 +69,7 @@ def dump_evaluation(
 ) -> None:
     """Write one file per domain or task type, and the metrics.
 
-    Domains share a file if their names differ only in characters that file names do not contain.
+    Domains share a file if their names differ only in characters that become `_` in file names.
     """
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"

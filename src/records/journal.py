@@ -36,7 +36,10 @@ LINE: TypeAdapter[Any] = TypeAdapter(JournalLine)
 
 
 class RunState(StrEnum):
-    """How a process ended. A process without the event `ended` was killed or still runs."""
+    """How a process ended.
+
+    A process without the event `ended` still runs, was killed or could not write the event.
+    """
 
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C, SIGTERM
@@ -212,9 +215,10 @@ class Journal:
 
 
 def last_end(log_path: Path) -> End | None:
-    """Return how the last process of the run ended. None: it runs, it was killed, or no process has started.
+    """Return how the last process of the run ended.
 
-    Raises ConfigError for a damaged line.
+    None: the process still runs, was killed or could not write its end, or no process has started. Raises
+    ConfigError for a damaged line.
     """
     end = None
     for event in read_lines(log_path / JOURNAL, LINE, _end_or_event):

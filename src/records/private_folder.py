@@ -40,7 +40,10 @@ def make_private(path: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Resolve symbolic links. Raises ConfigError for a link or folder that another user may have created."""
+    """Resolve symbolic links.
+
+    Raises ConfigError if `require_own` rejects an entry of a folder that every user can write to.
+    """
     path = path.expanduser().absolute()
     for entry in (*reversed(path.parents), path):
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -73,8 +76,8 @@ def require_own(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace the content of a file that only this user can read. If the process ends meanwhile, the file has
-    either the old or the new content."""
+    """Create or replace a file that only this user can read. If the process ends meanwhile, an existing file
+    has either the old or the new content."""
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:

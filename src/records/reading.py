@@ -23,7 +23,7 @@ DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-LIMIT = 1e300  # the absolute value of a number in a file is smaller, so that sums are finite too
+LIMIT = 1e300  # the absolute value of a `Finite` number is smaller, so that sums are finite too
 Finite = Annotated[float, Field(allow_inf_nan=False, gt=-LIMIT, lt=LIMIT)]
 Numbers = dict[str, Whole | Finite | None]
 
@@ -75,8 +75,8 @@ class GroupFailures(TypedDict):
 
 
 class CurriculumState(TypedDict):
-    # Task id -> (solved trials, failed trials, number of the group that last played the task). The numbers of
-    # trials are decayed, so they are not whole.
+    # Task id -> (solved trials, failed trials, index of the task's last group among all groups of the run).
+    # The numbers of trials are decayed, so they are not whole.
     evidence: NotRequired[
         dict[str, tuple[Annotated[Finite, Field(ge=0)], Annotated[Finite, Field(ge=0)], Whole]]
     ]

@@ -120,6 +120,11 @@ def test_the_usual_columns_are_read(row, opening, follow_ups, reference):
     assert (list(parsed.follow_ups), parsed.reference) == (follow_ups, reference)
 
 
+def test_a_null_question_column_is_skipped():
+    parsed = question(messages=None, question="1+1?", answer="2")
+    assert [message["content"] for message in parsed.opening] == ["1+1?"]
+
+
 async def test_later_user_messages_are_sent_one_by_one(tmp_path: Path):
     turns = [{"role": "user", "content": text} for text in ("Say 1.", "Now 2.", "Now 3.")]
     path = written(tmp_path / "turns.jsonl", {"messages": turns, "answer": "3"})

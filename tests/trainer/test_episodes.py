@@ -314,7 +314,7 @@ def test_without_a_test_split_eval_tasks_holds_out_by_name():
 
 
 def test_an_exact_id_is_not_read_as_a_pattern():
-    tasks = [Task(id=name, path=None) for name in ("a[1]", "b")]
+    tasks = [Task(id=name, path=Path(name)) for name in ("a[1]", "b")]
     assert chosen_tasks(tasks, ["a[1]"]) == tasks[:1]
 
 

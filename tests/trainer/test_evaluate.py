@@ -359,7 +359,7 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
         ),
         (
             [*SERVER, "checkpoint=tinker://r/weights/2"],
-            "error: tinker://r/weights/2 is a training state; "
+            "error: tinker://r/weights/2 is a training checkpoint; "
             "give its sampler checkpoint: tinker://r/sampler_weights/2",
         ),
         (["results=/no/such"], "error: missing: compare_with; e.g. compare_with=..., or --help"),

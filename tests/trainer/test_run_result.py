@@ -52,6 +52,10 @@ async def test_without_an_ended_event_the_result_has_no_end(tmp_path: Path) -> N
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "config.json").write_text('{"evaluated": "m"}')
+    with pytest.raises(ConfigError, match="is the folder of an evaluation"):
+        read_result(tmp_path / "evaluation")
     with pytest.raises(ConfigError, match=r"has no run; give a folder that contains config\.json"):
         read_result(tmp_path)
 

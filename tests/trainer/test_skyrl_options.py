@@ -146,6 +146,7 @@ def test_an_evaluation_accepts_its_options() -> None:
     [
         ("generator.sampling_params.top_p=0.95", "training assumes samples from the whole distribution"),
         ("trainer.policy.model.lora_dropout=0.05", "the Tinker API has no LoRA dropout; remove it"),
+        ("trainer.policy.model.lora.dropout=0.05", "the Tinker API has no LoRA dropout; remove it"),
         ("trainer.target_modules=all-linear", "the adapter covers all linear layers; remove it"),
         ("generator.chat_template.source=name", "the chat template is that of the model's tokenizer"),
         ("trainer.algorithm.kl_loss_coef=0.01", "use kl_penalty_coef and kl_estimator"),

@@ -92,6 +92,20 @@ async def test_typed_answers_are_read_from_the_terminal(data: str, monkeypatch: 
     assert "pass rate (typed): 50.0% (1/2 trials)" in text
 
 
+@pytest.mark.parametrize("policy", ["scripted", "typed"])
+async def test_earlier_answers_of_a_question_are_shown_and_not_counted(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    turns = [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"messages": messages, "answer": "4"}))
+    (tmp_path / "answers.txt").write_text("4\n5\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("4\n"))
+    answers = [f"answers={tmp_path / 'answers.txt'}"] if policy == "scripted" else ["policy=typed"]
+    text, _ = await run_try_env(f"data={tmp_path / 'sums.jsonl'}", "reward=number", *answers)
+    assert "user: 1+1?" in text and "trial 1: reward 1" in text
+
+
 async def test_a_task_id_is_not_parsed_as_markup(tmp_path: Path):
     (tmp_path / "sums.jsonl").write_text('{"id": "x[/red]", "question": "1+1?", "answer": "2"}\n')
     text, _ = await run_try_env(f"data={tmp_path / 'sums.jsonl'}", "reward=number", "policy=scripted")

@@ -31,7 +31,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
 """Field of an adapted projection -> its LoRA factors, for one layer or stacked over layers. In a stack, every
-leaf, including `scale`, has a leading axis of layers."""
+leaf, including `scale`, has a leading axis of layers. In LoRA slots, an axis of slots comes before it."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +92,8 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """Return a new adapter in host memory. A is uniform in +-1/sqrt(in), drawn from `spec.seed`, and B is
-    zero.
+    """Return a new adapter in host memory. A of trained projections is uniform in +-1/sqrt(in), drawn from
+    `spec.seed`. B, and A of all other projections, are zero.
 
     Each projection has its own random stream, so its values do not depend on which other projections are
     trained.
@@ -138,9 +138,8 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """Copy an adapter, or a gradient, moment, mask or stack of LoRA slots, from host memory to the devices.
-    Factors of routed experts are placed on the devices of their experts, all other factors on every
-    device."""
+    """Place an adapter, or a gradient, moment, mask or stack of LoRA slots, on the devices. Factors of routed
+    experts are placed on the devices of their experts, all other factors on every device."""
     return put(adapter, adapter_shardings(config, adapter))
 
 

@@ -1,7 +1,7 @@
 """LoRA arithmetic: the factors of a projection, and the deltas that are added to its output.
 
 In training, one adapter is applied to the whole batch. In sampling, each sequence may use a different LoRA
-slot, and the result of a sequence does not depend on the other sequences:
+slot, and the result of a sequence does not depend on the other sequences, except for the last bits on a GPU:
 
 - For one token per sequence on one GPU (decode steps, and the head for first tokens in prefill), a kernel
   reads the factors of the slots in use in place (`lora_kernel`).
@@ -12,6 +12,8 @@ slot, and the result of a sequence does not depend on the other sequences:
   of the program (`apply_lora`). On a GPU, such a loop would wait for the host after every projection.
   Programs for GPUs are therefore compiled for one slot, for SEVERAL slots and for all slots. The factors of
   these slots are concatenated, and a mask selects the result of each sequence's slot.
+- For `kv_b` of latent attention, `apply_lora` computes one slot after the other on every device. On a GPU, it
+  computes all `max_loras` slots for which the program is compiled.
 """
 
 from __future__ import annotations
@@ -89,9 +91,9 @@ def adapter_counts(config: ModelConfig, num_lora_slots: int, *, decodes: bool) -
     program is compiled on a GPU: 1, SEVERAL and `num_lora_slots`. None: on other devices, programs do not
     depend on the number of slots in use.
 
-    SEVERAL is left out if the kernel reads the factors of all projections in place, because the time of such
-    a program depends only on the slots in use. With latent attention, SEVERAL is kept, because `apply_lora`
-    computes the deltas of `kv_b`.
+    SEVERAL is left out for decode programs on one GPU, because their time depends only on the slots in use.
+    With latent attention, SEVERAL is kept, because `apply_lora` computes the deltas of `kv_b` for all
+    `max_loras` slots.
     """
     if not on_gpu():
         return None
@@ -229,8 +231,8 @@ def low_rank_deltas(
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
     The factors have the layout [inputs, outputs]. `inputs_first` states that the bits of products with this
-    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, decode steps on a CPU
-    transpose the factors.
+    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, products of one token
+    per LoRA sequence on a CPU transpose the factors.
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)

@@ -21,7 +21,7 @@ MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens 
 MAX_TRUNCATED = 0.1  # truncated answers are graded without their end, so their reward is unreliable
 MAX_FAILED = 0.05  # at this share and 8 trials per group, about every third group lacks a trial
 MIN_FREE_GIB = (
-    5.0  # a training state of rank 32 of an 8B model takes about 1 GiB, and each save writes a new state
+    5.0  # a training checkpoint of rank 32 of an 8B model takes about 1 GiB, and each save writes a new one
 )
 
 

@@ -35,10 +35,10 @@ class DataEnv:
     """One trial of one question. Implements `MessageEnv`.
 
     The agent answers the opening messages and each follow-up message. Only the answer to the last of these
-    messages is graded. With `max_answers` above 1, RETRY_MESSAGE is the reply to a graded answer with a
-    reward below 1, and only the reward of the last answer counts. If the reward function returns a message,
-    the agent answers this message, and the rewards of both answers are added. `max_answers` does not count
-    the answer to which the message is the reply.
+    messages is graded. RETRY_MESSAGE is the reply to a graded answer with a reward below 1, until
+    `max_answers` answers have been graded, and only the reward of the last answer counts. If the reward
+    function returns a message, the agent answers this message, and the rewards of both answers are added.
+    `max_answers` does not count the answer to which the message is the reply.
     """
 
     def __init__(self, question: Question, reward: Reward, *, system: str = "", max_answers: int = 1) -> None:
@@ -88,8 +88,9 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def check_data(config: EnvironmentOptions) -> None:
-    """Raise ConfigError for unknown settings in `environment_kwargs`, and for files and options with which
-    `open_data` would fail. Needs no server."""
+    """Raise ConfigError for unknown settings in `environment_kwargs`, and for a reward, settings or files
+    that `open_data` cannot use. Needs no server. Only `open_data` checks the split, and whether task ids are
+    unique over all files."""
     options = config.environment_options
     if unknown := options.keys() - {"question", "answer", "system", "max_answers", FORMER_MAX_ANSWERS}:
         raise ConfigError(
@@ -106,8 +107,8 @@ def check_data(config: EnvironmentOptions) -> None:
 def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], list[Task]]:
     """Return the tasks of `data` and those of `test_data`.
 
-    Raises ConfigError with file and line for a row that has no question, that `reward` cannot grade, or whose
-    question is in both `data` and `test_data`.
+    Raises ConfigError with file and line for a row that `reward` cannot grade, or whose question is in both
+    `data` and `test_data`. Also raises the errors of `read_questions` and `tasks_of`.
     """
     options = config.environment_options
     read = partial(

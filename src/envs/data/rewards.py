@@ -97,7 +97,8 @@ def marked(text: str) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in the final result of a text, or None if the final result has no number.
+    """Return the last number in the final result of a text, or None if there is no number or if its exponent
+    is too large.
 
     >>> last_number("First 3, then 1,250.50 dollars."), last_number("x2"), last_number("-4e1 #### $7.00")
     (Decimal('1250.50'), None, Decimal('7.00'))

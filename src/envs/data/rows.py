@@ -74,7 +74,9 @@ def question_of(record: Record, columns: Columns) -> Question:
     >>> question.opening, question.reference
     ([{'role': 'user', 'content': '6 * 7?'}], '42')
     """
-    column = columns.question or next((name for name in QUESTION_COLUMNS if name in record.values), None)
+    present = [name for name in QUESTION_COLUMNS if name in record.values]
+    present.sort(key=lambda name: record.values[name] is None)  # a column with a value is preferred
+    column = columns.question or next(iter(present), None)
     if column is None or column not in record.values:
         raise _missing(record, column, QUESTION_COLUMNS, option="question")
     messages = _messages(record.values[column], where=f"{record.where}: {column}")

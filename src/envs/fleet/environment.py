@@ -41,10 +41,10 @@ PROBE = Task(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSettings:
-    """The settings of `environment_kwargs`."""
+    """The settings of `environment_kwargs` and of the environment variable FLEET_API_KEY."""
 
     url: str  # of the MCP server; may contain {env_key} and {env_version}
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # for each request: Authorization if FLEET_API_KEY is set, else empty
     call_timeout_s: float  # of one tool call
     verifier_timeout_s: float  # of one verifier run, without the time of the verifier's tool calls
     max_result_chars: int  # the agent sees at most this many characters of a tool's result
@@ -166,8 +166,7 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
-    """Return the settings of `environment_kwargs`, and whether all tool calls of an answer are executed, not
-    only the first.
+    """Return the `FleetSettings`, and whether all tool calls of an answer are executed, not only the first.
 
     Raises ConfigError for an invalid option.
     """

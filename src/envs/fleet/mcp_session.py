@@ -34,7 +34,7 @@ class CallFailed(Exception):
 
 
 class CallRejected(CallFailed):
-    """The request is invalid: it has no JSON form, or the server answered with a JSON-RPC error."""
+    """The server answered the request with a JSON-RPC error, or the request has no JSON form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

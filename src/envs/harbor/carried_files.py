@@ -141,7 +141,11 @@ class CarryRules:
         self._parents = {str(parent) for pattern in all_patterns for parent in PurePosixPath(pattern).parents}
 
     def carries(self, path: str, entry: FileEntry) -> bool:
-        """Return whether the agent's version of `path` is carried over."""
+        """Return whether the agent's version of `path` is carried over.
+
+        Links and executable files are not carried over if their directory is in PATH or contained a Python
+        interpreter.
+        """
         if entry.kind not in "fdl" or not self._is_allowed(path):
             return False
         if entry.kind != "d" and (

@@ -41,7 +41,7 @@ ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
-# A file, after its prefix, that `CarryRules` excludes beside a Python interpreter
+# Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.
 FILE_OF_PROGRAMS = re.compile(
     r"(.*)/(?:bin/.|pyvenv\.cfg$|condabin|etc/(?:conda|profile\.d)|lib(?:64)?/(?:python3|[^/]*\.so))",
     re.DOTALL,

@@ -7,12 +7,14 @@ environment, Harbor starts that environment and the verifier runs there.
 
 The following steps grade a trial in a fresh environment:
 
-    agent starts   If the agent's environment is a sandbox, its files are listed.
-    agent ends     If the agent's environment is a sandbox, its processes are killed. A fresh environment of
-                   the same task starts.
-    verification   If the agent's environment is a container, the container is killed. Processes of a sandbox
-                   that `[[verifier.collect]]` commands could use are killed. The files that the agent changed
-                   are unpacked in the fresh environment, in which the verifier then runs.
+    agent starts   The search paths of the agent's environment are recorded. If this environment is a sandbox,
+                   its files are listed.
+    agent ends     If the agent's environment is a sandbox, its processes are killed, unless the task has
+                   `[[verifier.collect]]` commands, which may need them. A fresh environment of the same task
+                   starts.
+    verification   If the agent's environment is a container, the container is killed. If it is a sandbox, its
+                   remaining processes are killed. The files that the agent changed are unpacked in the fresh
+                   environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless an error also occurs
 without the agent or this cannot be determined. A fresh environment without the agent's files is started to
@@ -72,7 +74,7 @@ class AgentFiles(Protocol):
     """The files that an agent changed in its environment."""
 
     async def snapshot(self) -> None:
-        """Record the files of the environment before the agent acts."""
+        """Record the search paths of the environment and, for a sandbox, its files, before the agent acts."""
         ...
 
     async def freeze(self) -> None:
@@ -80,14 +82,14 @@ class AgentFiles(Protocol):
         ...
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
-        """Write to `archive` the changed files that the fresh environment receives. Raises AgentFault if this
-        is impossible.
+        """Write to `archive` the changed files that the fresh environment receives. Raises AgentFault if the
+        files exceed the limits or cannot be read, and SandboxError if the environment or the engine fails.
         """
         ...
 
     async def unpack(self, fresh: Any, archive: IO[bytes], changes: FileChanges) -> None:
-        """Apply the changes to another environment of the same task. Raises AgentFault if this
-        is impossible.
+        """Apply the changes to another environment of the same task. Raises AgentFault if that environment
+        does not accept the changes, and SandboxError if that environment or the engine fails.
         """
         ...
 
@@ -176,8 +178,8 @@ class Grading:
         """Stop a sandbox that does not respond. Start the fresh environment while the logs are collected.
 
         If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here, or
-        later if the task has `[[verifier.collect]]` commands, which may need the processes. The answer to
-        this request also shows that the sandbox responds.
+        later if the task has `[[verifier.collect]]` commands, which may need the processes. The result of
+        the kill request, or of a command without effect, shows whether the sandbox responds.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()

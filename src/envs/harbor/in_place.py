@@ -8,9 +8,9 @@ from src.envs.harbor.carried_files import STARTUP
 from src.envs.harbor.grading_method import GradingMethod
 from src.envs.sandbox.environment import SandboxEnvironment
 
-# Removes /etc/ld.so.preload and these files if they changed after the agent started: start-up files; modules
-# and .pth files in /usr/local and /opt that Python loads automatically; programs in /usr/local that take
-# precedence over a system program of the same name.
+# Removes /etc/ld.so.preload in every case, and these files if they changed after the agent started: start-up
+# files; modules and .pth files in /usr/local and /opt that Python loads automatically; programs in /usr/local
+# that take precedence over a system program of the same name.
 SCRIPT = """
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 unset BASH_ENV ENV LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT PYTHONPATH PYTHONSTARTUP PYTHONHOME

@@ -29,8 +29,8 @@ class TrainingVerifier(Verifier):
     async def verify(self) -> VerifierResult:
         """Empty the directories of the verifier and of the tests, remove old reward files, then grade.
 
-        In a separate verifier environment, only Harbor's verifier runs. `HarborTrial` decides whether an
-        error is a failure or a reward of 0.
+        Nothing is removed if the verifier runs in a fresh sandbox or in a separate verifier environment.
+        `HarborTrial` decides whether an error is a failure or a reward of 0.
         """
         if (grading := grading_of(self.environment)) is not None:
             user = self.environment.default_user

@@ -13,7 +13,8 @@ REWARD_KEY = "reward"
 def verifier_reward(rewards: Mapping[str, float] | None) -> float:
     """Return the value of the key `reward`, or the mean of all values if that key is absent.
 
-    Raises VerifierError if there is no value or if the result is not a finite number.
+    Raises VerifierError if there is no value, or if the result is not a finite number with an absolute value
+    below 1e300.
 
     >>> verifier_reward({"reward": 1.0, "style": 0.2}), verifier_reward({"tests": 1.0, "style": 0.5})
     (1.0, 0.75)
