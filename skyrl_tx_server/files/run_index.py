@@ -7,8 +7,9 @@ same run or checkpoint, and unreadable lines are skipped. New lines are appended
 date, the file is rewritten and renamed into place. The lines of one tenant's runs take at most
 `MAX_RUN_BYTES`. Above this limit the oldest run is removed from the index; its checkpoints are kept.
 
-Several servers may use one directory. A server reads the lines of the others before it rewrites the file, and
-before it changes or applies an expiry time or a public flag.
+Several servers may use one directory. A server reads the new lines of the others before it rewrites the file,
+before it changes an expiry time or a public flag, after it appends a line, and whenever it looks for expired
+checkpoints (every few seconds, see `http.app`). A public flag that another server has set is unknown until then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sums over the last axis. On a CPU with jax 0.11, their bits are the same for all multiples of four rows.
+"""Sums over the last axis. On a CPU with jax 0.11, their bits do not depend on the number of rows if
+it is a multiple of four.
 
 On a CPU, XLA computes small sums in an order that depends on the number of rows. The logprobs of a sequence
 would then depend on the width of the decode batch and on the other prompts of its tile batch. A matrix

@@ -7,8 +7,8 @@ again from host memory (in-memory snapshots) or from disk (tinker:// paths).
 
 A trainer saves an in-memory snapshot every step, and the Tinker API has no call that drops one. The server
 drops a snapshot when its session ends. If a tenant has more than `tenant_max_snapshots`, the server drops the
-least recently used ones. When host memory runs out, the cache removes from host memory the least recently
-used snapshots that no sequence uses. Such a snapshot can be used until it is evicted from its LoRA slot.
+least recently used ones. When host memory runs out, the cache deletes the copies in host memory of the least
+recently used snapshots that no sequence uses. Such a snapshot is lost when it is evicted from its LoRA slot.
 """
 
 from __future__ import annotations

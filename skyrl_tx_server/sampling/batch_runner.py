@@ -168,8 +168,8 @@ class BatchRunner:
 
     def _discard_orphaned(self) -> None:
         """Discard the dispatch in flight if no sequence has a slot: all have ended or were released. If the
-        dispatch has failed, empty the KV cache. In this case, raise SequencesLostError if sequences are
-        paused, and with several processes the error of the dispatch."""
+        dispatch has failed, empty the KV cache. With several processes, then raise the error of the dispatch.
+        With one process, raise SequencesLostError if sequences are paused."""
         if self.pipeline.in_flight is None or self.num_running:
             return
         self.pipeline.in_flight = None

@@ -28,7 +28,7 @@ class InFlightBatch:
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # the next dispatch; None: `decode` has not planned it (`_plan_after`)
+    next: DecodeDispatch | None = None  # the next dispatch; None: not planned, see `_plan_after`
     host_outputs: DecodeOutputs | None = None  # the outputs on the host; None: `decode` has not received them
 
     @property

@@ -120,9 +120,9 @@ def decode_steps(
 
     With other `ends`, the dispatch first copies the pages into segments that end at the positions `ends`. The
     position of every sequence must not exceed the last end. On a CPU, results are bit-identical for every
-    number of segments. Each step writes the new keys and values of all sequences at the same index of a small array,
-    and attention reads the segments and this array. At the end, the dispatch writes the new keys and values
-    to the pages. The pages are therefore read and written once per dispatch and not in every step.
+    number of segments. Each step writes the new keys and values of all sequences at the same index of a small
+    array, and attention reads the segments and this array. At the end, the dispatch writes the new keys and
+    values to the pages. The pages are therefore read and written once per dispatch and not in every step.
 
     With `rolled`, a loop runs the layers. The loop copies the weights of each layer out of `params`, so
     decoding is slower, but the compilation time does not grow with the number of layers. On a CPU, the

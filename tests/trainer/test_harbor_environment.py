@@ -103,7 +103,7 @@ def test_a_tpu_and_hosts_become_fields_of_harbors_config() -> None:
     fields = HarborEnvironmentConfig.model_validate(options)
     assert fields.override_tpu == TpuSpec(type="v6e", topology="2x4") and not fields.kwargs
     assert fields.extra_allowed_hosts == ["a.org", "b.org"]
-    for option in ("override_tpu=v6e=2x4", "extra_allowed_hosts=a.org"):
+    for option in ("override_tpu=v6e=2x4", "extra_allowed_hosts=a.org", "cpu_enforcement_policy=limit"):
         with pytest.raises(ConfigError, match=f"sandbox has no option {option.partition('=')[0]}; its"):
             harbor_tasks(environment_kwargs=[option])
 

@@ -35,6 +35,13 @@ async def test_all_links_on_the_way_to_a_path_are_followed(root: Path) -> None:
     assert paths["HOME"] == "/no"
 
 
+async def test_only_preloaded_libraries_are_separated_by_spaces(root: Path) -> None:
+    (root / "a b").touch()
+    (root / "link").symlink_to("a b")
+    paths = await with_link_targets({"LD_PRELOAD": f"/x {root}/link", "BASH_ENV": f"{root}/a b"}, run)
+    assert paths == {"LD_PRELOAD": f"/x:{root}/link:{root}/a b", "BASH_ENV": f"{root}/a b"}
+
+
 async def test_a_loop_of_links_ends(root: Path) -> None:
     (root / "a").symlink_to("b")
     (root / "b").symlink_to("a")

@@ -6,14 +6,14 @@ slot, and the result of a sequence does not depend on the other sequences, excep
 - For one token per sequence on one GPU (decode steps, and the head for first tokens in prefill), a kernel
   reads the factors of the slots in use in place (`lora_kernel`).
 - For routed experts, each tile of tokens has one slot (`experts.mix_experts`).
+- For `kv_b` of latent attention on a GPU, also with one token per sequence, `apply_lora` computes one slot
+  after the other, as many slots as the program is compiled for.
 - In all other cases, every slot in use is applied to the whole batch, and each sequence keeps only the result
   of its slot. A slot is read once, regardless of the number of sequences that use it. All products have the
   shape of the batch. On a CPU, a loop runs over the slots in use, and the number of these slots is an input
   of the program (`apply_lora`). On a GPU, such a loop would wait for the host after every projection.
   Programs for GPUs are therefore compiled for one slot, for SEVERAL slots and for all slots. The factors of
   these slots are concatenated, and a mask selects the result of each sequence's slot.
-- For `kv_b` of latent attention, `apply_lora` computes one slot after the other on every device. On a GPU, it
-  computes all `max_loras` slots for which the program is compiled.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def low_rank_deltas(
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
     The factors have the layout [inputs, outputs]. `inputs_first` states that the bits of products with this
-    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, products of one token
-    per LoRA sequence on a CPU transpose the factors.
+    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, the factors of LoRA
+    slots are transposed on a CPU if x has one token per sequence.
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)

@@ -21,6 +21,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
+from src.envs.harbor.search_paths import paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -118,7 +119,7 @@ class CarryRules:
         loaded = [
             path
             for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV")
-            for path in re.split("[: ]", environment.get(name, ""))
+            for path in paths_of(name, environment.get(name, ""))
             if path.startswith("/")
         ]
         programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]

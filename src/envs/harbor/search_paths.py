@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -28,7 +29,7 @@ async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dic
     """Return `variables`, in which each path is followed by the paths to which symbolic links lead. An agent
     can change these paths instead. `run` runs a script in the environment before the agent acts.
     """
-    chains = {path: [path] for value in variables.values() for path in value.split(":") if path[:1] == "/"}
+    chains = {path: [path] for item in variables.items() for path in paths_of(*item) if path.startswith("/")}
     targets: dict[str, str] = {}  # path -> target of the link, or an empty text if the path is no link
     for _ in range(MAX_LINKS):
         unknown = {prefix for chain in chains.values() for prefix in _prefixes(chain[-1])} - targets.keys()
@@ -40,9 +41,14 @@ async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dic
         for path, next_path in new.items():
             chains[path].append(next_path)
     return {
-        name: ":".join(linked for path in value.split(":") for linked in chains.get(path, [path]))
+        name: ":".join(linked for path in paths_of(name, value) for linked in chains.get(path, [path]))
         for name, value in variables.items()
     }
+
+
+def paths_of(name: str, value: str) -> list[str]:
+    """Return the paths of the variable `name`. Only LD_PRELOAD may also be separated by spaces."""
+    return re.split("[: ]" if name == "LD_PRELOAD" else ":", value)
 
 
 async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:

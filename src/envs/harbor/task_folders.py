@@ -40,6 +40,10 @@ from src.envs.sandbox.task_requirements import (
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run the task with `harbor run`"
 SANDBOX_ARGUMENTS = ("run_label", "network")
+NOT_FOR_SANDBOX = {  # fields of Harbor's EnvironmentConfig that the sandbox cannot honour
+    *("override_gpus", "override_tpu", "extra_allowed_hosts"),
+    *("cpu_enforcement_policy", "memory_enforcement_policy"),
+}
 """The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 
 
@@ -166,7 +170,7 @@ def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     """
     kwargs = options.get("kwargs")
     unknown = kwargs.keys() - set(SANDBOX_ARGUMENTS) if isinstance(kwargs, Mapping) else set[str]()
-    unknown |= options.keys() & {"override_tpu", "extra_allowed_hosts"}
+    unknown |= options.keys() & NOT_FOR_SANDBOX
     if environment_type == "sandbox" and unknown:
         raise ConfigError(
             f"environment_kwargs: environment_type=sandbox has no option {min(unknown)}; its options are "
