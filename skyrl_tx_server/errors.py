@@ -8,11 +8,11 @@ ServerError                 500 server
 |   |-- ForbiddenError      403 user     the route is for the operator's API key only, or the Origin,
 |   |                                    Sec-Fetch-Site or Host header is not allowed
 |   |-- UnsupportedMediaTypeError 415 user  the route does not accept the body's content-type
-|   |-- TooLongError        400 user     prompt and completion do not fit into the context
+|   |-- TooLongError        400 user     prompt and completion do not fit into the context (OpenAI's routes)
 |   `-- ConflictError       400 user     the name is already in use; not 409, because the SDK would retry
 |-- CapacityError           429 server   slots, memory or a quota are used up for now; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
-|-- FutureLostError         410 server   the server no longer has this request or session
+|-- FutureLostError         410 server   no future has this request id, or a heartbeat names no open session
 |-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
 `-- ConfigError (ValueError)             invalid option or model directory; the server prints one line

@@ -64,11 +64,11 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The result of a prefill that completed the prompt of a request. The sequences of the request have
+    """The result of a `PrefillRequest` whose prompt is complete. The sequences of the `PrefillRequest` have
     slots, except the sequences in `finished`."""
 
     prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested or returned before
-    prompt_cache_hit_tokens: int
+    prompt_cache_hit_tokens: int  # for a paused sequence: all prompt tokens
     finished: Sequence[FinishedSequence | FailedSequence]  # sequences that ended with their first token
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: CsrMatrix | None = None

@@ -66,8 +66,8 @@ class LossSpec:
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
     # None, except for a loss that has one importance ratio per sequence (gspo). The arguments are a datum
-    # and the model's logprobs [N], which an extra forward pass computes before the forward-backward pass. In
-    # the result, a copy of the datum, the sequence term replaces the sampler's logprobs.
+    # and the model's logprobs [N], which an extra forward pass computes first. In the result, a copy of the
+    # datum, the sequence term replaces the sampler's logprobs.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 

@@ -42,7 +42,7 @@ class SampleQueue:
         """Snapshot -> the requests that wait until this snapshot is saved."""
         self._partial_prefills: Counter[int] = Counter()
         """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
-        self._min_charged = 0.0  # the smallest charge of a busy tenant, in units; never decreases
+        self._min_charged = 0.0  # the largest value so far of the smallest charge of a busy tenant, in units
         self.num_dispatches = 0
 
     def __len__(self) -> int:
@@ -151,8 +151,8 @@ class SampleQueue:
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
         """Charge a computed prompt. `prompt_tokens` is the number of tokens that all its chunks computed, or
-        0 if a paused sequence was unpaused. The tokens that `prefill_continues` has charged are
-        subtracted."""
+        0 for a paused sequence, even if its prefix was computed again. The tokens that `prefill_continues`
+        has charged are subtracted."""
         charged = self._partial_prefills.pop(request_id, 0)
         self._charge_prompt(request_id, max(0, prompt_tokens - charged))
 
@@ -281,8 +281,9 @@ class SampleQueue:
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
-        """Whether the prompt may be computed now. The first chunk of a long prompt must wait if this prompt
-        and the partly computed prompts have more than `max_partial_prefill_tokens` tokens together."""
+        """Whether the prompt may be computed now. The first chunk of a long prompt must wait if other
+        prompts are partly computed and have, together with this prompt, more than
+        `max_partial_prefill_tokens` tokens."""
         partial = sum(len(self.requests[request_id].op.prompt) for request_id in self._partial_prefills)
         tokens = partial + plan.partial_prefill_tokens
         return (

@@ -173,7 +173,8 @@ class Scheduler:
         return self._may_pause
 
     def count_time(self, work: ScheduledWork, seconds: float) -> None:
-        """Count the time of the last work for `train_share`."""
+        """Count the time of the last work for `train_share`. Time in which only sampling has work counts only
+        until the previous training is at most its share."""
         share, counted_s = self._train_share, min(seconds, MAX_COUNTED_S)
         if share is None:
             return
@@ -216,7 +217,8 @@ class Scheduler:
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
         """Queue these requests again. The first request must wait for KV pages, a LoRA slot or preempted
-        sequences, until a sequence finishes or is paused, or `retry_deferred` is called."""
+        sequences, until a sequence finishes or is paused, a request fails or is cancelled, or
+        `retry_deferred` is called."""
         self.requeue(prefills)
         first = prefills[0].request_id
         self._deferred = first if first in self._samples else None  # a client may have cancelled the request

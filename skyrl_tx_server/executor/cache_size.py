@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_SLOTS = 32
 DEFAULT_SLOTS_ON_GPU = 256
 TOKENS_PER_DEFAULT_SLOT = 2048
-"""If a GPU kernel reads the KV pages in place and `cache_tokens` is not set, the default is about one slot
-for each TOKENS_PER_DEFAULT_SLOT tokens of the KV cache, from DEFAULT_SLOTS to DEFAULT_SLOTS_ON_GPU."""
+"""If a GPU kernel reads the KV pages in place and `cache_tokens` is not set, the default of `max_num_seqs` is
+about one sequence for each TOKENS_PER_DEFAULT_SLOT tokens of the KV cache, from DEFAULT_SLOTS to
+DEFAULT_SLOTS_ON_GPU."""
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
@@ -41,10 +42,10 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
-    """Return the requested size, reduced so that the cache of one data-parallel rank fits into
-    `budget_bytes` on each device. Raises ConfigError if one sequence of maximum length or `cache_tokens`
-    tokens do not fit. Also raises ConfigError if `cache_tokens` is too small for one sequence of maximum
-    length and one spare page for each slot."""
+    """Return the requested size, reduced so that the cache of one data-parallel rank and the copies of its
+    pages (`CacheSize.copied_pages`) fit into `budget_bytes` on each device. Raises ConfigError if one
+    sequence of maximum length or `cache_tokens` tokens do not fit. Also raises ConfigError if `cache_tokens`
+    is too small for one sequence of maximum length and one spare page for each slot."""
     requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages

@@ -9,7 +9,7 @@ date, the file is rewritten and renamed into place. The lines of one tenant's ru
 
 Several servers may use one directory. A server reads the new lines of the others before it rewrites the file,
 before it changes an expiry time or a public flag, after it appends a line, and whenever it looks for expired
-checkpoints (every few seconds, see `http.app`). A public flag that another server has set is unknown until then.
+checkpoints (every few seconds, see `http.app`). Until then it does not know what another server has recorded.
 """
 
 from __future__ import annotations

@@ -213,13 +213,19 @@ class AdapterCache:
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
     def _free_slot(self) -> int | None:
-        """Return a free LoRA slot. Evict a snapshot if necessary. None: all slots are pinned."""
+        """Return a free LoRA slot. Evict a snapshot if necessary. None: all slots are in use."""
         if not self._free_slots:
-            unused = next((weights for weights in self.on_device if not self._pins[weights]), None)
+            unused = next((weights for weights in self.on_device if self._may_evict(weights)), None)
             if unused is None:
                 return None
             self._evict(unused)
         return self._free_slots[-1]
+
+    def _may_evict(self, weights: str) -> bool:
+        """Whether no sequence needs the snapshot in its LoRA slot: it is not pinned, and it has no paused
+        sequence or can be loaded again."""
+        is_stored = weights in self.in_host_memory or is_on_disk(weights)
+        return not self._pins[weights] and (is_stored or not self._retained[weights])
 
     def _load(self, weights: str, adapter: Adapter, slot: int) -> None:
         self.arrays = _write_slot(

@@ -149,6 +149,18 @@ def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
     assert list(cache.in_host_memory) == ["a", "b", "d"]
 
 
+def test_a_snapshot_of_a_paused_sequence_stays_without_a_host_copy() -> None:
+    free_bytes = 1 << 60
+    cache = open_cache(lambda cache: free_bytes)
+    save(cache, "a")
+    free_bytes = 0
+    save(cache, "b")  # deletes the copy of "a" in host memory
+    cache.pin("a")
+    cache.retain("a")
+    save(cache, "c", "d")
+    assert pinned_values(cache, "a") == {97.0}
+
+
 def test_a_snapshot_that_is_only_on_the_device_can_be_dropped() -> None:
     cache = open_cache(lambda cache: 0)
     save(cache, *"ab")

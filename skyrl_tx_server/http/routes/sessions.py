@@ -1,6 +1,6 @@
 """Sessions: a client creates a session, and the client's heartbeats keep the session open. A session ends
-when the client closes it, or after `session_timeout_s` without a heartbeat and without a request that creates or
-uses a model or sampler of the session or polls a future. Requests to /v1 do not count."""
+when the client closes it, or after `session_timeout_s` without a heartbeat and without a request that creates
+or uses a model or sampler of the session or polls one of its futures. Requests to /v1 do not count."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def begin_model(
     lora: LoraSpec,
     user_metadata: dict[str, str],
 ) -> Reply:
-    """Submit the creation of a model. The model is removed again if the creation fails or the run index cannot
-    be written."""
+    """Submit the creation of a model. The model is removed again if the creation fails, or if the run index
+    cannot be written."""
     run = TrainingRun(
         run_id=op.model_id,
         base_model=state.base_model,

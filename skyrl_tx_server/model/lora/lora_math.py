@@ -249,7 +249,8 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) 
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
     uses_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
-    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(uses_slot, scale, 0)[:, None, :, None]
+    inner = jnp.einsum("bti,nir->btnr", x, a) * scale[:, None]
+    inner = jnp.where(uses_slot[:, None, :, None], inner, 0)  # also if a product of another slot is infinite
     parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
