@@ -10,7 +10,7 @@
 #                                            the full recipe; starts a server unless a running server has this model
 #
 # `./run_skyrl_tx.sh --help` lists the options of this command and its defaults, and `--help WORD` the options that contain a word.
-# Relative paths and modules (reward=module:function) are those of the folder from which the script is called.
+# Relative paths and modules (reward=module:function) are those of the directory from which the script is called.
 set -euo pipefail
 caller=$PWD
 cd "$(dirname "$0")"

@@ -30,7 +30,7 @@ async def main(num_steps: int) -> None:
             logs_dir="./runs",
         )
         result = await train(config)
-    print(f"{result.end} after step {result.num_steps}: {result.folder}")
+    print(f"{result.end} after step {result.num_steps}: {result.directory}")
     print(f"held-out success: {result.held_out.before} before, {result.held_out.after} after")
     print(f"mean reward of the last step: {result.metrics['env/all/reward/total']:.3f}")
     if result.last_checkpoint is not None:

@@ -1,7 +1,7 @@
 """Makes relative paths on the command line of `./run_skyrl_tx.sh` absolute.
 
-The script changes to the folder of the repository. A relative path on its command line means a path in the
-folder from which the user called the script.
+The script changes to the directory of the repository. A relative path on its command line means a path in the
+directory from which the user called the script.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import os
 from pathlib import Path
 
 CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
-"""The environment variable with the folder from which the script was called."""
+"""The environment variable with the directory from which the script was called."""
 INPUT_OPTIONS = {
     *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
     *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat", "compare_with"),
     *("capabilities", "environment_kwargs", "tau2_home"),
 }
-"""Options whose value is a comma-separated list of existing files or folders. An entry may also be NAME=FILE
-or a name that is not a path."""
+"""Options whose value is a comma-separated list of existing files or directories. An entry may also be
+NAME=FILE or a name that is not a path."""
 OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
-"""Options that name files or folders which the program creates."""
+"""Options that name files or directories which the program creates."""
 
 
 def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
-    """Return the `name=value` arguments with absolute paths if the script was called from another folder than
-    `root`, the folder of the repository. A path of `INPUT_OPTIONS` that does not exist in the folder of the
-    caller stays as it is."""
+    """Return the `name=value` arguments with absolute paths if the script was called from another directory
+    than `root`, the directory of the repository. A path of `INPUT_OPTIONS` that does not exist in the
+    directory of the caller stays as it is."""
     caller = Path(os.environ.get(CALLER_DIR) or root)
     return arguments if caller == root else [_absolute(argument, caller) for argument in arguments]
 

@@ -63,8 +63,8 @@ class Bf16Config:
 
 
 def main(config: Bf16Config) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(config, Path(folder) / "model")
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(config, Path(directory) / "model")
         worst_divergence = 0.0
         mesh = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel)
         with running(

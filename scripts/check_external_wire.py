@@ -7,7 +7,7 @@ that vLLM can load an adapter that this server has exported. No GPU is needed.
 The exit status of `read` is 1 if a parser refuses a body, if vLLM ignores a field, or if vLLM reads a value
 that differs from the value in the body or in the adapter. The check does not report fields that SGLang
 ignores. VLLM_PYTHON is a Python with torch, safetensors and the packages that vllm imports. WHEELS is a
-folder with the unpacked wheels of vllm and sglang; their kernels are not needed.
+directory with the unpacked wheels of vllm and sglang; their kernels are not needed.
 """
 
 from __future__ import annotations

@@ -120,16 +120,16 @@ class CheckConfig:
 
 
 def main(config: CheckConfig) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        dump = f"--xla_dump_to={folder} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
+    with tempfile.TemporaryDirectory() as directory:
+        dump = f"--xla_dump_to={directory} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"  # must be set before XLA starts
-        failures = compile_programs(config, Path(folder))
+        failures = compile_programs(config, Path(directory))
     for failure in failures:
         print(f"FAILED: {failure}")
     sys.exit(1 if failures else 0)
 
 
-def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
+def compile_programs(config: CheckConfig, directory: Path) -> list[str]:
     """Compile all programs. Return the failed checks."""
     jax.default_backend = lambda: "gpu"  # the server selects its decode program by the backend
     failures: list[str] = []
@@ -139,7 +139,7 @@ def compile_programs(config: CheckConfig, folder: Path) -> list[str]:
     ).devices
     mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
     sequences = Sequences(cached=config.rows * POSITIONS, stream=config.length, context=POSITIONS // 2)
-    compile_for = partial(compile_and_report, mesh, folder, failures, sequences)
+    compile_for = partial(compile_and_report, mesh, directory, failures, sequences)
     model = MODELS[config.model]
     model = replace(
         model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None
@@ -272,7 +272,7 @@ def compile_sampling(
 
 def compile_and_report(
     mesh: Mesh,
-    folder: Path,
+    directory: Path,
     failures: list[str],
     sequences: Sequences,
     name: str,
@@ -282,7 +282,7 @@ def compile_and_report(
 ) -> LoopBody | None:
     """Compile a program, print its figures and append failed checks to `failures`. Return its longest loop
     body. None: the program has no loop or no command buffer."""
-    before = set(folder.iterdir())
+    before = set(directory.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -309,7 +309,7 @@ def compile_and_report(
         print(f"  {len(messages)} messages between devices, the longest {kind}[{longest}]")
     if mesh.size == 1:
         print(f"  {calculated_times(text, sequences)}")
-    files = [path for path in folder.iterdir() if path not in before]
+    files = [path for path in directory.iterdir() if path not in before]
     # XLA writes this file only for a program with command buffers.
     lists = [path for path in files if path.name.endswith("thunk_sequence_after_thunk_passes.txt")]
     body = longest_body(lists[0]) if lists else None
@@ -413,8 +413,8 @@ class Kernel:
 
 def find_ptxas() -> Path:
     """Return the assembler of jax[cuda12] (nvidia/cuda_nvcc/bin) or of jax[cuda13] (nvidia/cu13/bin)."""
-    folders = [Path(folder) for folder in importlib.import_module("nvidia").__path__]
-    found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
+    directories = [Path(directory) for directory in importlib.import_module("nvidia").__path__]
+    found = [path for directory in directories for path in directory.glob("*/bin/ptxas")]
     if not found:
         sys.exit("check_gpu: ptxas is missing; install jax[cuda12] or jax[cuda13] in this environment")
     return found[0]

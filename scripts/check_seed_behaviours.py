@@ -53,7 +53,7 @@ OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     number: int
-    places: list[str]  # the files and folders that the row names
+    places: list[str]  # the files and directories that the row names
     tests: list[str]  # node ids without parameters
 
 
@@ -188,10 +188,10 @@ def confirm(row: Row, tree: Path) -> tuple[bool, str]:
 def main(numbers: set[int]) -> int:
     chosen = [row for row in rows() if not numbers or row.number in numbers]
     unconfirmed = []
-    with tempfile.TemporaryDirectory(prefix="seed-behaviours-") as folder:
+    with tempfile.TemporaryDirectory(prefix="seed-behaviours-") as directory:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for worker in range(WORKERS):
-            tree = Path(folder, str(worker))
+            tree = Path(directory, str(worker))
             tree.mkdir()
             archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
             subprocess.run(["tar", "-x"], cwd=tree, input=archive.stdout, check=True)

@@ -316,7 +316,7 @@ def peak_mib(pid: int) -> float:
 async def main(argv: Sequence[str]) -> int:
     home = os.environ.get("TAU2_HOME")
     if home is None:
-        print("set TAU2_HOME to the folder that scripts/setup_tau.sh has created", file=sys.stderr)
+        print("set TAU2_HOME to the directory that scripts/setup_tau.sh has created", file=sys.stderr)
         return 2
     names = next(
         (word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS)

@@ -11,11 +11,11 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh
 mermaid=docs/assets/mermaid.min.js
 if [ ! -e "$mermaid" ] && command -v npm >/dev/null; then
-  folder=$(mktemp -d)
-  if npm install --silent --ignore-scripts --no-audit --no-fund --prefix "$folder" mermaid@11.4.1 >/dev/null 2>&1; then
-    cp "$folder/node_modules/mermaid/dist/mermaid.min.js" "$mermaid"
+  directory=$(mktemp -d)
+  if npm install --silent --ignore-scripts --no-audit --no-fund --prefix "$directory" mermaid@11.4.1 >/dev/null 2>&1; then
+    cp "$directory/node_modules/mermaid/dist/mermaid.min.js" "$mermaid"
   fi
-  rm -rf "$folder"
+  rm -rf "$directory"
 fi
 [ -e "$mermaid" ] || echo "docs: could not install mermaid with npm; the site shows the diagrams as text"
 .venv/bin/python -m scripts.docs

@@ -14,7 +14,7 @@ from src.config import TrainerConfig
 
 SCRIPT = Path(__file__).resolve().parent.parent / "run_skyrl_tx.sh"
 ACTIONS = {
-    "resume": "Continue the run in the folder RUN with its options; further options replace them: resume=RUN",
+    "resume": "Continue the run in RUN with its options; further options replace them: resume=RUN",
     "evaluate": "Evaluate the last checkpoint of a run on its held-out tasks: evaluate=RUN",
     "chat": "Chat with the last checkpoint of a run: chat=RUN",
     "quickstart": f"Run a quick start: quickstart={' | '.join(QUICKSTARTS)}",
@@ -36,7 +36,7 @@ def help_text() -> str:
             "",
             "The lengths that you do not set are lowered to fit the context of the server. wandb is used "
             "if it is set up.",
-            "A quick start has other values, which are in the config.json of its run folder.",
+            "A quick start has other values, which are in the config.json of its run directory.",
             "",
             "--help WORD lists options with a word that begins with WORD; docs/options.md lists all options.",
         ]

@@ -151,10 +151,10 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 
 def main(output: Path) -> None:
-    for first_seed, folder, configs in ((0, "qwen3", QWEN3), (100, "families", FAMILIES)):
+    for first_seed, group, configs in ((0, "qwen3", QWEN3), (100, "families", FAMILIES)):
         for seed, (name, config) in enumerate(configs.items(), first_seed):
             torch.manual_seed(seed)
-            directory = output / folder / name
+            directory = output / group / name
             make_model(config, directory, sharded=name == "untied")
             if name == "tied":
                 use_old_rope_keys(directory / "config.json")

@@ -48,7 +48,7 @@ class WarmStart:
 
     num_demonstrations: int
     write_demonstrations: Callable[[Path, int], None]  # (path of the JSON lines file, number of chats)
-    write_tasks: Callable[[Path], None]  # writes the training tasks of the RL to a folder
+    write_tasks: Callable[[Path], None]  # writes the training tasks of the RL to a directory
     options: dict[str, str]  # options of `src.sft`
     rl_options: dict[str, str]  # options of the RL that follows; they replace those of the quick start
     server: tuple[str, ...]  # options of the server, in place of all those of the quick start
@@ -58,7 +58,7 @@ class WarmStart:
 class QuickStart:
     """A model and the tasks that it learns in minutes on two CPU cores."""
 
-    name: str  # prefix of the name of the run folder
+    name: str  # prefix of the name of the run directory
     base_model: str  # the default of the option `model_name`
     displayed_model: str  # how `message` names `base_model`
     skill: str  # what the model learns, as a part of the sentence in `message`

@@ -80,7 +80,7 @@ def environment_kind(user_options: Mapping[str, str]) -> str:
 
 
 def recipe_defaults(kind: str, model: NamedModel, user_options: Mapping[str, str]) -> dict[str, str]:
-    """Return all defaults of the recipe, with the name of a new run folder."""
+    """Return all defaults of the recipe, with the name of a new run directory."""
     if "tasks_dir" in user_options:
         task_source = Path(user_options["tasks_dir"]).expanduser().resolve().name
     elif "data" in user_options:

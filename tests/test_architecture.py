@@ -184,11 +184,11 @@ def test_long_files_state_the_reason(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "names"), [("trainer", SLOW_TRAINER_FILES), ("server", FAST_SERVER_FILES)]
+    ("directory", "names"), [("trainer", SLOW_TRAINER_FILES), ("server", FAST_SERVER_FILES)]
 )
 @pytest.mark.seed_behaviour(145)
-def test_the_lists_of_the_fast_tier_name_existing_files(folder: str, names: set[str]) -> None:
-    assert names <= {path.stem for path in (ROOT / "tests" / folder).glob("test_*.py")}
+def test_the_lists_of_the_fast_tier_name_existing_files(directory: str, names: set[str]) -> None:
+    assert names <= {path.stem for path in (ROOT / "tests" / directory).glob("test_*.py")}
 
 
 def test_no_python_below_datasets() -> None:

@@ -1,4 +1,4 @@
-"""Checks each fenced command of the pages in the root folder, examples/ and docs/.
+"""Checks each fenced command of the pages in the root directory, examples/ and docs/.
 
 A mark is a comment such as `<!-- requires: server -->` above a fence. A fence without a mark is run. A fence
 with the mark `server` is run with a server of the quick start's model; the address of this server replaces
@@ -107,21 +107,21 @@ def test_documented_options_exist(page: str) -> None:
                 assert set(names) <= valid_names, f"{page}: {sorted(set(names) - valid_names)} of {name}"
 
 
-def run(text: str, folder: Path) -> None:
-    """Run commands in a folder of links to the repository, so that they add no files to the repository.
+def run(text: str, directory: Path) -> None:
+    """Run commands in a directory of links to the repository, so that they add no files to the repository.
 
     `examples` and `tasks` are copies, of examples/ and examples/tasks/, because `validate` writes into the
-    folder of the tasks.
+    directory of the tasks.
     """
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "examples"):
-            (folder / entry.name).symlink_to(entry)
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    shutil.copytree(ROOT / "examples" / "tasks", folder / "tasks")
+            (directory / entry.name).symlink_to(entry)
+    shutil.copytree(ROOT / "examples", directory / "examples")
+    shutil.copytree(ROOT / "examples" / "tasks", directory / "tasks")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env=test_examples.ENVIRONMENT | {"TMPDIR": str(folder)},
+        cwd=directory,
+        env=test_examples.ENVIRONMENT | {"TMPDIR": str(directory)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -57,9 +57,9 @@ def test_the_program_of_the_python_page_is_the_example() -> None:
 def test_the_task_of_the_tutorial_is_the_example() -> None:
     page = (PAGES.parent / "tutorial" / "own-model-and-task.md").read_text()
     files = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page, re.MULTILINE | re.DOTALL))
-    folder = ROOT / "examples" / "tasks" / "hello"
+    directory = ROOT / "examples" / "tasks" / "hello"
     assert len(files) == 5
-    assert files == {name: (folder / name).read_text() for name in files}
+    assert files == {name: (directory / name).read_text() for name in files}
 
 
 def test_the_glossary_names_existing_modules() -> None:
@@ -78,7 +78,7 @@ def test_the_glossary_has_each_term_once_in_order() -> None:
 
 
 def test_pages_name_existing_files() -> None:
-    """A path may be relative to the root of the repository or to any folder below it."""
+    """A path may be relative to the root of the repository or to any directory below it."""
     files = [f"/{path.relative_to(ROOT)}" for name in PACKAGES for path in (ROOT / name).rglob("*")]
     wrong = [
         (page.name, path)

@@ -1,4 +1,4 @@
-// Renders the mermaid diagrams of the pages with the copy of mermaid that scripts/docs.sh puts into this folder.
+// Renders the mermaid diagrams of the pages with the copy of mermaid that scripts/docs.sh puts into this directory.
 // Without that copy the diagrams stay readable as text. Nothing is loaded from another host.
 document.addEventListener("DOMContentLoaded", () => {
   const diagrams = document.querySelectorAll("pre.diagram");

@@ -40,8 +40,8 @@ MODELS, ACTIVE, NUM_SEQUENCES, PROMPT, NEW = 32, 4, 16, 128, 128
 
 
 def main(config: ModelOptions) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         training(config, model_dir)
         decoding(config, model_dir)
 

@@ -72,9 +72,9 @@ class Server:
 
 
 def main(config: ComparisonOptions) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
-        with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
+        with serving(model_dir, Path(directory)) as server, peers(config, model_dir) as others:
             run_pass(server, stateless=False)
             run_pass(server, stateless=True)
             programs, seeds = server.num_programs(), itertools.count(1)
@@ -143,7 +143,7 @@ def run_skyrl_pass(peer: Side, *, seed: int) -> Measurement:
 
 
 @contextmanager
-def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
+def serving(model_dir: Path, directory: Path, *options: str) -> Iterator[Server]:
     """Start our server and create a sampler of a new adapter."""
     arguments = (
         f"base_model={model_dir}",
@@ -154,7 +154,7 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
     )
     sizes = (
         "max_context_length=2048",
-        f"checkpoints_dir={folder / 'checkpoints'}",
+        f"checkpoints_dir={directory / 'checkpoints'}",
         "compilation_cache_dir=none",
         "log_level=warning",
     )

@@ -35,8 +35,8 @@ class BetweenDispatches:
 
 
 def main(config: BetweenDispatches) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", MODELS["tiny"], dtype="float32")
         new = (2 * config.rounds * DISPATCHES + 4) * 16
         sizes = {"max_num_seqs": config.rows, "max_context_length": config.context + new}
         with opened(model_dir, train_tokens_per_batch=256, **sizes) as driver:

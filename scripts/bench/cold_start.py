@@ -55,18 +55,18 @@ class Log:
 
 
 def main(config: ColdStart) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         for name, first_at_most in (("empty cache", 12.0), ("filled cache", 4.0)):
-            measure(config, Path(folder), name, first_at_most=first_at_most)
+            measure(config, Path(directory), name, first_at_most=first_at_most)
 
 
-def measure(config: ColdStart, folder: Path, name: str, *, first_at_most: float) -> None:
+def measure(config: ColdStart, directory: Path, name: str, *, first_at_most: float) -> None:
     start, log = time.monotonic(), Log()
     command = [
         *(sys.executable, "-m", "skyrl_tx_server", "port=0", f"base_model={config.base_model}"),
         f"max_num_seqs={config.max_num_seqs}",
-        f"checkpoints_dir={folder}/checkpoints",
-        f"compilation_cache_dir={folder}/cache",
+        f"checkpoints_dir={directory}/checkpoints",
+        f"compilation_cache_dir={directory}/cache",
     ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

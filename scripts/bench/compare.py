@@ -109,13 +109,14 @@ class Side:
 
 
 @functools.cache
-def log_folder() -> Path:
-    """Return the folder that the environment variable BENCH_LOGS names, or else a new temporary folder."""
+def log_directory() -> Path:
+    """Return the directory that the environment variable BENCH_LOGS names, or else a new temporary
+    directory."""
     return Path(os.environ.get("BENCH_LOGS") or tempfile.mkdtemp(prefix="bench-"))
 
 
 def log_of(name: str) -> Path:
-    return log_folder() / f"bench-{name.replace(' ', '-')}-{os.getpid()}.log"
+    return log_directory() / f"bench-{name.replace(' ', '-')}-{os.getpid()}.log"
 
 
 @contextlib.contextmanager

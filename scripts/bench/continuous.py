@@ -61,8 +61,8 @@ def main(config: ComparisonOptions) -> None:
         steps[name] = (after - before) * STEPS_PER_DISPATCH
         return measured
 
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         with (
             side(
                 "ours",

@@ -39,8 +39,8 @@ class CurvesConfig:
 
 
 def main(config: CurvesConfig) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         for name in config.only.split(","):
             CURVES[name](config, model_dir)
 

@@ -126,5 +126,5 @@ class Driver:
 def opened(model_dir: Path, **options: object) -> Iterator[Driver]:
     """Yield the driver of a new executor with these options. The executor has no warmup, so it compiles
     programs only when a call needs them."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **(options | {"warmup": False}))))
+    with tempfile.TemporaryDirectory() as directory:
+        yield Driver(DeviceExecutor(settings(model_dir, Path(directory), **(options | {"warmup": False}))))

@@ -40,9 +40,9 @@ def main(config: ModelOptions) -> None:
     seeds = itertools.count()
     waits: list[float] = []
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as directory,
         running(
-            make_model(Path(folder) / "model", layers=config.layers),
+            make_model(Path(directory) / "model", layers=config.layers),
             decode_steps_per_dispatch=STEPS_PER_DISPATCH,
         ) as ours,
     ):

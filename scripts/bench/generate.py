@@ -35,8 +35,8 @@ PROMPT, NEW, NUM_SEQUENCES = 256, 128, 16
 
 
 def main(config: ComparisonOptions) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         with (
             side("ours", "ours", model_dir) as ours,
             peers(config, model_dir) as others,

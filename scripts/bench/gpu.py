@@ -1,7 +1,7 @@
 """Measure the executor and the engine on one GPU, and compare the measurements with calculated times.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
-    ... -m scripts.bench.gpu sections=sampling,kernels time_limit_s=300 compilation_cache=FOLDER
+    ... -m scripts.bench.gpu sections=sampling,kernels time_limit_s=300 compilation_cache=DIRECTORY
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny max_sequences=4 longest=512  # a test on a CPU
 
 Most rows of the output have the measured time. Rows of decode steps with one adapter, of prefill and of
@@ -87,8 +87,8 @@ def main(config: GpuConfig) -> int:
     loaded_once = mock.patch.object(executor, "load_params", functools.cache(executor.load_params))
     # Do not compile rolled programs: no row measures them, and `time_limit_s` includes their compilation.
     unrolled = mock.patch.object(model_runner, "MIN_ROLLED_LAYERS", sys.maxsize)
-    with tempfile.TemporaryDirectory() as folder, loaded_once, unrolled:
-        model_dir = make_model(Path(folder) / "model", MODELS[config.model], dtype=dtype)
+    with tempfile.TemporaryDirectory() as directory, loaded_once, unrolled:
+        model_dir = make_model(Path(directory) / "model", MODELS[config.model], dtype=dtype)
         for section in SECTIONS:
             if rows.is_over or (config.sections and section.__name__ not in config.sections):
                 continue
@@ -268,9 +268,9 @@ def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
     """Print the memory plan of a server with the default `max_num_seqs`, `max_models`, `max_loras` and
     `max_context_length`, and the peak of the device memory until this section."""
     peak = device_memory.stats().get("device_peak_bytes")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         unset = dict.fromkeys(("max_num_seqs", "max_models", "max_loras", "max_context_length"))
-        print(plan_memory(settings(model_dir, Path(folder), dtype=dtype, **unset)))
+        print(plan_memory(settings(model_dir, Path(directory), dtype=dtype, **unset)))
     if isinstance(peak, int):
         rows.value("peak of the device memory, GiB", lambda: peak / 2**30)
 

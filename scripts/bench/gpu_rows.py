@@ -31,7 +31,9 @@ class GpuConfig:
     repeats: int = 5
     sections: tuple[str, ...] = chz.field(default=(), doc="Sections to measure, by name; empty: all sections")
     time_limit_s: float = chz.field(default=float("inf"), doc="Start no measurement after this many seconds")
-    compilation_cache: str | None = chz.field(default=None, doc="Folder of compiled programs; None: no cache")
+    compilation_cache: str | None = chz.field(
+        default=None, doc="Directory of compiled programs; None: no cache"
+    )
 
     @property
     def lengths(self) -> list[int]:

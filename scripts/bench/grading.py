@@ -38,7 +38,7 @@ def cpu_time_s() -> float:
 
 
 async def run_trial(
-    folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path
+    task_dir: Path, method: GradingMethod, environment: dict[str, object], directory: Path
 ) -> Cost:
     """Run one trial with the task's own solution and grade it with `method`."""
     from harbor.models.trial.config import (
@@ -53,7 +53,7 @@ async def run_trial(
     from src.envs.harbor.grading import graded
 
     config = TrialConfig(
-        task=TaskConfig(path=folder),
+        task=TaskConfig(path=task_dir),
         trials_dir=directory,
         agent=AgentConfig(name="oracle"),
         environment=EnvironmentConfig.model_validate(environment),
@@ -64,18 +64,20 @@ async def run_trial(
     async with graded(trial, method):
         result = await trial.run()
     cost = Cost(wall_s=time.perf_counter() - started, cpu_s=cpu_time_s() - cpu_before)
-    assert result.verifier_result is not None and result.verifier_result.rewards == {"reward": 1.0}, folder
+    assert result.verifier_result is not None and result.verifier_result.rewards == {"reward": 1.0}, task_dir
     return cost
 
 
-async def measure(folders: list[Path], num_trials: int) -> None:
+async def measure(directories: list[Path], num_trials: int) -> None:
     import_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label())
     costs: dict[GradingMode, list[Cost]] = {method.mode: [] for method in METHODS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(-1, num_trials):
             for method in METHODS:
-                cost = await run_trial(folders[number % len(folders)], method, environment, Path(scratch))
+                cost = await run_trial(
+                    directories[number % len(directories)], method, environment, Path(scratch)
+                )
                 if number >= 0:  # the first trial of each method is a warm-up
                     costs[method.mode].append(cost)
     medians = {
@@ -93,5 +95,5 @@ async def measure(folders: list[Path], num_trials: int) -> None:
 
 
 if __name__ == "__main__":
-    folders = sorted(path.parent for path in Path(sys.argv[1]).glob("*/task.toml"))
-    asyncio.run(measure(folders, int(sys.argv[2]) if len(sys.argv) > 2 else 20))
+    directories = sorted(path.parent for path in Path(sys.argv[1]).glob("*/task.toml"))
+    asyncio.run(measure(directories, int(sys.argv[2]) if len(sys.argv) > 2 else 20))

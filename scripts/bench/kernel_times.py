@@ -30,10 +30,10 @@ def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
     XLA launches each kernel separately while the profiler runs, so the program takes longer than
     the sum of its kernel times.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
             run()
-        files = list(Path(folder).rglob("*.xplane.pb"))
+        files = list(Path(directory).rglob("*.xplane.pb"))
         assert files, "the profiler wrote no file"
         return summed(event for path in files for event in _events(path))
 

@@ -146,8 +146,8 @@ def main(argv: list[str]) -> int:
         for name, default in (("ops", 300), ("clients", 256), ("requests", 5120), ("rounds", 3))
     }
     with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.nullcontext(options["url"]) if "url" in options else serving(Path(folder)) as url,
+        tempfile.TemporaryDirectory() as directory,
+        contextlib.nullcontext(options["url"]) if "url" in options else serving(Path(directory)) as url,
     ):
         asyncio.run(measure(url, **numbers))
     return 0

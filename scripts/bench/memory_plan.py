@@ -48,8 +48,8 @@ def main(config: MemoryConfig) -> None:
         max_position_embeddings=config.tokens,
     )
     for name, model, tokens in (("ordinary", CONFIG, config.ordinary_tokens), ("long", long, config.tokens)):
-        with tempfile.TemporaryDirectory() as folder:
-            model_dir = make_model(Path(folder) / "model", model)
+        with tempfile.TemporaryDirectory() as directory:
+            model_dir = make_model(Path(directory) / "model", model)
             in_a_process("compile", model_dir, tokens)
             planned, measured = map(int, in_a_process("measure", model_dir, tokens).split())
         print_figure(f"{name}: planned for {tokens} tokens, MiB", planned / 2**20)

@@ -27,11 +27,11 @@ LEARNING_RATE = 1e-6
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        store = CheckpointStore(Path(folder), "local/bench")
-        model_dir = make_model(Path(folder) / "model")
+    with tempfile.TemporaryDirectory() as directory:
+        store = CheckpointStore(Path(directory), "local/bench")
+        model_dir = make_model(Path(directory) / "model")
         with running(
-            model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)
+            model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(directory)
         ) as ours:
             for _ in range(2):  # LoRA's A gets a gradient only in the second step, because B starts at zero
                 step(ours, 1e-2)

@@ -4,7 +4,7 @@ and the peak memory.
     python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
 
 `cpus` lists the CPU cores to which each run is pinned (default: no pinning). `logs_dir` (default `runs`)
-receives the run folders. Other key=value pairs are passed to ./run_skyrl_tx.sh.
+receives the run directories. Other key=value pairs are passed to ./run_skyrl_tx.sh.
 The memory of a run is the sum of the proportional set sizes (PSS) of its processes. It is read once per
 second, and its peak is printed.
 """

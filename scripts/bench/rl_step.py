@@ -51,9 +51,9 @@ class RlStep(ComparisonOptions):
 
 
 def main(config: RlStep) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         if config.base_model is None:
-            model_dir, targets = make_model(Path(folder) / "model", layers=config.layers), (4.0, 5.0)
+            model_dir, targets = make_model(Path(directory) / "model", layers=config.layers), (4.0, 5.0)
         else:
             model_dir, targets = converted_directory(config.base_model), (2.0, 2.0)
         with (

@@ -43,8 +43,11 @@ def main(config: ShapesConfig) -> None:
     if config.child is not None:
         print(json.dumps(measure_programs(Path(config.child), config.cache)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir, cache = make_model(Path(folder) / "model", layers=config.layers), Path(folder) / "xla"
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir, cache = (
+            make_model(Path(directory) / "model", layers=config.layers),
+            Path(directory) / "xla",
+        )
         cold, warm = (run_measurement(model_dir, cache) for _ in range(2))
         print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
         names = ", ".join(f"{name} {count}" for name, count in cold["programs"].items())

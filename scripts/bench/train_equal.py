@@ -25,8 +25,8 @@ TARGETS = {False: {"HF": 1.5, "skyrl-tx": 1.6}, True: {"HF": 1.9, "skyrl-tx": 1.
 
 def main(config: ComparisonOptions) -> None:
     sequences = random_sequences([513] * 8)
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         for recompute in (False, True):
             options = f"recompute={str(recompute).lower()}"
             with (

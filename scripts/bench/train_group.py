@@ -37,8 +37,8 @@ def main(config: ModelOptions) -> None:
     group = make_group(GROUP)
     flat = [[100 + member, *sequence[1:]] for member, sequence in enumerate(group)]
     with (
-        tempfile.TemporaryDirectory() as folder,
-        running(make_model(Path(folder) / "model", layers=config.layers)) as ours,
+        tempfile.TemporaryDirectory() as directory,
+        running(make_model(Path(directory) / "model", layers=config.layers)) as ours,
     ):
         calls = {"ours": timed(partial(ours.train, group)), "flat": timed(partial(ours.train, flat))}
         title = f"GRPO group training, prompt {PROMPT}, {GROUP} responses of {RESPONSE}"

@@ -37,8 +37,8 @@ LONGEST = 1025
 def main(config: ComparisonOptions) -> None:
     sequences = random_sequences(ragged_lengths())
     padded = [sequence + [0] * (LONGEST - len(sequence)) for sequence in sequences]
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory) / "model", layers=config.layers)
         with (
             side("ours", "ours", model_dir) as ours,
             peers(config, model_dir, tx_micro_batch_size=8) as others,

@@ -2,10 +2,10 @@
 
     python -m scripts.cookbook [key=value ...] [RECIPE ...]
 
-The program writes data sets and a small Qwen3 to the folder `work`, and later runs with this folder use them
-again. It starts a server that serves the model under a name that the cookbook knows. Then it runs the command
-line of each recipe, or of each named recipe, in an environment with torch. It prints the result and the
-command of each recipe. The exit status is 0 if the process of each recipe ended with 0 and the figures of
+The program writes data sets and a small Qwen3 to the directory `work`, and later runs with this directory use
+them again. It starts a server that serves the model under a name that the cookbook knows. Then it runs the
+command line of each recipe, or of each named recipe, in an environment with torch. It prints the result and
+the command of each recipe. The exit status is 0 if the process of each recipe ended with 0 and the figures of
 each recipe have the expected values. docs/cookbook.md lists the results.
 
     work=DIR     model, data, logs (default: a temporary directory)

@@ -1,7 +1,7 @@
-"""Generate data sets and a small Qwen3 for the recipes, in folders that are named like the hub ids.
+"""Generate data sets and a small Qwen3 for the recipes, in directories that are named like the hub ids.
 
 The recipes run unchanged and without the Hugging Face hub, because `AutoTokenizer` and `load_dataset` prefer
-a folder whose path, relative to the working directory, is the hub id.
+a directory whose path, relative to the working directory, is the hub id.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def shorten(lines: Sequence[str], *, head: int, tail: int) -> list[str]:
 
 
 def picture(lines: Sequence[str], *, title: str) -> str:
-    """Return the lines as SVG. Paths of the repository's folder become relative."""
+    """Return the lines as SVG. Paths of the repository's directory become relative."""
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )

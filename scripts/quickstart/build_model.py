@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.task_types import TRAINING, make_instance
@@ -230,7 +230,7 @@ def small_model(tokenizer: Tokenizer) -> ModelConfig:
 
 
 def main() -> None:
-    directory, options = folder_and_options(__doc__, ROOT / "model", ["steps"])
+    directory, options = directory_and_options(__doc__, ROOT / "model", ["steps"])
     save_tokenizer(directory, build_tokenizer())
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = small_model(tokenizer)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.make_tasks import ROOT
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine
@@ -103,7 +103,7 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
 
 
 def main() -> None:
-    model_dir, options = folder_and_options(__doc__, ROOT / "model", ["samples", "temperature"])
+    model_dir, options = directory_and_options(__doc__, ROOT / "model", ["samples", "temperature"])
     config = TrainerConfig(
         model_name="quickstart/tiny",
         tasks_dir=str(ROOT / "train"),

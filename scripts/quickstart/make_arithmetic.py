@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "arithmetic"
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
@@ -81,16 +81,16 @@ def problems(task_types: Sequence[TaskType], per_type: int, rng: random.Random) 
     return rows
 
 
-def main(folder: Path) -> None:
+def main(directory: Path) -> None:
     rng = random.Random(SEED)
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for name, task_types, per_type in (
         ("train", TRAIN, TRAIN_PER_TYPE),
         ("heldout", HELD_OUT, HELD_OUT_PER_TYPE),
     ):
         lines = [json.dumps(row) + "\n" for row in problems(task_types, per_type, rng)]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(folder_and_options(__doc__, ROOT)[0])
+    main(directory_and_options(__doc__, ROOT)[0])

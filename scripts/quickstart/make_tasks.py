@@ -2,7 +2,7 @@
 
     python -m scripts.quickstart.make_tasks [DIRECTORY]
 
-The Harbor task folders are the same in every run. Training tasks use the words of the demonstrations.
+The Harbor task directories are the same in every run. Training tasks use the words of the demonstrations.
 Held-out tasks use words that occur nowhere else, and some held-out task types have no training task.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.task_types import TRAINING, UNSEEN, Instance, make_instance
 from scripts.quickstart.words import Pool
 
@@ -75,7 +75,7 @@ def write_training_tasks(directory: Path, scale: int) -> None:
 
 
 def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
-    """Write one Harbor task folder."""
+    """Write one Harbor task directory."""
     text = {
         "task.toml": TASK_TOML.format(
             name=directory.name, instruction=instance.instruction, task_type=instance.task_type, split=split
@@ -93,11 +93,11 @@ def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
 
 
 def main() -> None:
-    root, _ = folder_and_options(__doc__, ROOT)
-    for split, folder in ((Pool.TRAIN, "train"), (Pool.HELD_OUT, "heldout")):
-        shutil.rmtree(root / folder, ignore_errors=True)
+    root, _ = directory_and_options(__doc__, ROOT)
+    for split, directory in ((Pool.TRAIN, "train"), (Pool.HELD_OUT, "heldout")):
+        shutil.rmtree(root / directory, ignore_errors=True)
         for name, instance in instances(split).items():
-            write_task(root / folder / name, instance, split=split)
+            write_task(root / directory / name, instance, split=split)
 
 
 if __name__ == "__main__":

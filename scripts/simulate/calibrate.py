@@ -35,16 +35,16 @@ REPEATS = 5
 @contextlib.contextmanager
 def opened(workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int) -> Iterator[Driver]:
     """Open a driver whose executor has `slots` slots and a context for the longest sequence of the load."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
-        model_dir = make_model(Path(folder) / "model", model)
+        model_dir = make_model(Path(directory) / "model", model)
         options = {
             "max_context_length": workload.max_context_length + 1,
             "max_num_seqs": slots,
             "train_tokens_per_batch": train_tokens_per_batch,
             "warmup": False,
         }
-        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), **options)))
+        yield Driver(DeviceExecutor(settings(model_dir, Path(directory), **options)))
 
 
 def calibrate(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import optax
 from tokenizers import Tokenizer
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.build_model import (
     PEAK_LEARNING_RATE,
     Batch,
@@ -72,7 +72,7 @@ def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch
 
 
 def main() -> None:
-    directory, _ = folder_and_options(__doc__, ROOT / "model")
+    directory, _ = directory_and_options(__doc__, ROOT / "model")
     save(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = small_model(tokenizer)

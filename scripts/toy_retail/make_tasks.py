@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.words import Pool
 from scripts.toy_retail.task_types import TASK_TYPES, Instance, database, make_instance
 
@@ -60,7 +60,7 @@ def row(task_id: str, instance: Instance, *, split: str) -> dict[str, object]:
 
 
 def main() -> None:
-    root, _ = folder_and_options(__doc__, ROOT)
+    root, _ = directory_and_options(__doc__, ROOT)
     root.mkdir(parents=True, exist_ok=True)
     by_split = {split: instances(split) for split in ("train", "test")}
     rows = [

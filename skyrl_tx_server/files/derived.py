@@ -16,32 +16,32 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = ".derived"
+DIRECTORY = ".derived"
 
 
 class DerivedFiles:
     """The derived files below the root of a checkpoint store."""
 
     def __init__(self, root: Path) -> None:
-        self._folder = root / FOLDER
+        self._directory = root / DIRECTORY
 
     def find(self, generation: str, name: str) -> Path | None:
         """Return a file or directory if it exists, and mark its generation as used."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._folder / generation)
-            target = self._folder / generation / name
+            os.utime(self._directory / generation)
+            target = self._directory / generation / name
             if target.exists():
                 return target
         return None
 
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
         """Let `make` create the file or directory at a temporary path. Rename it and return its new path."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
+        self._directory.mkdir(parents=True, exist_ok=True)
+        temporary, target = self._directory / f".new-{uuid.uuid4().hex}", self._directory / generation / name
         try:
             make(temporary)
             while True:
-                # `exist_ok=True` would raise an error if another thread removes the folder meanwhile.
+                # `exist_ok=True` would raise an error if another thread removes the directory meanwhile.
                 with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:
@@ -60,13 +60,13 @@ class DerivedFiles:
 
     def forget(self, generation: str) -> None:
         """Remove the files of a generation, if there are any."""
-        if (self._folder / generation).exists():
-            self.discard(self._folder / generation)
+        if (self._directory / generation).exists():
+            self.discard(self._directory / generation)
 
     def discard(self, path: Path) -> bool:
         """Atomically remove a file or directory on the store's file system. Return whether it existed."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        removed = self._folder / f".removed-{uuid.uuid4().hex}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        removed = self._directory / f".removed-{uuid.uuid4().hex}"
         try:
             path.rename(removed)
         except FileNotFoundError:
@@ -78,7 +78,7 @@ class DerivedFiles:
         """Remove generations that were not used for `unused_for_s` seconds, and temporary files of this
         age."""
         oldest = time.time() - unused_for_s
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat(follow_symlinks=False).st_mtime < oldest:

@@ -252,8 +252,9 @@ def _shards(sources: Mapping[str, _Source]) -> Iterator[list[str]]:
 
 
 def _key(file: GgufFile) -> str:
-    """Return a digest of VERSION, of the GGUF file, and of a tokenizer.json in the same folder. For the GGUF
-    file, the digest covers the size, the modification time, the header and SAMPLES parts of the content."""
+    """Return a digest of VERSION, of the GGUF file, and of a tokenizer.json in the same directory. For the
+    GGUF file, the digest covers the size, the modification time, the header and SAMPLES parts of the
+    content."""
     stat = file.path.stat()
     digest = hashlib.sha256(f"{VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
     with file.path.open("rb") as stream:

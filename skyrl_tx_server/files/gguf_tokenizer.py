@@ -36,8 +36,8 @@ SPLITS = (_SMOLLM, _GPT2, *_REGEXES)
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the folder of the
-    GGUF file takes precedence over the tokenizer in the GGUF file.
+    """Write tokenizer.json and tokenizer_config.json into `directory`. A tokenizer.json in the directory of
+    the GGUF file takes precedence over the tokenizer in the GGUF file.
 
     Raises ConfigError if the GGUF file has no valid list of tokens, or an invalid id of a special token. If
     the tokenizer in the GGUF file is used, also raises ConfigError if it is not byte-level BPE with one of
@@ -67,7 +67,7 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
     if model != "gpt2" or split not in SPLITS:
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.model {model!r} with pre {split!r} is not supported, only 'gpt2' "
-            f"with {', '.join(SPLITS)}; put the model's tokenizer.json into the folder of the file"
+            f"with {', '.join(SPLITS)}; put the model's tokenizer.json into the directory of the file"
         )
     parts = [merge.split(" ") for merge in _list(file, "merges", str)]
     if any(len(pair) != 2 for pair in parts):

@@ -46,7 +46,7 @@ def converted_directory(base_model: str) -> Path:
 def _packaged_file(base_model: str) -> Path:
     package, name, command = PACKAGED[base_model]
     spec = importlib.util.find_spec(package)  # importing the package would need its dependencies
-    for folder in [] if spec is None else spec.submodule_search_locations or []:
-        if (Path(folder) / name).is_file():
-            return Path(folder) / name
+    for directory in [] if spec is None else spec.submodule_search_locations or []:
+        if (Path(directory) / name).is_file():
+            return Path(directory) / name
     raise ConfigError(f"base_model={base_model}: the package {package} is not installed; run {command}")

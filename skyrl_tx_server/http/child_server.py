@@ -19,7 +19,7 @@ from skyrl_tx_server.config.command_line import SECRETS
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError, ServerError
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
+ROOT = Path(__file__).resolve().parents[2]  # the directory that contains the package
 READY = re.compile(r"skyrl-tx server ready: (\S+)")
 STOP_TIMEOUT_S = 20.0
 MAX_LINE_BYTES = 1 << 20

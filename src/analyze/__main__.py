@@ -59,10 +59,10 @@ def analyze(config: AnalyzeConfig) -> None:
 def read_runs(config: AnalyzeConfig) -> list[AnalyzedRun]:
     """Read the runs. Raises ConfigError if two runs share a name, because the name identifies a section."""
     runs: dict[str, AnalyzedRun] = {}
-    for folder in config.runs:
-        run = read_run(folder, first_step=config.first_step, last_step=config.last_step)
+    for directory in config.runs:
+        run = read_run(directory, first_step=config.first_step, last_step=config.last_step)
         if run.name in runs:
-            raise ConfigError(f"two runs are called {run.name}; rename one of their folders")
+            raise ConfigError(f"two runs are called {run.name}; rename one of their directories")
         runs[run.name] = run
     return list(runs.values())
 

@@ -43,7 +43,7 @@ COMPARED_METRICS = (
     "time/update",
     "time/total",
 )
-# Options that name a run, a project or an output folder. Their differences do not affect the training.
+# Options that name a run, a project or an output directory. Their differences do not affect the training.
 NAMING_OPTIONS = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}
 
 
@@ -90,7 +90,7 @@ def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
 def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
     """Return one line with the options whose values differ between the runs, without NAMING_OPTIONS.
 
-    A folder that has only dumps has no options."""
+    A directory that has only dumps has no options."""
     if not (first.options and second.options):
         unknown = " and ".join(run.name for run in (first, second) if not run.options)
         return f"The options of {unknown} are unknown, because there is no config.json."
@@ -103,7 +103,7 @@ def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
     return (
         f"Options that differ: {'; '.join(differing)}."
         if differing
-        else "The options are equal, except for names and folders."
+        else "The options are equal, except for names and directories."
     )
 
 

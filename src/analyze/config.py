@@ -12,8 +12,8 @@ class AnalyzeConfig(Options):
     """Analysis"""
 
     runs: list[str] = chz.field(
-        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; each "
-        "further folder is compared with the first folder"
+        doc="Directories of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; each "
+        "further directory is compared with the first directory"
     )
     write_to: str = chz.field(
         default="experiments.md",
@@ -45,5 +45,5 @@ class AnalyzeConfig(Options):
 
     @chz.validate
     def _there_are_runs(self) -> None:
-        require(bool(self.runs), "runs= names no folder; write runs=RUN,OTHER_RUN")
-        require(len(set(self.runs)) == len(self.runs), "runs= names a folder twice; remove one of them")
+        require(bool(self.runs), "runs= names no directory; write runs=RUN,OTHER_RUN")
+        require(len(set(self.runs)) == len(self.runs), "runs= names a directory twice; remove one of them")

@@ -1,9 +1,10 @@
 """The files that the analysis reads: the dumped evaluations, the metrics and the configuration of a run.
 
-The dumps may also come from SkyRL, whose dumps have fewer fields. A folder has one of these layouts:
+The dumps may also come from SkyRL, whose dumps have fewer fields. A directory has one of these layouts:
 
-    RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   RUN is a run folder or an `export_path`
-    FOLDER/global_step_<N>/<environment>.jsonl                   a local copy of the dumps that `upload_url`
+    RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   RUN is a run directory or an `export_path`
+    DIRECTORY/global_step_<N>/<environment>.jsonl                   a local copy of the dumps that
+    `upload_url`
                                                                  or SkyRL wrote to an object store
 """
 
@@ -22,10 +23,10 @@ from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.records.dumps import AGGREGATED
 from src.records.reading import Count, Finite, Whole, read_document, read_lines, unchanged
-from src.records.run_folder import CONFIG_FILE, METRICS_FILE
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE
 
 ANSWER_MARK = "<|im_start|>assistant"
-STEP_FOLDER = re.compile(r"global_step_(\d+)(?:_evals)?")
+STEP_DIRECTORY = re.compile(r"global_step_(\d+)(?:_evals)?")
 
 
 class DumpLine(TypedDict):
@@ -65,7 +66,7 @@ class AnalyzedRun:
 
     name: str
     options: Mapping[str, Any]  # config.json; empty if there is none
-    metrics_file: Path | None  # None: the folder has dumps only
+    metrics_file: Path | None  # None: the directory has dumps only
     evaluations: Mapping[int, Sequence[DumpedTrial]]  # step -> trials; at most two evaluations are read
 
     @property
@@ -73,48 +74,48 @@ class AnalyzedRun:
         return max(self.evaluations, default=None)
 
 
-def read_run(folder: str, *, first_step: int | None = None, last_step: int | None = None) -> AnalyzedRun:
+def read_run(directory: str, *, first_step: int | None = None, last_step: int | None = None) -> AnalyzedRun:
     """Read a run and two of its evaluations, by default the first and the last.
 
-    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or if `first_step` or
+    Raises ConfigError if the directory has neither dumped evaluations nor metrics, or if `first_step` or
     `last_step` is a step without a dumped evaluation.
     """
-    path = Path(folder).expanduser().resolve()
+    path = Path(directory).expanduser().resolve()
     options: Mapping[str, Any] = {}
     if (path / CONFIG_FILE).is_file():
         options = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
-    folders = {
+    directories = {
         int(match[1]): child
         for parent in (exported / "dumped_evals", exported)
         for child in (parent.iterdir() if parent.is_dir() else ())
-        if (match := STEP_FOLDER.fullmatch(child.name))
+        if (match := STEP_DIRECTORY.fullmatch(child.name))
     }
-    if not folders and metrics_file is None:
+    if not directories and metrics_file is None:
         raise ConfigError(
-            f"{path} has neither dumped_evals/ nor {METRICS_FILE}; give the folder of a run with held-out "
+            f"{path} has neither dumped_evals/ nor {METRICS_FILE}; give the directory of a run with held-out "
             "tasks and dump_eval_results=true"
         )
     for option, step in (("first_step", first_step), ("last_step", last_step)):
-        if step is not None and step not in folders:
-            steps_with_dump = ", ".join(map(str, sorted(folders))) or "none"
+        if step is not None and step not in directories:
+            steps_with_dump = ", ".join(map(str, sorted(directories))) or "none"
             raise ConfigError(
                 f"{option}={step} has no dumped evaluation in {path.name}; steps with a dumped evaluation: "
                 f"{steps_with_dump}"
             )
     steps = set[int]()
-    if folders:
-        steps.add(min(folders) if first_step is None else first_step)
-        steps.add(max(folders) if last_step is None else last_step)
-    evaluations = {step: read_evaluation(folders[step]) for step in sorted(steps)}
+    if directories:
+        steps.add(min(directories) if first_step is None else first_step)
+        steps.add(max(directories) if last_step is None else last_step)
+    evaluations = {step: read_evaluation(directories[step]) for step in sorted(steps)}
     return AnalyzedRun(name=path.name, options=options, evaluations=evaluations, metrics_file=metrics_file)
 
 
-def read_evaluation(folder: Path) -> list[DumpedTrial]:
+def read_evaluation(directory: Path) -> list[DumpedTrial]:
     """Read the dumped trials of one evaluation."""
     trials: list[DumpedTrial] = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(directory.glob("*.jsonl")):
         if path.name != AGGREGATED:
             trials += read_lines(path, LINE, lambda line, name=path.stem: dumped_trial(line, name))
     return trials

@@ -38,7 +38,7 @@ from src.learning.played_groups import SOLVED
 from src.records.journal import RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 from src.records.rollout_store import find_rollouts
-from src.records.run_folder import CONFIG_FILE
+from src.records.run_directory import CONFIG_FILE
 
 FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # the names of the files in rollouts/
 USAGE = "show RUN [STEP | TASK | TRIAL] [STEP]"
@@ -105,13 +105,13 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
 
     Raises ConfigError if there is no such run, step, task or trial.
     """
-    folder = Path(run).expanduser().resolve()
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} has no {CONFIG_FILE}; give the folder of a run")
-    trials = recorded_trials(folder)
+    directory = Path(run).expanduser().resolve()
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} has no {CONFIG_FILE}; give the directory of a run")
+    trials = recorded_trials(directory)
     if not trials and program_of(run) == "src.sft":
         raise ConfigError(
-            f"{folder.name} is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"
+            f"{directory.name} is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"
         )
     if selected is None:
         yield overview(trials)
@@ -126,7 +126,7 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
         if matching := [trial for trial in trials if condition(trial)]:
             yield trial_table(matching)
             return
-    rollouts = [(_file_name(key, files), key, result) for key, result in find_rollouts(folder, selected)]
+    rollouts = [(_file_name(key, files), key, result) for key, result in find_rollouts(directory, selected)]
     stored = [
         (name, key, result)
         for name, key, result in rollouts
@@ -135,7 +135,7 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     if not stored:
         where = "" if step is None else f" in {step}"
         raise ConfigError(
-            f"{folder.name} has no step, task or trial {selected!r}{where}; {_command(run)} lists its "
+            f"{directory.name} has no step, task or trial {selected!r}{where}; {_command(run)} lists its "
             "finished steps"
         )
     name, key, result = stored[-1]
@@ -150,10 +150,10 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     yield from rollout(result, named[0] if named else None)
 
 
-def recorded_trials(folder: Path) -> list[RecordedTrial]:
+def recorded_trials(directory: Path) -> list[RecordedTrial]:
     """Return the trials of the steps and evaluations whose trials have all ended."""
     trials: list[RecordedTrial] = []
-    for path in (folder / "rollouts").glob("*.jsonl"):
+    for path in (directory / "rollouts").glob("*.jsonl"):
         if match := FILE.fullmatch(path.name):
             trials += [
                 RecordedTrial(name=path.stem, step=int(match["step"]), line=line)

@@ -18,7 +18,7 @@ from src.cli.saved_options import (
     evaluated_arguments,
     program_of,
     resumed_arguments,
-    server_folder_of,
+    server_directory_of,
 )
 from src.core.errors import ConfigError
 
@@ -34,11 +34,11 @@ MODULES = {
     "keys": ("skyrl_tx_server.keys", "Create, remove or list the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
     "doctor": ("src.analyze.doctor", "Check this machine or a run (doctor RUN), and print what to do"),
-    "validate": ("src.envs.validate", "Check the tasks of a folder"),
+    "validate": ("src.envs.validate", "Check the tasks of a directory"),
 }
 """Command -> module that is run with the remaining arguments, and the help text of the command."""
 RUN_COMMANDS = {"evaluate": evaluated_arguments, "chat": chat_arguments}
-"""Command that takes the folder of a run -> function that returns the arguments of its module."""
+"""Command that takes the directory of a run -> function that returns the arguments of its module."""
 RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
 LAUNCHER = "scripts.run_skyrl_tx"  # exists only in a checkout; starts the server of a run again
 
@@ -66,7 +66,7 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
     if name != "resume":
         raise ConfigError(f"unknown command {name!r}; commands are {', '.join([*MODULES, 'resume'])}")
     if not arguments:
-        raise ConfigError("resume needs the folder of a run: agent-trainer resume RUN [key=value ...]")
+        raise ConfigError("resume needs the directory of a run: agent-trainer resume RUN [key=value ...]")
     if arguments[0] in ("--help", "-h"):
         return ["src.train", "--help"]
     return _for_run(arguments, resumed_arguments, "resume", program_of(arguments[0]))
@@ -88,7 +88,7 @@ def _for_run(
     """
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
-    if server_folder_of(run) is not None and importlib.util.find_spec("scripts") is not None:
+    if server_directory_of(run) is not None and importlib.util.find_spec("scripts") is not None:
         return [LAUNCHER, f"{command}={run}", *changes]
     return [module, *options]
 

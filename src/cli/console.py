@@ -139,7 +139,7 @@ class Display:
 
         Texts from outside, such as task ids, must be `Text` objects, because a `Console` with default
         settings parses strings as markup. If the output cannot be written, nothing more is printed. The run
-        folder contains the same information.
+        directory contains the same information.
         """
         try:
             self._console.print(content, highlight=False, soft_wrap=soft_wrap)

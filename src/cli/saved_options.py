@@ -1,4 +1,4 @@
-"""The options of a run as a command line, from the config.json of its folder."""
+"""The options of a run as a command line, from the config.json of its directory."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
-from src.records.run_folder import CONFIG_FILE, SUPERVISED, require_run
+from src.records.run_directory import CONFIG_FILE, SUPERVISED, require_run
 from src.sft.config import SftConfig
 
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
 SERVER_FILE = "server.json"
-"""The file in the folder RUN.server that has the options of the server of RUN. The launcher
+"""The file in the directory RUN.server that has the options of the server of RUN. The launcher
 (scripts/run_skyrl_tx.py) writes this file when it starts the server."""
 SFT_SUFFIX = ".sft"
-"""A quick start of the launcher can fine-tune the model before RL. The run folder of the fine-tuning is
+"""A quick start of the launcher can fine-tune the model before RL. The run directory of the fine-tuning is
 RUN.sft."""
 
 
 def program_of(run: str) -> str:
-    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
+    """Return the module that started the run in the directory `run`. Raises ConfigError if there is no
+    run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
-def server_folder_of(run: str) -> Path | None:
-    """Return the folder of the server that the launcher started for a run; None if there is no such folder.
+def server_directory_of(run: str) -> Path | None:
+    """Return the directory of the server that the launcher started for a run; None if there is no such
+    directory.
 
-    The fine-tuning of a quick start, whose run folder is RUN.sft, uses the server of the RL run RUN.
+    The fine-tuning of a quick start, whose run directory is RUN.sft, uses the server of the RL run RUN.
     """
-    folder = Path(run).expanduser().resolve()
-    for name in (folder.name, folder.name.removesuffix(SFT_SUFFIX)):
-        server_folder = folder.with_name(f"{name}.server")
-        if (server_folder / SERVER_FILE).is_file():
-            return server_folder
+    directory = Path(run).expanduser().resolve()
+    for name in (directory.name, directory.name.removesuffix(SFT_SUFFIX)):
+        server_directory = directory.with_name(f"{name}.server")
+        if (server_directory / SERVER_FILE).is_file():
+            return server_directory
     return None
 
 
 def resumed_arguments(run: str, changes: list[str]) -> list[str]:
-    """Return the `key=value` arguments that continue the run in the folder `run`.
+    """Return the `key=value` arguments that continue the run in the directory `run`.
 
-    `changes` are arguments that replace options of the run. Raises ConfigError if the folder has no run or a
-    change is not `key=value`.
+    `changes` are arguments that replace options of the run. Raises ConfigError if the directory has no run or
+    a change is not `key=value`.
     """
     options = _saved(run)
     require_run(Path(run), options)
@@ -59,8 +61,8 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     arguments = {
         name: option_text(value) for name, value in present.items() if value != parameters[name].default
     }
-    folder = Path(run).expanduser().resolve()
-    arguments |= {"log_path": str(folder), "behavior_if_log_dir_exists": "resume"}
+    directory = Path(run).expanduser().resolve()
+    arguments |= {"log_path": str(directory), "behavior_if_log_dir_exists": "resume"}
     arguments |= _pairs(changes, "resume")
     return [f"{name}={value}" for name, value in arguments.items()]
 
@@ -69,20 +71,20 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that evaluate the last checkpoint of a run on its held-out tasks.
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
-    The files are written to a new folder in `evaluations/` of the run, unless `changes` set `log_path` or
-    `logs_dir`. Raises ConfigError if the folder has no config.json or a run of supervised fine-tuning, or if
-    a change is not `key=value`.
+    The files are written to a new directory in `evaluations/` of the run, unless `changes` set `log_path` or
+    `logs_dir`. Raises ConfigError if the directory has no config.json or a run of supervised fine-tuning, or
+    if a change is not `key=value`.
     """
     options = _saved(run)
     if SUPERVISED in options:
         raise ConfigError(f"{run} is a run of sft and has no tasks; write evaluate checkpoint={run} env=...")
     values = _shared_values(options, EvaluateConfig)
     values["n_samples"] = options.get("eval_group_size") or options.get("group_size")
-    folder, pairs = str(Path(run).expanduser().resolve()), _pairs(changes, "evaluate")
+    directory, pairs = str(Path(run).expanduser().resolve()), _pairs(changes, "evaluate")
     arguments = _changed(values, EvaluateConfig)
     if not pairs.keys() & {"log_path", "logs_dir"}:
-        arguments["log_path"] = f"{folder}/evaluations/{datetime.now():%Y%m%d-%H%M%S}"
-    arguments |= {"checkpoint": folder, "held_out_of": folder} | pairs
+        arguments["log_path"] = f"{directory}/evaluations/{datetime.now():%Y%m%d-%H%M%S}"
+    arguments |= {"checkpoint": directory, "held_out_of": directory} | pairs
     return [f"{name}={value}" for name, value in arguments.items()]
 
 
@@ -90,7 +92,7 @@ def chat_arguments(run: str, changes: list[str]) -> list[str]:
     """Return the `key=value` arguments that chat with the last checkpoint of a run.
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
-    Raises ConfigError if the folder has no config.json or a change is not `key=value`.
+    Raises ConfigError if the directory has no config.json or a change is not `key=value`.
     """
     arguments = _changed(_shared_values(_saved(run), ChatConfig), ChatConfig)
     arguments |= {"checkpoint": str(Path(run).expanduser().resolve())} | _pairs(changes, "chat")
@@ -131,7 +133,7 @@ def _saved(run: str) -> dict[str, Any]:
         return present_options(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
-        raise ConfigError(f"{path}: {reason}; give the folder of a run") from error
+        raise ConfigError(f"{path}: {reason}; give the directory of a run") from error
 
 
 def option_text(value: object) -> str:

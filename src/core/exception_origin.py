@@ -45,7 +45,7 @@ def users_exc_info(error: BaseException) -> tuple[type[BaseException], BaseExcep
 
 def _is_users(filename: str) -> bool:
     path = Path(filename).resolve()
-    return path.is_file() and not any(path.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))
+    return path.is_file() and not any(path.is_relative_to(directory) for directory in (PACKAGE, *LIBRARIES))
 
 
 def _shown(path: Path) -> Path:

@@ -59,9 +59,9 @@ class Task:
     """A problem to solve. All trials of a task in one step form a group; `id` identifies the task."""
 
     id: str
-    path: Path  # the folder of the task, or the file that contains the row of the task
+    path: Path  # the directory of the task, or the file that contains the row of the task
     instruction: str = ""
-    # Metrics are logged under this name, e.g. retail; empty: under the id without its folder and number.
+    # Metrics are logged under this name, e.g. retail; empty: under the id without its directory and number.
     domain: str = ""
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for the environment
     grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading

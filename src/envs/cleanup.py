@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 from src.envs.sandbox.docker import CleanupReport, remove_ended, why_no_engine
-from src.envs.sandbox.run_directory import live_run_labels, remove_ended_runs
+from src.envs.sandbox.sandbox_directory import live_run_labels, remove_ended_runs
 
 
 def clean() -> CleanupReport:

@@ -134,7 +134,8 @@ async def run_episode(
             shown = users_exc_info(fault.__cause__ or fault)
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
             episode.set_zero_reward(fault)
-        # This call raises an exception if a message has no JSON form. The run folder stores messages as JSON.
+        # This call raises an exception if a message has no JSON form. The run directory stores messages as
+        # JSON.
         json.dumps([episode.conversation, episode.tool_fields])
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))

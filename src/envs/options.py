@@ -17,7 +17,7 @@ from src.learning.options import StepWiseOptions
 from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
 DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
-"""Name of a folder of tasks -> command that downloads the folder to datasets/."""
+"""Name of a directory of tasks -> command that downloads the directory to datasets/."""
 HARBOR_ONLY = (
     *("environment_type", "max_consecutive_truncations", "jobs_quota_gb"),
     *("agent_timeout_multiplier", "verifier_timeout_multiplier"),
@@ -57,8 +57,8 @@ class TaskOptions(SeedOptions):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="env=harbor: folder of Harbor task folders (each with task.toml, instruction.md, tests/); "
-        "env=tau_bench: folder with the files of toy_retail",
+        doc="env=harbor: directory of Harbor task directories (each with task.toml, instruction.md, tests/); "
+        "env=tau_bench: directory with the files of toy_retail",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -130,7 +130,7 @@ class SplitOptions(TaskOptions):
     )
     eval_tasks: list[str] | None = chz.field(
         default=None,
-        doc="Held-out tasks: ids or globs, or (env=harbor) folders of tasks; eval_split is then ignored",
+        doc="Held-out tasks: ids or globs, or (env=harbor) directories of tasks; eval_split is then ignored",
     )
 
     @chz.validate
@@ -182,8 +182,8 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     )
     jobs_quota_gb: float = chz.field(
         default=20.0,
-        doc="Maximum size of the run's jobs/ folder in GiB; above it, a trial keeps only its result, reward "
-        "and log",
+        doc="Maximum size of the run's jobs/ directory in GiB; above it, a trial keeps only its result, "
+        "reward and log",
         validator=above(0),
     )
     agent_timeout_multiplier: float = chz.field(
@@ -228,7 +228,8 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
             return
         require(
             self.tasks_dir is not None,
-            "missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks (--help lists the options)",
+            "missing: tasks_dir; write tasks_dir=DIRECTORY, a directory of Harbor tasks (--help lists the "
+            "options)",
         )
         require(
             not self.use_native_tool_calling,
@@ -262,7 +263,7 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
 
     tau2_home: str | None = chz.field(
         default=None,
-        doc="Folder of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: the "
+        doc="Directory of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: the "
         "environment variable TAU2_HOME",
     )
 
@@ -286,11 +287,11 @@ def environment_options(options: TaskOptions, *, url: str | None) -> Environment
     return EnvironmentOptions(**values, eval_split=0.0)
 
 
-def require_task_folder(tasks_dir: str | Path) -> Path:
-    """Return `tasks_dir` as an absolute path. Raises ConfigError if it is not a folder."""
-    folder = Path(tasks_dir).expanduser()
-    if not folder.is_dir():
-        download = DOWNLOADS.get(folder.name)
-        advice = f"download it with {download}" if download else "give a folder of task folders"
-        raise ConfigError(f"tasks_dir {tasks_dir} is not a folder; {advice}")
-    return folder.resolve()
+def require_task_directory(tasks_dir: str | Path) -> Path:
+    """Return `tasks_dir` as an absolute path. Raises ConfigError if it is not a directory."""
+    directory = Path(tasks_dir).expanduser()
+    if not directory.is_dir():
+        download = DOWNLOADS.get(directory.name)
+        advice = f"download it with {download}" if download else "give a directory of task directories"
+        raise ConfigError(f"tasks_dir {tasks_dir} is not a directory; {advice}")
+    return directory.resolve()

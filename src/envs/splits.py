@@ -26,7 +26,7 @@ def hold_out(
         matching = _matching(
             tasks,
             patterns,
-            "eval_tasks: {!r} matches no task; give ids or globs of tasks or, with env=harbor, a folder",
+            "eval_tasks: {!r} matches no task; give ids or globs of tasks or, with env=harbor, a directory",
         )
         held_out_ids = {task.id for task in matching}
     else:

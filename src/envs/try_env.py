@@ -88,7 +88,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
     )
     checkpoint: str | None = chz.field(
         default=None,
-        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
+        doc="tinker:// path of a sampler checkpoint, or a run directory (its last checkpoint); None: base "
+        "model",
     )
     base_url: str | None = chz.field(
         default=None, doc="OpenAI-compatible endpoint in place of a Tinker endpoint; key: OPENAI_API_KEY"
@@ -221,7 +222,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
     async with opened(config, console) as (source, policy_for):
         tasks = chosen_tasks([*source.train, *source.eval], config.tasks)[: config.n_tasks]
         slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as directory:
             trials = [(task, member) for task in tasks for member in range(config.n_samples)]
             unprinted, panels = list(range(len(trials))), dict[int, Panel]()  # panels of finished trials
 
@@ -229,7 +230,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                 async with slots:
                     trial = source.trial(
                         task,
-                        directory=Path(folder),
+                        directory=Path(directory),
                         seed=config.seed + member,
                         temperature=config.temperature,
                         member=member,

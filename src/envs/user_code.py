@@ -20,7 +20,8 @@ def load_function(name: str, *, option: str, value: str | None = None) -> Callab
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{setting}: cannot import {module_name} ({error}); install it, or add its folder to PYTHONPATH"
+            f"{setting}: cannot import {module_name} ({error}); install it, or add its "
+            "directory to PYTHONPATH"
         ) from error
     except Exception as error:  # The user's module can raise anything while it is imported.
         raise ConfigError(

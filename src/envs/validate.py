@@ -5,7 +5,8 @@ Each task is played without a model: its own solution must get the reward 1, and
 must get the reward 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task
 gives no training signal or a wrong one. A task that has no solution and passes the other check is counted
 separately. The command prints one line per task. The exit status is 1 if a task is unsound or `grading.json`
-cannot be written. It is 2 for wrong options, if a task folder is invalid, or if there are no task folders.
+cannot be written. It is 2 for wrong options, if a task directory is invalid, or if there are no task
+directories.
 
 The solution is graded in a fresh environment and in place (in the environment where it ran). If both rewards
 agree, or if grading in place gives no reward, the trainer grades the task in a fresh environment. Otherwise
@@ -27,13 +28,13 @@ import chz
 from src.cli.command_line import help_for, parse_as
 from src.cli.program import run_program
 from src.core.options import pairs
-from src.envs.harbor.environment import check_folders, import_harbor, new_run_label, prepare_machine
+from src.envs.harbor.environment import check_directories, import_harbor, new_run_label, prepare_machine
 from src.envs.harbor.grading_method import write_records
 
 
 @chz.chz
 class ValidateConfig:
-    tasks_dir: str = chz.field(doc="Folder of Harbor task folders")
+    tasks_dir: str = chz.field(doc="Directory of Harbor task directories")
     environment_type: str = chz.field(
         default="auto", doc="auto, docker, sandbox, or another environment type of Harbor"
     )
@@ -42,7 +43,7 @@ class ValidateConfig:
     )
     n_parallel_envs: int = chz.field(default=4, doc="Number of trials that run at the same time")
     logs_dir: str | None = chz.field(
-        default=None, doc="Folder for the files of the trials; None: do not keep them"
+        default=None, doc="Directory for the files of the trials; None: do not keep them"
     )
 
     @chz.validate
@@ -57,9 +58,9 @@ def run(config: ValidateConfig) -> int:
     import_harbor()
     from src.envs.harbor.validation import validate
 
-    folder, run_label = Path(config.tasks_dir).expanduser(), new_run_label()
-    checked = check_folders(
-        [folder],
+    directory, run_label = Path(config.tasks_dir).expanduser(), new_run_label()
+    checked = check_directories(
+        [directory],
         environment_type=config.environment_type,
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
         run_label=run_label,
@@ -71,7 +72,7 @@ def run(config: ValidateConfig) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         results = asyncio.run(
             validate(
-                checked.tasks[folder],
+                checked.tasks[directory],
                 environment=checked.environment,
                 n_parallel=config.n_parallel_envs,
                 directory=Path(config.logs_dir or scratch).expanduser(),
@@ -85,8 +86,8 @@ def run(config: ValidateConfig) -> int:
     num_unknown = len(results) - num_sound - num_unsound
     unknown = f", {num_unknown} without solution" if num_unknown else ""
     try:
-        print(f"grading methods recorded in {write_records(folder, kind, methods)}")
-    finally:  # also if the folder is read-only
+        print(f"grading methods recorded in {write_records(directory, kind, methods)}")
+    finally:  # also if the directory is read-only
         print(f"tasks in {kind}: {num_sound} sound, {num_unsound} unsound{unknown}")
     return 1 if num_unsound else 0
 

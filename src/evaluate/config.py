@@ -23,15 +23,17 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     train_data: str | None = chz.field(
         default=None,
-        doc="Training tasks, which must not be evaluated: a run folder or a folder of Harbor tasks; None: "
-        "the value of the option checkpoint, if it is a run folder",
+        doc="Training tasks, which must not be evaluated: a run directory or a directory of Harbor tasks; "
+        "None: the value of the option checkpoint, if it is a run directory",
     )
     checkpoint: str | None = chz.field(
         default=None,
-        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
+        doc="tinker:// path of a sampler checkpoint, or a run directory (its last checkpoint); None: base "
+        "model",
     )
     held_out_of: str | None = chz.field(
-        default=None, doc="Run folder whose held-out tasks are evaluated; agent-trainer evaluate RUN sets it"
+        default=None,
+        doc="Run directory whose held-out tasks are evaluated; agent-trainer evaluate RUN sets it",
     )
     base_url: str | None = chz.field(
         default=None,
@@ -39,8 +41,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     compare_with: str | None = chz.field(
         default=None,
-        doc="Compare task by task with the folder of another evaluation, a checkpoint, or base (base model); "
-        "the difference is this evaluation minus the other one",
+        doc="Compare task by task with the directory of another evaluation, a checkpoint, or base (base "
+        "model); the difference is this evaluation minus the other one",
     )
     n_samples: int = chz.field(default=4, doc="Trials per task", validator=at_least(1))
     top_p: float = chz.field(
@@ -54,7 +56,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     )
     log_path: str | None = chz.field(
         default=None,
-        doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>, or with agent-trainer "
+        doc="This evaluation's directory; None: logs_dir/eval-<tasks>-<model>-<date>, or with agent-trainer "
         "evaluate RUN: RUN/evaluations/<date>",
     )
     max_failure_rate: float = chz.field(
@@ -85,8 +87,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         )
         require(
             self.compare_with is None or Path(self.compare_with).expanduser().exists(),
-            f"compare_with={self.compare_with} is not the folder of a finished evaluation; with base_url, "
-            "only finished evaluations can be compared; give such a folder",
+            f"compare_with={self.compare_with} is not the directory of a finished evaluation; with base_url, "
+            "only finished evaluations can be compared; give such a directory",
         )
         require(
             is_http_address(self.base_url),
@@ -108,8 +110,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 class CompareConfig(Options):
     """Comparison of two finished evaluations"""
 
-    results: str = chz.field(doc="Folder of a finished evaluation; no trials are played")
+    results: str = chz.field(doc="Directory of a finished evaluation; no trials are played")
     compare_with: str = chz.field(
-        doc="Folder of the evaluation that is compared with results, task by task; the difference is "
+        doc="Directory of the evaluation that is compared with results, task by task; the difference is "
         "results minus compare_with"
     )

@@ -1,6 +1,6 @@
 """Check that held-out tasks are not training tasks.
 
-A task is identified by its content and, only if it has no folder, also by its id.
+A task is identified by its content and, only if it has no directory, also by its id.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document, unchanged
 
-HASHES_FILE = "train_tasks.json"  # in a run folder: training task id -> content hash
+HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
 NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
-CONTENT_FOLDERS = ("environment", "tests")  # the instruction and these folders define a task
+CONTENT_DIRECTORIES = ("environment", "tests")  # the instruction and these directories define a task
 
 
 def content_hash(task: Task) -> str:
     """Return the SHA-256 of the instruction, with normalized white space, and of the task's files.
 
     The files are those of the environment and the verifier. The hash covers their paths and their contents. A
-    task without a folder is identified by its instruction and its id.
+    task without a directory is identified by its instruction and its id.
     """
     digest = hashlib.sha256(" ".join(task.instruction.split()).encode())
     if not task.path.is_dir():
         digest.update(f"\nid {task.id}".encode())
-    for folder in CONTENT_FOLDERS:
-        for path in sorted((task.path / folder).rglob("*")):
+    for directory in CONTENT_DIRECTORIES:
+        for path in sorted((task.path / directory).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
                 digest.update(f"\n{path.relative_to(task.path).as_posix()} {content}".encode())
@@ -42,7 +42,7 @@ def content_hash(task: Task) -> str:
 def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, chosen_by: str | None) -> None:
     """Raise ConfigError if the content of a held-out task is among `trained` (task id -> content hash).
 
-    `chosen_by` is the option that selects held-out tasks by id; None if a folder selects them.
+    `chosen_by` is the option that selects held-out tasks by id; None if a directory selects them.
     """
     ids = {content: task_id for task_id, content in trained.items()}
     overlap = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
@@ -78,6 +78,7 @@ def read_hashes(log_path: Path) -> dict[str, str]:
     """
     if not (log_path / HASHES_FILE).is_file():
         raise ConfigError(
-            f"{log_path} has no {HASHES_FILE}; set train_data to another run folder or to a folder of tasks"
+            f"{log_path} has no {HASHES_FILE}; set train_data to another run directory or to a directory "
+            "of tasks"
         )
     return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), unchanged)

@@ -224,11 +224,11 @@ def interval(estimate: Estimate) -> str:
 
 
 def read_results(path: Path) -> Mapping[str, Any]:
-    """Read the results of an evaluation from its folder or from results.json itself."""
+    """Read the results of an evaluation from its directory or from results.json itself."""
     path = path.expanduser()
     file = path / RESULTS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path} has no {RESULTS_FILE}; give the folder of an evaluation")
+        raise ConfigError(f"{path} has no {RESULTS_FILE}; give the directory of an evaluation")
     return read_document(file, TypeAdapter(Results), unchanged)
 
 

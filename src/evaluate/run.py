@@ -1,10 +1,10 @@
 """Run an evaluation: connect, play the tasks with the rollout code of training, write the results and
 compare.
 
-The folder of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
+The directory of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
 `harbor view`. With `compare_with`, it also has comparison.json and, if the other policy is evaluated too, the
-folder compared/ of that evaluation. An interrupted evaluation is resumed if it is started again with the same
-folder and options; `prepare_folder` lists the options that may differ.
+directory compared/ of that evaluation. An interrupted evaluation is resumed if it is started again with the
+same directory and options; `prepare_directory` lists the options that may differ.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from src.policy.sampling_policy import Policy, TopPPolicy
 from src.records.checkpoints import sampler_path
 from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
-from src.records.private_folder import make_private, resolved
+from src.records.private_directory import make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import CONFIG_FILE, EVALUATED, lock_run_dir
+from src.records.run_directory import CONFIG_FILE, EVALUATED, lock_run_dir
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
@@ -115,7 +115,7 @@ async def run(
     open_policy_and_tasks: OpenPolicyAndTasks = open_policy_and_tasks,
 ) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
-    directory = evaluation_folder(config)
+    directory = evaluation_directory(config)
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
     second_path = None  # the checkpoint to compare with; None: the base model, or a finished evaluation
     if isinstance(second, str) and second != "base":
@@ -150,9 +150,9 @@ async def run_one(
     *,
     open_policy_and_tasks: OpenPolicyAndTasks,
 ) -> Mapping[str, Any]:
-    """Run one evaluation, write its folder and return the content of results.json.
+    """Run one evaluation, write its directory and return the content of results.json.
 
-    Graded trials in the folder are not repeated. Ungraded trials are repeated.
+    Graded trials in the directory are not repeated. Ungraded trials are repeated.
     `checkpoint` is the path of a sampler checkpoint; None: the base model, or the model at `base_url`.
     """
     name = checkpoint or (
@@ -164,7 +164,7 @@ async def run_one(
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         stack.enter_context(lock_run_dir(directory))
-        prepare_folder(directory, name, config)
+        prepare_directory(directory, name, config)
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))
@@ -242,18 +242,18 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
     if config.train_data is None:
         if not config.checkpoint:
             return None
-        folder = Path(config.checkpoint).expanduser()
-        return read_hashes(folder) if (folder / HASHES_FILE).is_file() else None
+        directory = Path(config.checkpoint).expanduser()
+        return read_hashes(directory) if (directory / HASHES_FILE).is_file() else None
     path = Path(config.train_data).expanduser()
     if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / CONFIG_FILE).is_file():
         return read_hashes(path)
-    from src.envs.harbor.task_folders import load_tasks  # imports Harbor
+    from src.envs.harbor.task_directories import load_tasks  # imports Harbor
 
-    return content_hashes(load_tasks(path, check=lambda folder, config: []).tasks)
+    return content_hashes(load_tasks(path, check=lambda directory, config: []).tasks)
 
 
-def evaluation_folder(config: EvaluateConfig) -> Path:
-    """Return `log_path`, or a new folder in `logs_dir`."""
+def evaluation_directory(config: EvaluateConfig) -> Path:
+    """Return `log_path`, or a new directory in `logs_dir`."""
     if config.log_path:
         return resolved(Path(config.log_path))
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
@@ -261,9 +261,9 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
     return resolved(Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
-def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
-    """Create the folder, or accept the folder of the same evaluation. Raises ConfigError for the folder of
-    another evaluation, and for a folder that has files but no evaluation."""
+def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> None:
+    """Create the directory, or accept the directory of the same evaluation. Raises ConfigError for the
+    directory of another evaluation, and for a directory that has files but no evaluation."""
     identity = {EVALUATED: name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
     saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None

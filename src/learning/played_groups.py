@@ -61,7 +61,7 @@ def domain_or_task_type(task: Task) -> str:
 
 
 def task_type(task_id: str) -> str:
-    """Return the task type: the id of a task without its folder and number.
+    """Return the task type: the id of a task without its directory and number.
 
     >>> task_type("quickstart/count-lines-03")
     'count-lines'

@@ -18,7 +18,7 @@ from src.policy.backend import Backend, base_url, connect
 from src.policy.chat import load_chat
 from src.policy.options import AdapterOptions
 from src.records.journal import Journal
-from src.records.run_folder import RunFolder
+from src.records.run_directory import RunDirectory
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
 
@@ -92,18 +92,18 @@ class Connector[Config: LoopOptions, Source]:
         self._events = events
         self._connect = connect
 
-    async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
-        """Open the dependencies. If the folder has a checkpoint, load its weights and optimizer state."""
+    async def open(self, directory: RunDirectory, source: Source | None = None) -> Connection[Source]:
+        """Open the dependencies. If the directory has a checkpoint, load its weights and optimizer state."""
         config = self._config
-        if folder.checkpoint is not None:
-            state_path = folder.checkpoint.state_path
+        if directory.checkpoint is not None:
+            state_path = directory.checkpoint.state_path
             config = chz.replace(config, load_checkpoint_path=state_path, load_optimizer=True)
         async with AsyncExitStack() as stack:
             context = self._connect(config, self._events, source)
             dependencies = await stack.enter_async_context(context)
             return Connection(dependencies=dependencies, stack=stack.pop_all())
 
-    async def reopen(self, folder: RunFolder, source: Source) -> Connection[Source]:
+    async def reopen(self, directory: RunDirectory, source: Source) -> Connection[Source]:
         """Wait until the server answers again and open a connection.
 
         Raises ServerLost after `reconnect_timeout_s`.
@@ -113,7 +113,7 @@ class Connector[Config: LoopOptions, Source]:
         deadline = time.monotonic() + limit_s
         while True:
             try:
-                return await self.open(folder, source)
+                return await self.open(directory, source)
             except BackendError as error:
                 if time.monotonic() > deadline:
                     raise ServerLost(
@@ -124,9 +124,9 @@ class Connector[Config: LoopOptions, Source]:
 
     async def run_with_reconnect(
         self,
-        train: Callable[[Dependencies[Source], RunFolder], Awaitable[None]],
+        train: Callable[[Dependencies[Source], RunDirectory], Awaitable[None]],
         connection: Connection[Source],
-        folder: RunFolder,
+        directory: RunDirectory,
         journal: Journal,
     ) -> None:
         """Run the training. After each loss of the server, call `train` again from the last checkpoint.
@@ -139,7 +139,7 @@ class Connector[Config: LoopOptions, Source]:
         while True:
             try:
                 async with connection.stack:
-                    await train(connection.dependencies, folder)
+                    await train(connection.dependencies, directory)
                 return
             except BackendError as error:
                 if self._config.reconnect_timeout_s == 0:
@@ -148,5 +148,5 @@ class Connector[Config: LoopOptions, Source]:
                     raise
                 progress = journal.progress
                 self._events.say(f"server lost: {error}")
-            folder = folder.at_last_checkpoint()
-            connection = await self.reopen(folder, connection.dependencies.source)
+            directory = directory.at_last_checkpoint()
+            connection = await self.reopen(directory, connection.dependencies.source)

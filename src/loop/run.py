@@ -1,4 +1,4 @@
-"""A training run: check the options and tasks, create the run folder, train, and print the outcome."""
+"""A training run: check the options and tasks, create the run directory, train, and print the outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
+from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
 from src.records.tracking import RunLog, open_run_log
 from src.records.uploads import check_upload_url
 from src.rollouts.group_rollout import Rollouts
@@ -69,35 +69,41 @@ async def run(
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as source_stack, AsyncExitStack() as connection_stack:
         source_stack.enter_context(lock_run_dir(run_path(config, name=name)))
-        folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
-        connection = await connector.open(folder)
+        directory = await in_thread(
+            lambda: find_run_directory(config, name=name)
+        )  # may prompt at the terminal
+        connection = await connector.open(directory)
         connection_stack.push_async_exit(connection.stack)
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)
-        folder.create(config)
-        write_hashes(folder.path, hashes)
+        directory.create(config)
+        write_hashes(directory.path, hashes)
         with (
-            logging_to_file(folder.path / "logs.log"),
-            shows_resume_command(folder.path, events),
-            journal_of_run(folder.path) as journal,
+            logging_to_file(directory.path / "logs.log"),
+            shows_resume_command(directory.path, events),
+            journal_of_run(directory.path) as journal,
             open_run_log(
-                folder.path, config, name=name, config=chz.asdict(config), is_judged=config.taxonomy_feedback
+                directory.path,
+                config,
+                name=name,
+                config=chz.asdict(config),
+                is_judged=config.taxonomy_feedback,
             ) as run_log,
         ):
             connection_stack.pop_all()  # from here on, `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
-            await connector.run_with_reconnect(training, connection, folder, journal)
-            outcome.require_trained(folder.path, group_size=config.group_size)
+            await connector.run_with_reconnect(training, connection, directory, journal)
+            outcome.require_trained(directory.path, group_size=config.group_size)
     for line in outcome.report(
-        folder.path,
+        directory.path,
         wall_s=time.monotonic() - started,
-        steps_before=folder.steps_done,
+        steps_before=directory.steps_done,
         group_size=config.group_size,
         options=config,
     ):
         events.say(line)
-    return read_result(folder.path)
+    return read_result(directory.path)
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
@@ -111,7 +117,7 @@ async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, 
             "(env=tau_bench, env=fleet or your own environment)"
         )
     hashes = await asyncio.to_thread(content_hashes, source.train)
-    chosen_by = None if holds_out_a_folder(config.eval_tasks or ()) else "eval_tasks"
+    chosen_by = None if holds_out_a_directory(config.eval_tasks or ()) else "eval_tasks"
     await asyncio.to_thread(require_held_out, source.eval, hashes, chosen_by=chosen_by)
     return hashes
 
@@ -122,22 +128,22 @@ async def train(
     run_log: RunLog,
     events: TrainingEvents,
     dependencies: Dependencies[TaskSource],
-    folder: RunFolder,
+    directory: RunDirectory,
 ) -> None:
-    """Train every step after the folder's last checkpoint."""
+    """Train every step after the directory's last checkpoint."""
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
-    steps_done = folder.steps_done
+    steps_done = directory.steps_done
     events.say(
         f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; "
         f"{counted(len(batches), 'step')}; loss_fn={config.loss_fn}"
     )
-    if folder.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
-    events.say(f"files: {folder.path}")
+    if directory.checkpoint is not None:
+        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
+    events.say(f"files: {directory.path}")
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
-    finished = FinishedRollouts(folder.path, journal)
+    finished = FinishedRollouts(directory.path, journal)
     learner = Learner(
         backend.training_client, config, num_steps=len(batches), update_scale=dependencies.update_scale
     )
@@ -153,13 +159,13 @@ async def train(
             finished=finished,
             run_log=run_log,
             events=events,
-            log_path=folder.path,
+            log_path=directory.path,
             steps_done=steps_done,
         )
         await trainer.train(batches)
 
 
-def holds_out_a_folder(eval_tasks: Sequence[str]) -> bool:
+def holds_out_a_directory(eval_tasks: Sequence[str]) -> bool:
     return any(Path(name).expanduser().is_dir() for name in eval_tasks)
 
 

@@ -1,4 +1,4 @@
-"""The result of a run, read from the files of its folder."""
+"""The result of a run, read from the files of its directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.journal import RunState, last_end
 from src.records.reading import read_document, unchanged
-from src.records.run_folder import CONFIG_FILE, METRICS_FILE, require_run
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE, require_run
 from src.records.tracking import records
 
 
@@ -23,7 +23,7 @@ from src.records.tracking import records
 class RunResult:
     """What a run has achieved so far, and how its last process ended."""
 
-    folder: Path
+    directory: Path
     # None: the process still runs, was killed or could not write its end, or no process has started.
     end: RunState | None
     error: str  # the message of the error that ended the process; empty if there was none
@@ -38,24 +38,24 @@ class RunResult:
         return self.checkpoints[-1] if self.checkpoints else None
 
 
-def read_result(folder: str | Path) -> RunResult:
-    """Return the result so far of the run in `folder`. The run may be running, interrupted or failed.
+def read_result(directory: str | Path) -> RunResult:
+    """Return the result so far of the run in `directory`. The run may be running, interrupted or failed.
 
-    Raises ConfigError if the folder has no run or a damaged file.
+    Raises ConfigError if the directory has no run or a damaged file.
     """
-    folder = Path(folder).expanduser()
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} has no run; give a folder that contains {CONFIG_FILE}")
-    require_run(folder, read_document(folder / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
-    lines = records(folder / METRICS_FILE)
-    end = last_end(folder)
+    directory = Path(directory).expanduser()
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} has no run; give a directory that contains {CONFIG_FILE}")
+    require_run(directory, read_document(directory / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+    lines = records(directory / METRICS_FILE)
+    end = last_end(directory)
     last = {name: value for name, value in lines[-1].items() if value is not None} if lines else {}
     return RunResult(
-        folder=folder,
+        directory=directory,
         end=None if end is None else end.state,
         error="" if end is None else end.cause,
         num_steps=int(max((line["step"] for line in lines), default=0)),
         metrics=last,
-        held_out=success_of(folder / METRICS_FILE),
-        checkpoints=checkpoints.read(folder),
+        held_out=success_of(directory / METRICS_FILE),
+        checkpoints=checkpoints.read(directory),
     )

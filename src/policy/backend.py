@@ -1,7 +1,4 @@
-"""Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own.
-
-Training and evaluation use the cloud and your own server in the same way.
-"""
+"""Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own."""
 
 from __future__ import annotations
 

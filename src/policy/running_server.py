@@ -1,4 +1,4 @@
-"""Find the models of the server at an address, and the folder of the tokenizer."""
+"""Find the models of the server at an address, and the directory of the tokenizer."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
     return ServedModels(contexts=contexts) if contexts else "it serves no model"
 
 
-def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
-    """Return the folder with the tokenizer of `model_name`, the model of the server at `url`. Return None if
-    the server or the folder is not on this machine, or if a request fails.
+def tokenizer_directory(url: str, *, model_name: str, key: str) -> str | None:
+    """Return the directory with the tokenizer of `model_name`, the model of the server at `url`. Return None
+    if the server or the directory is not on this machine, or if a request fails.
 
-    Only `get_info` of an adapter reports the folder, and only to clients on the machine of the server. The
+    Only `get_info` of an adapter reports the directory, and only to clients on the machine of the server. The
     function therefore creates an adapter of rank 1, and then ends the session of the adapter. The function
     does not use the SDK, which would retry for minutes.
     """
@@ -81,12 +81,12 @@ def tokenizer_folder(url: str, *, model_name: str, key: str) -> str | None:
             session_id = _post(client, "create_session", {"tags": []})["session_id"]
             try:
                 model_id = _post(client, "create_model", {"session_id": session_id, **adapter})["model_id"]
-                folder = _post(client, "get_info", {"model_id": model_id})["model_data"]["tokenizer_id"]
+                directory = _post(client, "get_info", {"model_id": model_id})["model_data"]["tokenizer_id"]
             finally:
                 client.post(f"sessions/{session_id}/finish", json={})
     except (httpx.HTTPError, ValueError, KeyError, TypeError):  # for example, no memory for another adapter
         return None
-    return folder if folder is not None and Path(folder).is_dir() else None
+    return directory if directory is not None and Path(directory).is_dir() else None
 
 
 def _post(client: httpx.Client, route: str, body: dict[str, object]) -> Any:

@@ -16,7 +16,7 @@ import chz
 from src.core.errors import ConfigError
 from src.core.length_limits import fitted_lengths
 from src.policy.options import BackendOptions
-from src.policy.running_server import ServedModels, find_server, tokenizer_folder
+from src.policy.running_server import ServedModels, find_server, tokenizer_directory
 
 UNSET = ("", "none", "null")
 """The values of an option that mean that the option is not set."""
@@ -29,9 +29,9 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
 
     `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a name
     without a slash such as smollm2-135m, or local/NAME. The tokenizer is in the directory, or else in the
-    folder that the server reports. A tokenizer in `argv` is kept. If `argv` has no tokenizer and the server
-    reports no folder on this machine, `argv` is not changed. Other model names are hub ids, and the hub has
-    their tokenizers.
+    directory that the server reports. A tokenizer in `argv` is kept. If `argv` has no tokenizer and the
+    server reports no directory on this machine, `argv` is not changed. Other model names are hub ids, and the
+    hub has their tokenizers.
     """
     values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
@@ -46,8 +46,8 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     served = name if name.startswith(LOCAL) else _served_name(path.stem if _is_gguf(path) else name)
     if _is_set(values, "tokenizer"):
         return _with(argv, model_name=served, tokenizer=values["tokenizer"])
-    folder = tokenizer_folder(url, model_name=served, key=_key())
-    return list(argv) if folder is None else _with(argv, model_name=served, tokenizer=folder)
+    directory = tokenizer_directory(url, model_name=served, key=_key())
+    return list(argv) if directory is None else _with(argv, model_name=served, tokenizer=directory)
 
 
 def _served_name(name: str) -> str:

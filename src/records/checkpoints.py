@@ -48,11 +48,11 @@ def read(log_path: Path) -> list[Checkpoint]:
 
 
 def sampler_path(checkpoint: str | None) -> str | None:
-    """Return the tinker:// path to sample from. `checkpoint` is this path, or a run folder, whose last
+    """Return the tinker:// path to sample from. `checkpoint` is this path, or a run directory, whose last
     checkpoint is used.
 
-    Returns None for None. Raises ConfigError for the path of a training checkpoint and for a folder without
-    a checkpoint.
+    Returns None for None. Raises ConfigError for the path of a training checkpoint and for a directory
+    without a checkpoint.
     """
     if checkpoint is None or checkpoint.startswith("tinker://"):
         if checkpoint is not None and "/weights/" in checkpoint:
@@ -64,6 +64,7 @@ def sampler_path(checkpoint: str | None) -> str | None:
     saved = last(Path(checkpoint).expanduser())
     if saved is None:
         raise ConfigError(
-            f"{checkpoint} is neither a tinker:// path nor a run folder with a checkpoint; give one of them"
+            f"{checkpoint} is neither a tinker:// path nor a run directory with a checkpoint; give one of "
+            "them"
         )
     return saved.sampler_path

@@ -72,7 +72,7 @@ def dump_evaluation(
     Domains share a file if their names differ only in characters that become `_` in file names.
     """
     with _never_fatal():
-        folder = path / "dumped_evals" / f"global_step_{step}_evals"
+        directory = path / "dumped_evals" / f"global_step_{step}_evals"
         by_file: dict[str, list[str]] = {}
         for group in groups:
             lines = [
@@ -82,8 +82,8 @@ def dump_evaluation(
             name = f"{re.sub(r'[^\w.-]', '_', domain_or_task_type(group.task))}.jsonl"
             by_file.setdefault(name, []).extend(lines)
         for name, lines in by_file.items():
-            replace_text(folder / name, "".join(lines), advice=ADVICE)
-        replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))), advice=ADVICE)
+            replace_text(directory / name, "".join(lines), advice=ADVICE)
+        replace_text(directory / AGGREGATED, _line(finite(with_aliases(metrics))), advice=ADVICE)
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:

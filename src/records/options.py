@@ -12,28 +12,29 @@ from src.core.options import Options, require
 
 @chz.chz
 class LogsOptions(Options):
-    """Run folder"""
+    """Run directory"""
 
-    logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent folder of runs")
+    logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent directory of runs")
 
 
 @chz.chz
-class RunFolderOptions(LogsOptions):
-    """Run folder"""
+class RunDirectoryOptions(LogsOptions):
+    """Run directory"""
 
-    log_path: str | None = chz.field(default=None, doc="This run's folder; None: logs_dir/<run name>")
+    log_path: str | None = chz.field(default=None, doc="This run's directory; None: logs_dir/<run name>")
     behavior_if_log_dir_exists: Literal["ask", "delete", "resume", "raise"] = chz.field(
         default="raise",
-        doc="What to do if the run's folder has a run; resume: continue from its last checkpoint",
+        doc="What to do if the run's directory has a run; resume: continue from its last checkpoint",
     )
 
 
 @chz.chz
-class DumpOptions(RunFolderOptions):
-    """Run folder"""
+class DumpOptions(RunDirectoryOptions):
+    """Run directory"""
 
     export_path: str | None = chz.field(
-        default=None, doc="Folder of the dumped evaluations and training examples; None: the run's folder"
+        default=None,
+        doc="Directory of the dumped evaluations and training examples; None: the run's directory",
     )
     dump_eval_results: bool = chz.field(
         default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ..."
@@ -49,12 +50,12 @@ class DumpOptions(RunFolderOptions):
         if self.upload_url is not None:
             require(
                 "://" in self.upload_url,
-                f"upload_url={self.upload_url} is not a URL; write s3://bucket/folder",
+                f"upload_url={self.upload_url} is not a URL; write s3://bucket/directory",
             )
             require(self.dump_eval_results, "upload_url needs dump_eval_results=true; remove one of them")
 
-    def dump_folder(self, log_path: Path) -> Path | None:
-        """Return the folder of the dumps of the run in `log_path`. None: nothing is dumped."""
+    def dump_directory(self, log_path: Path) -> Path | None:
+        """Return the directory of the dumps of the run in `log_path`. None: nothing is dumped."""
         if not self.dump_eval_results:
             return None
         return Path(self.export_path).expanduser() if self.export_path else log_path

@@ -129,7 +129,7 @@ class FinishedRollouts:
         )
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """Return the folder of all trials of a step or evaluation. The folder may not exist.
+        """Return the directory of all trials of a step or evaluation. The directory may not exist.
 
         The files of trials that `load` does not return are removed from it.
         """

@@ -198,9 +198,9 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
-    """Start a wandb run, or continue the wandb run of this folder."""
+    """Start a wandb run, or continue the wandb run of this directory."""
     # wandb reads this variable when it is imported, and then prints nothing. The trainer prints the path of
-    # the run folder, which contains the files of wandb.
+    # the run directory, which contains the files of wandb.
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb  # slow to import
 
@@ -228,7 +228,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the trackio run whose name is recorded in this folder."""
+    """Start a trackio run, or continue the trackio run whose name is recorded in this directory."""
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:

@@ -28,7 +28,7 @@ UPLOAD_S = 300.0  # the longest time that a step waits for an upload
 class Upload(Protocol):
     """Uploads one kind of dump of a step."""
 
-    def __call__(self, dump_folder: Path, step: int, *, url: str, run: str) -> None: ...
+    def __call__(self, dump_directory: Path, step: int, *, url: str, run: str) -> None: ...
 
 
 def check_upload_url(url: str) -> None:
@@ -43,24 +43,24 @@ def check_upload_url(url: str) -> None:
     except ValueError as error:
         raise ConfigError(
             f"upload_url={url}: fsspec does not know the protocol {protocol}; use another URL, e.g. "
-            "s3://bucket/folder"
+            "s3://bucket/directory"
         ) from error
 
 
-def upload_evaluation(dump_folder: Path, step: int, *, url: str, run: str) -> None:
+def upload_evaluation(dump_directory: Path, step: int, *, url: str, run: str) -> None:
     """Upload the dump of the evaluation after a step."""
-    files = sorted((dump_folder / "dumped_evals" / f"global_step_{step}_evals").glob("*.jsonl"))
+    files = sorted((dump_directory / "dumped_evals" / f"global_step_{step}_evals").glob("*.jsonl"))
     upload(files, f"{url.rstrip('/')}/{run}/global_step_{step}")
 
 
-def upload_examples(dump_folder: Path, step: int, *, url: str, run: str) -> None:
+def upload_examples(dump_directory: Path, step: int, *, url: str, run: str) -> None:
     """Upload the training examples of a step, if it has any."""
-    files = sorted((dump_folder / "training_examples").glob(f"step_{step}_examples.jsonl"))
+    files = sorted((dump_directory / "training_examples").glob(f"step_{step}_examples.jsonl"))
     upload(files, f"{url.rstrip('/')}/{run}/training_examples")
 
 
 def upload(files: Sequence[Path], url: str) -> None:
-    """Copy files into the folder `url`. Waits for at most `UPLOAD_S`."""
+    """Copy files into the directory `url`. Waits for at most `UPLOAD_S`."""
     if not files:
         return
     uploading = threading.Thread(target=_put, args=(files, url), daemon=True)
@@ -72,9 +72,9 @@ def upload(files: Sequence[Path], url: str) -> None:
 
 def _put(files: Sequence[Path], url: str) -> None:
     try:
-        storage, folder = url_to_fs(url)
-        storage.makedirs(folder, exist_ok=True)
+        storage, directory = url_to_fs(url)
+        storage.makedirs(directory, exist_ok=True)
         for file in files:
-            storage.put_file(str(file), f"{folder}/{file.name}")
+            storage.put_file(str(file), f"{directory}/{file.name}")
     except Exception as error:  # the exceptions depend on the kind of storage
         logger.warning("the upload to %s failed: %s: %s", url, type(error).__name__, error)

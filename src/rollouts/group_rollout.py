@@ -40,7 +40,7 @@ class RolloutPlan:
     """The settings with which the groups of one batch are rolled out."""
 
     step: int
-    purpose: str  # "step", "refill-<n>" or "eval"; part of the folder's name and of the seeds
+    purpose: str  # "step", "refill-<n>" or "eval"; part of the directory's name and of the seeds
     group_size: int
     temperature: float
     directory: Path

@@ -24,7 +24,7 @@ class DataOptions(SeedOptions):
 
     data: list[str] = chz.field(
         doc='JSON lines files of chats with the keys "messages" and, if the chat has tools, "tools"; or '
-        "RUN,reward>=1: the training trials in the run folder RUN with a reward of at least 1"
+        "RUN,reward>=1: the training trials in the run directory RUN with a reward of at least 1"
     )
     eval_data: list[str] | None = chz.field(
         default=None,

@@ -30,7 +30,8 @@ def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
 def size_of(*models: str | None) -> tuple[int | None, str]:
     """Return hidden size and model type of the first of `models` whose config.json states a hidden size.
 
-    A model is a folder, or a repository in the hub's cache. Returns (None, "") if no model has such a file.
+    A model is a directory, or a repository in the hub's cache. Returns (None, "") if no model has such a
+    file.
     """
     for model in models:
         try:
@@ -44,8 +45,8 @@ def size_of(*models: str | None) -> tuple[int | None, str]:
 
 
 def _config_file(model: str) -> Path | None:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder / "config.json"
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory / "config.json"
     cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
     return Path(cached) if isinstance(cached, str) else None

@@ -1,4 +1,4 @@
-"""A run of supervised fine-tuning: read the chats, open the run folder, train, and print the outcome."""
+"""A run of supervised fine-tuning: read the chats, open the run directory, train, and print the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
 from src.records import checkpoints
 from src.records.journal import Journal
-from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
+from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
 from src.records.tracking import RunLog, open_run_log, recorded
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
@@ -70,22 +70,24 @@ async def run(
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as lock_stack, AsyncExitStack() as connection_stack:
         lock_stack.enter_context(lock_run_dir(run_path(config, name=name)))
-        folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
-        if folder.resumed:
-            require_same_batches(Journal(folder.path), schedule(dataset, config))
-        connection = await connector.open(folder, dataset)
+        directory = await in_thread(
+            lambda: find_run_directory(config, name=name)
+        )  # may prompt at the terminal
+        if directory.resumed:
+            require_same_batches(Journal(directory.path), schedule(dataset, config))
+        connection = await connector.open(directory, dataset)
         connection_stack.push_async_exit(connection.stack)
-        folder.create(config)
+        directory.create(config)
         with (
-            logging_to_file(folder.path / "logs.log"),
-            shows_resume_command(folder.path, events),
-            journal_of_run(folder.path) as journal,
-            open_run_log(folder.path, config, name=name, config=chz.asdict(config)) as run_log,
+            logging_to_file(directory.path / "logs.log"),
+            shows_resume_command(directory.path, events),
+            journal_of_run(directory.path) as journal,
+            open_run_log(directory.path, config, name=name, config=chz.asdict(config)) as run_log,
         ):
             connection_stack.pop_all()  # `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
-            await connector.run_with_reconnect(training, connection, folder, journal)
-    for line in report(config, folder, wall_s=time.monotonic() - started):
+            await connector.run_with_reconnect(training, connection, directory, journal)
+    for line in report(config, directory, wall_s=time.monotonic() - started):
         events.say(line)
 
 
@@ -95,20 +97,20 @@ async def train(
     run_log: RunLog,
     events: TrainingEvents,
     dependencies: Dependencies[Dataset],
-    folder: RunFolder,
+    directory: RunDirectory,
 ) -> None:
-    """Train every step after the folder's last checkpoint."""
+    """Train every step after the directory's last checkpoint."""
     dataset, backend = dependencies.source, dependencies.backend
     batches = schedule(dataset, config)
-    steps_done = folder.steps_done
+    steps_done = directory.steps_done
     rate = config.learning_rate or recommended_rate(*size_of(config.model_name, config.tokenizer))
     events.say(
         f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
         f"{len(dataset.held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
     )
-    if folder.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
-    events.say(f"files: {folder.path}")
+    if directory.checkpoint is not None:
+        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
+    events.say(f"files: {directory.path}")
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     async with watching(backend.check, config) as watchdog:
@@ -127,23 +129,23 @@ async def train(
             journal=journal,
             run_log=run_log,
             events=events,
-            log_path=folder.path,
+            log_path=directory.path,
             steps_done=steps_done,
         )
         await trainer.train(batches)
 
 
-def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
+def report(config: SftConfig, directory: RunDirectory, *, wall_s: float) -> list[str]:
     """Return the last lines that a process prints. The process took `wall_s` seconds.
 
-    `folder` has the checkpoint from which the process started.
+    `directory` has the checkpoint from which the process started.
     """
-    metrics_file, lines = folder.path / "metrics.jsonl", []
+    metrics_file, lines = directory.path / "metrics.jsonl", []
     values = recorded(metrics_file, HELD_OUT_NLL)
     if values:
         before, after = values[min(values)], values[max(values)]
         lines.append(f"held-out NLL: {before:.4f} before, {after:.4f} after, in nats per token")
-    checkpoint = checkpoints.last(folder.path)
+    checkpoint = checkpoints.last(directory.path)
     if checkpoint is not None:
         lines += [
             f"sampler checkpoint: {checkpoint.sampler_path}",
@@ -154,8 +156,8 @@ def report(config: SftConfig, folder: RunFolder, *, wall_s: float) -> list[str]:
     return last_lines(
         lines,
         steps=steps,
-        steps_before=folder.steps_done,
+        steps_before=directory.steps_done,
         wall_s=wall_s,
-        log_path=folder.path,
+        log_path=directory.path,
         options=config,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from src.core.errors import ConfigError
 from src.learning.datums import sequences_of
 from src.records.rollout_store import trained_trajectories
-from src.records.run_folder import CONFIG_FILE
+from src.records.run_directory import CONFIG_FILE
 from src.sft.config import SftConfig
 from src.sft.rendering import TokenizedChat, tokenized_chat
 
@@ -46,7 +46,7 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
     """Return a pair (path, condition) for each source. The condition of a file of chats is None.
 
     Raises ConfigError for an incomplete condition, a condition that does not follow a path, a second
-    condition of a path, and a run folder without a condition.
+    condition of a path, and a run directory without a condition.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward
@@ -57,7 +57,7 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
         if match := CONDITION.fullmatch(item):
             if not sources:
                 raise ConfigError(
-                    f'data={item} has no run folder before it; write "data=RUN,{item}", with the quotes'
+                    f'data={item} has no run directory before it; write "data=RUN,{item}", with the quotes'
                 )
             if sources[-1][1] is not None:
                 raise ConfigError(f"data={item}: {sources[-1][0]} already has a condition; remove one")
@@ -69,7 +69,7 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
             sources.append((Path(item).expanduser(), None))
     for path, condition in sources:
         if condition is None and (path / CONFIG_FILE).is_file():
-            raise ConfigError(f'{path} is a run folder; write "data={path},reward>=1", with the quotes')
+            raise ConfigError(f'{path} is a run directory; write "data={path},reward>=1", with the quotes')
     return sources
 
 
@@ -81,7 +81,7 @@ def chats_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Tok
     """
     if config.train_on != "all_assistant_messages":
         raise ConfigError(
-            f"train_on={config.train_on} selects messages of chats, but {run} is a run folder; "
+            f"train_on={config.train_on} selects messages of chats, but {run} is a run directory; "
             "use train_on=all_assistant_messages"
         )
     _require_same_tokenizer(run, config)
@@ -112,7 +112,7 @@ def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
         run_tokenizer = saved.get("tokenizer") or saved["model_name"]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read; give the folder of a run in data=") from error
+        raise ConfigError(f"{path} cannot be read; give the directory of a run in data=") from error
     tokenizer = config.tokenizer or config.model_name
     if run_tokenizer != tokenizer:
         raise ConfigError(

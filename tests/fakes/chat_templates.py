@@ -15,7 +15,7 @@ from src.policy.chat import Chat
 from src.policy.tool_messages import Message
 from tests.fakes.tokenizer import HubTokenizer, hub_tokenizer
 
-FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
+DIRECTORY = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 CHATML = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 ORDER = ToolCall(name="get_order", arguments={"id": "#1", "lines": [1, 2]})
@@ -133,7 +133,7 @@ def family_tokenizer(family: Family, template: str | None = None) -> HubTokenize
         family.special_tokens,
         bos_token=family.bos,
         eos_token=family.turn_end,
-        chat_template=template or (FOLDER / f"{family.name}.jinja").read_text(),
+        chat_template=template or (DIRECTORY / f"{family.name}.jinja").read_text(),
     )
 
 

@@ -1,6 +1,6 @@
 """A fake vLLM or SGLang server with a Qwen3 in numpy. It has only the routes that skyrl_tx_server calls.
 
-The server reads the base weights from Hugging Face files and the adapters from PEFT folders.
+The server reads the base weights from Hugging Face files and the adapters from PEFT directories.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NumpyQwen3:
         self.base.setdefault("lm_head.weight", self.base["model.embed_tokens.weight"])
 
     def with_adapter(self, directory: Path) -> Weights:
-        """Return the base weights with alpha / r * B @ A added to each module of a PEFT folder."""
+        """Return the base weights with alpha / r * B @ A added to each module of a PEFT directory."""
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
         weights = dict(self.base)

@@ -104,7 +104,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def read_fixture(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the content of config.json and the weights of a model folder."""
+    """Return the content of config.json and the weights of a model directory."""
     config = json.loads((directory / "config.json").read_text())
     weights: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("model*.safetensors")):

@@ -12,7 +12,7 @@ from src.config import TrainerConfig
 from src.core.trajectory import Trajectory, TrialFailure
 from src.envs.harbor.environment import HarborTasks, open_harbor
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -33,8 +33,8 @@ def harbor_tasks(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 
 def remaining_files(tasks: HarborTasks) -> set[str]:
-    """Return the names of the files in the run directory."""
-    return {path.name for path in run_directory(tasks.run_label).iterdir()}
+    """Return the names of the files in the sandbox directory."""
+    return {path.name for path in sandbox_directory(tasks.run_label).iterdir()}
 
 
 async def play(
@@ -42,7 +42,7 @@ async def play(
     script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]],
     tasks: HarborTasks | None = None,
 ) -> tuple[Trajectory | TrialFailure, ScriptedPolicy]:
-    """Run one trial of the first task. Only the lock and shared files may remain in the run directory."""
+    """Run one trial of the first task. Only the lock and shared files may remain in the sandbox directory."""
     tasks = tasks or harbor_tasks()
     policy = ScriptedPolicy(byte_chat(), script if isinstance(script, Mapping) else {"": script})
     trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
@@ -54,13 +54,13 @@ async def play(
 def variant(
     tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None
 ) -> Path:
-    """Copy the task `hello-file`, replace the given files, and return the folder. `test` is shell code."""
-    folder = tmp_path / "tasks" / "variant"
-    shutil.copytree(HELLO, folder)
+    """Copy the task `hello-file`, replace the given files, and return the directory. `test` is shell code."""
+    directory = tmp_path / "tasks" / "variant"
+    shutil.copytree(HELLO, directory)
     if test is not None:
-        (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+        (directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
     if task_toml is not None:
-        (folder / "task.toml").write_text(task_toml)
+        (directory / "task.toml").write_text(task_toml)
     if dockerfile is not None:
-        (folder / "environment" / "Dockerfile").write_text(dockerfile)
-    return folder
+        (directory / "environment" / "Dockerfile").write_text(dockerfile)
+    return directory

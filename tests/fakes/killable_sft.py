@@ -89,12 +89,12 @@ class UnigramBackend:
     """Implements `Backend`. A checkpoint is a file that contains a hash of every training batch."""
 
     def __init__(
-        self, folder: Path, *, load: str | None = None, tick: Callable[[], None] = lambda: None
+        self, directory: Path, *, load: str | None = None, tick: Callable[[], None] = lambda: None
     ) -> None:
         self.training_client = UnigramClient(tick)
-        self._folder, self._tick = folder, tick
+        self._directory, self._tick = directory, tick
         if load is not None:
-            state = json.loads((folder / load.rpartition("/")[2]).read_text())
+            state = json.loads((directory / load.rpartition("/")[2]).read_text())
             self.training_client.logits = np.array(state["logits"])
             self.training_client.momentum = np.array(state["momentum"])
             self.training_client.history = state["history"]
@@ -111,16 +111,16 @@ class UnigramBackend:
     async def save(self, name: str) -> SavedPaths:
         client = self.training_client
         arrays = {"logits": client.logits.tolist(), "momentum": client.momentum.tolist()}
-        self._folder.mkdir(exist_ok=True)
+        self._directory.mkdir(exist_ok=True)
         self._tick()
-        (self._folder / f".{name}").write_text(json.dumps({"history": client.history, **arrays}))
-        (self._folder / f".{name}").replace(self._folder / name)
+        (self._directory / f".{name}").write_text(json.dumps({"history": client.history, **arrays}))
+        (self._directory / f".{name}").replace(self._directory / name)
         self._tick()
         return SavedPaths(state_path=f"tinker://m/weights/{name}", sampler_path=f"tinker://m/sampler/{name}")
 
 
 class SftRun:
-    """Runs `src.sft` in the folder `path` and collects its terminal output in `text`."""
+    """Runs `src.sft` in the directory `path` and collects its terminal output in `text`."""
 
     def __init__(self, path: Path, *, tick: Callable[[], None] = lambda: None) -> None:
         self.path, self.text = path, io.StringIO()
@@ -170,19 +170,19 @@ def result(path: Path) -> list[object]:
     return [json.dumps(untimed(path / "run")), groups_trained(path / "run"), state]
 
 
-def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
+def main(directory: Path, num_points: int, seed: int, *options: str) -> int:
     """Kill and resume one run for each of `num_points` random points, and one more run up to `num_points`
     times. Compare each run with an uninterrupted run. Return 0 if no run differs and the uninterrupted run
     trained every group exactly once.
     """
-    total = count_in_child(lambda: play(folder / "uninterrupted", None, *options))
-    uninterrupted, rng, num_bad = result(folder / "uninterrupted"), random.Random(seed), 0
+    total = count_in_child(lambda: play(directory / "uninterrupted", None, *options))
+    uninterrupted, rng, num_bad = result(directory / "uninterrupted"), random.Random(seed), 0
     chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
     for kills in [
         *([kill_point] for kill_point in sorted(rng.sample(range(1, total + 1), num_points))),
         chain,
     ]:
-        path = folder / f"kill-{'-'.join(map(str, kills))}"[:60]
+        path = directory / f"kill-{'-'.join(map(str, kills))}"[:60]
         for kill_point in [*kills, None]:
             if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
                 break

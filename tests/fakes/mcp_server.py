@@ -129,7 +129,8 @@ class FailingServer(McpServer):
 
 @contextmanager
 def mcp_server(*, program: str = "tests.fakes.mcp_server", options: tuple[str, ...] = ()) -> Iterator[str]:
-    """Run a server process and restart it on the same port whenever it ends. Yields `http://127.0.0.1:PORT`."""
+    """Run a server process and restart it on the same port whenever it ends. Yields
+    `http://127.0.0.1:PORT`."""
     process, port = start(program, 0, options)
     is_stopping = threading.Event()
 

@@ -24,7 +24,7 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 
 
 class FakeRun:
-    """Runs the trainer in the folder `path` and collects its terminal output in `text`.
+    """Runs the trainer in the directory `path` and collects its terminal output in `text`.
 
     `make` creates the dependencies of each connection, unless a subclass overrides `opened`.
     """

@@ -86,7 +86,7 @@ class FakeTasks:
     made: list[FakeTrial] = field(default_factory=list)
     noop_rewards: dict[str, float] = field(default_factory=dict)  # task -> reward of doing nothing
     num_closed: int = 0
-    ended: list[str] = field(default_factory=list)  # names of the folders of finished batches
+    ended: list[str] = field(default_factory=list)  # names of the directories of finished batches
 
     def trial(
         self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0

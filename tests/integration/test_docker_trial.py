@@ -16,7 +16,7 @@ from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.environment import open_harbor
 from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_ended, why_no_engine
-from src.envs.sandbox.run_directory import live_run_labels, run_directory
+from src.envs.sandbox.sandbox_directory import live_run_labels, sandbox_directory
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
@@ -44,12 +44,14 @@ def containers_of(label: str) -> list[str]:
 
 
 async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Path) -> None:
-    folder = tmp_path / "hello-docker"
-    shutil.copytree(HELLO_TASK, folder)
+    directory = tmp_path / "hello-docker"
+    shutil.copytree(HELLO_TASK, directory)
     # This task.toml omits the no-network mode, because Harbor needs images from a registry for that mode.
-    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")
+    (directory / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")
     options = {"environment_type": "auto", "max_turns": 6, "enable_summarize": False, "eval_split": 0.0}
-    tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
+    tasks = open_harbor(
+        TrainerConfig(model_name="org/model", tasks_dir=str(directory), **options), byte_chat()
+    )
     label = tasks.run_label
     assert tasks.environment_type == "docker"
     assert label in live_run_labels()
@@ -82,7 +84,7 @@ def test_only_containers_of_ended_runs_are_removed() -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     ended, active = f"test-ended-{os.getpid()}", f"test-active-{os.getpid()}"
-    run_directory(active)
+    sandbox_directory(active)
     containers = {label: start(label) for label in (ended, active)}
     try:
         remove_ended(keep=live_run_labels())

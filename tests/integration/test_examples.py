@@ -33,15 +33,15 @@ SERVER_OPTIONS = ("max_lora_rank=16", "max_context_length=2048", "train_tokens_p
 TIMEOUT_S = 400
 
 
-def python(*arguments: str, folder: Path = ROOT, uses_sdk: bool = False) -> str:
-    """Run a Python command in a folder. Returns its output.
+def python(*arguments: str, directory: Path = ROOT, uses_sdk: bool = False) -> str:
+    """Run a Python command in a directory. Returns its output.
 
     `uses_sdk` states whether the command uses the tinker SDK, see `is_finished`.
     """
     command = [sys.executable, *arguments]
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S
+        command, cwd=directory, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S
     )
     finished = is_finished(done.returncode) if uses_sdk else done.returncode == 0
     assert finished, done.stdout[-3000:] + done.stderr[-3000:]
@@ -50,11 +50,11 @@ def python(*arguments: str, folder: Path = ROOT, uses_sdk: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("server")
-    options = [*SERVER_OPTIONS, f"checkpoints_dir={folder / 'checkpoints'}"]
-    options += [f"compilation_cache_dir={folder.parent / 'xla'}", "model_alias=local/quickstart"]
+    directory = tmp_path_factory.mktemp("server")
+    options = [*SERVER_OPTIONS, f"checkpoints_dir={directory / 'checkpoints'}"]
+    options += [f"compilation_cache_dir={directory.parent / 'xla'}", "model_alias=local/quickstart"]
     command = [sys.executable, "-m", "skyrl_tx_server", "base_model=datasets/quickstart/model", *options]
-    log = folder / "log"
+    log = directory / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stream, text=True
@@ -96,7 +96,7 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
 
 def test_the_python_api_starts_a_server_and_trains(tmp_path: Path) -> None:
     (tmp_path / "datasets").symlink_to(ROOT / "datasets")
-    output = python("-m", "examples.python_api", "1", folder=tmp_path)
+    output = python("-m", "examples.python_api", "1", directory=tmp_path)
     assert re.search(r"^done after step 1: /.*/open_count_up", output, re.MULTILINE)
     assert re.search(r"^held-out success: \d\.\d+ before, \d\.\d+ after$", output, re.MULTILINE)
     assert re.search(r"^weights: tinker://", output, re.MULTILINE)
@@ -127,9 +127,9 @@ async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) ->
     assert Path.cwd() == ROOT
 
 
-def result_of(folder: str | Path) -> RunResult:
+def result_of(directory: str | Path) -> RunResult:
     return RunResult(
-        folder=Path(folder),
+        directory=Path(directory),
         end=RunState.DONE,
         error="",
         num_steps=1,
@@ -142,7 +142,7 @@ def result_of(folder: str | Path) -> RunResult:
 def test_the_harbor_task_is_sound(tmp_path: Path) -> None:
     tasks_dir = shutil.copytree(
         EXAMPLES / "tasks", tmp_path / "tasks"
-    )  # `validate` writes a file into the folder
+    )  # `validate` writes a file into the directory
     assert "1 sound" in python(
         "-m", "src.envs.validate", f"tasks_dir={tasks_dir}", "environment_type=sandbox"
     )

@@ -69,7 +69,7 @@ def write_tasks(path: Path, numbers: range) -> Path:
     return path
 
 
-def command(url: str, mcp_url: str, model_dir: Path, folder: Path) -> list[str]:
+def command(url: str, mcp_url: str, model_dir: Path, directory: Path) -> list[str]:
     options = {
         "backend": "skyrl-tx",
         "skyrl_tx_url": url,
@@ -77,9 +77,9 @@ def command(url: str, mcp_url: str, model_dir: Path, folder: Path) -> list[str]:
         "tokenizer": model_dir,
         "env": "fleet",
         "environment_kwargs": f"url={mcp_url}/{{env_key}}/mcp,reset_tool=reset,verifier_tools=export_stock",
-        "train_data": write_tasks(folder / "train.jsonl", range(NUM_TASKS - 1)),
-        "test_data": write_tasks(folder / "test.jsonl", range(NUM_TASKS - 1, NUM_TASKS)),
-        "log_path": folder / "run",
+        "train_data": write_tasks(directory / "train.jsonl", range(NUM_TASKS - 1)),
+        "test_data": write_tasks(directory / "test.jsonl", range(NUM_TASKS - 1, NUM_TASKS)),
+        "log_path": directory / "run",
         "use_native_tool_calling": "true",
         "lora_rank": 4,
         "context_limit": 2000,

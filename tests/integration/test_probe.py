@@ -92,17 +92,19 @@ class Defective:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
-    folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
+    directory = tmp_path_factory.mktemp("probe")
+    settings = make_settings(
+        make_model(directory / "model"), directory / "checkpoints", max_models=6, max_loras=4
+    )
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(cast(Executor, defective))  # `Defective` forwards all other attributes
     state = AppState(
         engine=engine,
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
-        checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
-        run_index=RunIndex(folder / "ledger.jsonl"),
-        settings=HttpSettings(model_dir=folder / "model"),
+        checkpoints=CheckpointStore(directory / "checkpoints", MODEL),
+        run_index=RunIndex(directory / "ledger.jsonl"),
+        settings=HttpSettings(model_dir=directory / "model"),
     )
     engine.start()
     with serving(StartupState(state=state)) as url:

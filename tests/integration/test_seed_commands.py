@@ -2,7 +2,7 @@
 
 The cache of the model hub contains the small model of the quick start under the names of the documents, with
 the context length of Qwen3-4B. A free port replaces 8000, and the runs that train use the sandbox and few
-turns. The folder datasets/terminal-bench-2 has two tasks, and no Docker engine responds.
+turns. The directory datasets/terminal-bench-2 has two tasks, and no Docker engine responds.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ class Reader:
         return text.replace("localhost:8000", f"localhost:{self.port}")
 
 
-def fresh_clone(folder: Path) -> Path:
-    """Copy the files that a commit of this working tree would have, and create a .venv. Return `folder`."""
+def fresh_clone(directory: Path) -> Path:
+    """Copy the files that a commit of this working tree would have, and create a .venv. Return
+    `directory`."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -138,10 +139,10 @@ def fresh_clone(folder: Path) -> Path:
     )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    link_environment(folder)
-    return folder
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
+    link_environment(directory)
+    return directory
 
 
 def link_environment(clone: Path) -> None:
@@ -170,23 +171,23 @@ def cache_model(hub: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    folder = tmp_path_factory.mktemp("reader")
-    (folder / "bin").mkdir()
-    (folder / "bin" / "python").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    directory = tmp_path_factory.mktemp("reader")
+    (directory / "bin").mkdir()
+    (directory / "bin" / "python").symlink_to(Path(sys.base_prefix, "bin", "python3"))
     for name in (MODEL, "Qwen/Qwen3-30B-A3B"):
-        cache_model(folder / "hub", name)
+        cache_model(directory / "hub", name)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     removed_prefixes = ("TINKER_", "SKYRL_", "WANDB_", "HF_", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(removed_prefixes)}
     environment |= {
-        "HOME": str(folder),
-        "HF_HUB_CACHE": str(folder / "hub"),
+        "HOME": str(directory),
+        "HF_HUB_CACHE": str(directory / "hub"),
         "HF_HUB_OFFLINE": "1",
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "DOCKER_HOST": f"unix://{folder}/no-engine.sock",
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+        "DOCKER_HOST": f"unix://{directory}/no-engine.sock",
     }
-    clone = folder / "harbortrainer"
+    clone = directory / "harbortrainer"
     clone.mkdir()
     return Reader(clone=fresh_clone(clone), port=port, environment=environment)
 
@@ -213,22 +214,24 @@ def server(reader: Reader) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def tasks(reader: Reader) -> Path:
-    folder = reader.clone / "datasets" / "terminal-bench-2"
+    directory = reader.clone / "datasets" / "terminal-bench-2"
     for name in TASKS:
-        shutil.copytree(ROOT / "datasets" / "quickstart" / "train" / name, folder / name)
-        options = (folder / name / "task.toml").read_text()
-        (folder / name / "task.toml").write_text(options.replace("timeout_sec = 60.0", "timeout_sec = 600.0"))
-    return folder
+        shutil.copytree(ROOT / "datasets" / "quickstart" / "train" / name, directory / name)
+        options = (directory / name / "task.toml").read_text()
+        (directory / name / "task.toml").write_text(
+            options.replace("timeout_sec = 60.0", "timeout_sec = 600.0")
+        )
+    return directory
 
 
 @pytest.fixture(scope="module")
-def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
+def run_directory(reader: Reader, server: str, tasks: Path) -> Path:
     """Run Test 2 of the documents in sandboxes, with short trials and three trials of each held-out task."""
     command = (TRAIN + SINGLE_TASK).replace("environment_type=docker", "environment_type=sandbox").rstrip()
     printed = reader.run(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
     assert "tasks: 1 to train on, 1 held out; 1 step" in printed and "done: 1 step in" in printed, printed
-    [folder] = (path for path in (reader.clone / "runs" / "test2").iterdir() if path.is_dir())
-    return folder
+    [directory] = (path for path in (reader.clone / "runs" / "test2").iterdir() if path.is_dir())
+    return directory
 
 
 # Document 003: quick start
@@ -330,9 +333,9 @@ def test_the_program_of_test_1_runs(reader: Reader, server: str) -> None:
     assert printed.endswith("Sampling client created\n")
 
 
-def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) -> None:
+def test_the_single_task_of_test_2_is_trained(reader: Reader, run_directory: Path) -> None:
     reader.expect_error(TRAIN + SINGLE_TASK, "start Docker, or use environment_type=sandbox")
-    steps = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1]
     assert steps[1]["trials/graded"] == 2 and steps[1]["tokens/trained"] > 0
 
@@ -367,12 +370,13 @@ def test_a_missing_terminal_bench_2_gives_one_line_errors(reader: Reader, server
     try:
         reader.expect_error(
             "HTTPS_PROXY=http://127.0.0.1:1 scripts/setup.sh terminal-bench-2",
-            "cannot reach https://hub.harborframework.com; copy the folder",
+            "cannot reach https://hub.harborframework.com; copy the directory",
             status=1,
         )
         reader.expect_error(
             TRAIN,
-            "datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh terminal-bench-2",
+            "datasets/terminal-bench-2 is not a directory; download it with scripts/setup.sh "
+            "terminal-bench-2",
         )
     finally:
         moved.rename(tasks)
@@ -381,27 +385,27 @@ def test_a_missing_terminal_bench_2_gives_one_line_errors(reader: Reader, server
 # Document 004: analysis of a run
 
 
-def test_one_command_lists_failing_tasks_and_patterns(reader: Reader, run_folder: Path) -> None:
-    folder = run_folder.relative_to(reader.clone)
-    assert reader.run(f"python -m src.analyze runs={folder}") == "wrote experiments.md\n"
+def test_one_command_lists_failing_tasks_and_patterns(reader: Reader, run_directory: Path) -> None:
+    directory = run_directory.relative_to(reader.clone)
+    assert reader.run(f"python -m src.analyze runs={directory}") == "wrote experiments.md\n"
     text = (reader.clone / "experiments.md").read_text()
     assert "### Held-out tasks, step 0 → 1" in text and "| pass@3 |" in text and "avg tool calls" in text
     assert "### Tasks that fail, step 1" in text and "### Failed trials by pattern" in text
     assert "### Training signal" in text and "avg variance" in text
 
 
-def test_one_command_prints_the_conversations_of_tasks(reader: Reader, run_folder: Path) -> None:
-    printed = reader.run(f"python -m src.analyze runs={run_folder.relative_to(reader.clone)} task='*'")
+def test_one_command_prints_the_conversations_of_tasks(reader: Reader, run_directory: Path) -> None:
+    printed = reader.run(f"python -m src.analyze runs={run_directory.relative_to(reader.clone)} task='*'")
     assert printed.count("### ") == 3 and "-> bash_command({" in printed and "[assistant]" in printed
 
 
-def test_the_dumps_have_the_fields_and_keys_of_the_document(run_folder: Path) -> None:
-    folder = run_folder / "dumped_evals" / "global_step_0_evals"
-    aggregated = json.loads((folder / "aggregated_results.jsonl").read_text())
-    environments = [path.stem for path in folder.glob("*.jsonl") if path.stem != "aggregated_results"]
+def test_the_dumps_have_the_fields_and_keys_of_the_document(run_directory: Path) -> None:
+    directory = run_directory / "dumped_evals" / "global_step_0_evals"
+    aggregated = json.loads((directory / "aggregated_results.jsonl").read_text())
+    environments = [path.stem for path in directory.glob("*.jsonl") if path.stem != "aggregated_results"]
     assert len(environments) == 1 and 0 <= aggregated["eval/all/pass_at_3"] <= 1
     for name in environments:
-        for line in (folder / f"{name}.jsonl").read_text().splitlines():
+        for line in (directory / f"{name}.jsonl").read_text().splitlines():
             trial = json.loads(line)
             fields = {"input_prompt", "output_response", "score", "stop_reason", "env_extras"}
             assert fields <= trial.keys() and {"task_key", "data_source"} <= trial["env_extras"].keys()

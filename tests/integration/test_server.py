@@ -220,7 +220,7 @@ async def test_sigterm_under_load_answers_every_future(
 
 def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     """Losses, adapter, Adam moments and step equal those of an uninterrupted run."""
-    options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
+    options = (f"model={model_dir}", f"directory={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

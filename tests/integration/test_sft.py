@@ -13,10 +13,10 @@ from tests.integration import test_examples
 server_url = test_examples.url  # a fixture
 
 
-def options(url: str, folder: Path) -> list[str]:
+def options(url: str, directory: Path) -> list[str]:
     return [
         *("backend=skyrl-tx", f"skyrl_tx_url={url}", "model_name=local/quickstart", "lora_rank=8"),
-        *("tokenizer=datasets/quickstart/model", "context_limit=2048", f"log_path={folder}"),
+        *("tokenizer=datasets/quickstart/model", "context_limit=2048", f"log_path={directory}"),
     ]
 
 
@@ -39,11 +39,11 @@ def test_rl_accepts_an_sft_checkpoint_as_start_and_as_teacher(server_url: str, t
     rl = ["env=examples.count_up:open_count_up", "max_turns=3", "max_tokens=8", "max_steps=1"]
     rl += ["batch_size=2", "group_size=2", "eval_before_train=false", "temperature=1", "reward_coef=0"]
     rl.append(f"teacher={checkpoint.sampler_path}")
-    for folder, start in (("student", []), ("teacher", loaded)):
-        test_examples.python("-m", "src.train", *options(server_url, tmp_path / folder), *rl, *start)
+    for directory, start in (("student", []), ("teacher", loaded)):
+        test_examples.python("-m", "src.train", *options(server_url, tmp_path / directory), *rl, *start)
     student_kl, teacher_kl = (
-        records(tmp_path / folder / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
-        for folder in ("student", "teacher")
+        records(tmp_path / directory / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
+        for directory in ("student", "teacher")
     )
-    # In the folder "teacher", the policy starts with the weights of the teacher.
+    # In the directory "teacher", the policy starts with the weights of the teacher.
     assert student_kl > 0.01 and teacher_kl == pytest.approx(0, abs=1e-4)

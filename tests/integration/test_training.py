@@ -234,7 +234,7 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
             "error: creating an adapter of rank 16 on local/tiny: "
             "LoRA rank 16 is above this server's max_lora_rank=8",
         ),
-        (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
+        (["tasks_dir=/no/such/directory"], "error: tasks_dir /no/such/directory is not a directory"),
         (
             ["eval_tasks=nothing-like-this"],
             "error: eval_tasks: 'nothing-like-this' matches no task; give ids or globs",

@@ -17,7 +17,7 @@ from src.envs.sandbox.bubblewrap import Bubblewrap
 from src.envs.sandbox.environment import SandboxEnvironment
 from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 
 LABEL = f"security-{os.getpid()}"
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 @asynccontextmanager
 async def sandbox(*, network: bool = False, limits: SandboxLimits | None = None) -> AsyncIterator[Bubblewrap]:
     """Start a sandbox, and stop it at the end."""
-    run = run_directory(LABEL)
+    run = sandbox_directory(LABEL)
     bubblewrap = await Bubblewrap.start(
         run / secrets.token_hex(4),
         skeleton=build_rootfs(run),

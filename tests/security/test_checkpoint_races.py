@@ -223,8 +223,8 @@ async def test_derived_files_are_removed_with_their_checkpoint(
         save_version(context.checkpoints, PATH, version)
         assert await archived_version(http) == version
         assert (await http.get(f"{URL}/external_weights_urls")).status_code == 200
-        (folder,) = derived.iterdir()
-        assert folder.name == context.checkpoints.info(PATH).generation
+        (directory,) = derived.iterdir()
+        assert directory.name == context.checkpoints.info(PATH).generation
     await housekeep(context)
     assert len(list(derived.iterdir())) == 1
     (derived / ".new-of-a-killed-server").mkdir()
@@ -235,16 +235,16 @@ async def test_derived_files_are_removed_with_their_checkpoint(
     assert list(derived.iterdir()) == []
 
 
-async def test_a_save_removes_an_unknown_folder_of_a_checkpoint(
+async def test_a_save_removes_an_unknown_directory_of_a_checkpoint(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     save_version(context.checkpoints, PATH, 1)
-    folder = tmp_path / "run" / "external_weights" / "last" / "peft"
-    folder.mkdir()
-    (folder / "adapter.tar").write_bytes(b"stale")
+    directory = tmp_path / "run" / "external_weights" / "last" / "peft"
+    directory.mkdir()
+    (directory / "adapter.tar").write_bytes(b"stale")
     assert await archived_version(http) == 1
     save_version(context.checkpoints, PATH, 2)
-    assert not folder.exists() and await archived_version(http) == 2
+    assert not directory.exists() and await archived_version(http) == 2
 
 
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:

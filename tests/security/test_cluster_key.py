@@ -68,9 +68,9 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Process
         )
 
 
-def write_key_file(folder: Path, key: bytes) -> str:
+def write_key_file(directory: Path, key: bytes) -> str:
     """Return the path of a new file with the key."""
-    path = folder / f"key-{key[:8].decode()}"
+    path = directory / f"key-{key[:8].decode()}"
     path.write_bytes(key)
     return str(path)
 

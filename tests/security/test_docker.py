@@ -40,7 +40,7 @@ from src.envs.sandbox.docker import (
     why_no_engine,
 )
 from src.envs.sandbox.file_copy import MAX_FILES, NOTE_FILE
-from src.envs.sandbox.run_directory import live_run_labels
+from src.envs.sandbox.sandbox_directory import live_run_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +94,8 @@ def create_environment(
     paths = TrialPaths(trial_dir=tmp_path / "trial")
     paths.mkdir()
     mounts: list[ServiceVolumeConfig] = [
-        {"type": "bind", "source": str(folder), "target": f"/logs/{target}"}
-        for folder, target in ((paths.agent_dir, "agent"), (paths.verifier_dir, "verifier"))
+        {"type": "bind", "source": str(path), "target": f"/logs/{target}"}
+        for path, target in ((paths.agent_dir, "agent"), (paths.verifier_dir, "verifier"))
     ]
     return ContainerEnvironment(
         environment_dir=directory,
@@ -120,9 +120,11 @@ async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
         await container.stop(delete=True)
 
 
-def paths_below(folder: Path) -> list[Path]:
+def paths_below(directory: Path) -> list[Path]:
     return [
-        Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)
+        Path(parent, name)
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
     ]
 
 
@@ -222,9 +224,9 @@ from pathlib import Path
 from src.envs.sandbox import docker
 from tests.security.test_docker import COMPOSE, create_environment
 
-async def main(folder, name, owner):
+async def main(directory, name, owner):
     docker.owner = lambda: owner
-    container = create_environment(Path(folder), name, label=f"test-killed-{name}", compose=COMPOSE)
+    container = create_environment(Path(directory), name, label=f"test-killed-{name}", compose=COMPOSE)
     await container.start(force_build=False)
     await container.exec("echo x > /data/x")
     print("started", flush=True)

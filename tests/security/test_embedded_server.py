@@ -41,7 +41,7 @@ def started_processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], 
 
 
 def quick_start(path: Path) -> str:
-    """Run a quick start of `run_skyrl_tx` with the run folder `path`, whose name must be `run`. Return the
+    """Run a quick start of `run_skyrl_tx` with the run directory `path`, whose name must be `run`. Return the
     key of its server."""
     assert run_skyrl_tx.main([f"log_path={path}"]) == 0
     return (path.with_name("run.server") / "api_key").read_text().strip()

@@ -95,14 +95,16 @@ class SmallRequests:
         return num_dispatches
 
 
-def start_engine(folder: Path, **settings: object) -> Engine:
+def start_engine(directory: Path, **settings: object) -> Engine:
     options = {
         "max_num_seqs": SLOTS,
         "decode_steps_per_dispatch": STEPS_PER_DISPATCH,
         "max_context_length": CONTEXT,
         **settings,
     }
-    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **options)))
+    engine = Engine(
+        DeviceExecutor(make_settings(make_model(directory / "model", MODEL), directory, **options))
+    )
     engine.start()
     return engine
 

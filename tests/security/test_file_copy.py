@@ -17,9 +17,9 @@ import pytest
 from src.config import TrainerConfig
 from src.core.event_loop import LagMeter
 from src.core.trajectory import Trajectory
-from src.envs.harbor import trial_folder
+from src.envs.harbor import trial_directory
 from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
-from src.envs.harbor.trial_folder import JobsQuota, apply_limits
+from src.envs.harbor.trial_directory import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.file_copy import (
     MAX_BYTES,
@@ -45,15 +45,17 @@ HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
 MAX_LAG_S = 5.0
 
 
-def everything_below(folder: Path) -> list[Path]:
+def everything_below(directory: Path) -> list[Path]:
     return [
-        Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)
+        Path(parent, name)
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
     ]
 
 
-def size_of(folder: Path) -> int:
+def size_of(directory: Path) -> int:
     """Return the disk space of all entries in bytes."""
-    return sum(path.lstat().st_blocks * 512 for path in everything_below(folder))
+    return sum(path.lstat().st_blocks * 512 for path in everything_below(directory))
 
 
 def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
@@ -281,9 +283,13 @@ async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
     )
     assert outcome.reward == 1.0
     assert outcome.metrics["files_left_out"] == 1.0
-    (folder,) = (tmp_path / "jobs" / "step_000001").iterdir()
-    assert len(everything_below(folder)) <= MAX_FILES and size_of(folder) <= MAX_BYTES + 4096 * MAX_FILES
-    assert (folder / "result.json").is_file() and "the rest was omitted" in (folder / NOTE_FILE).read_text()
+    (directory,) = (tmp_path / "jobs" / "step_000001").iterdir()
+    assert (
+        len(everything_below(directory)) <= MAX_FILES and size_of(directory) <= MAX_BYTES + 4096 * MAX_FILES
+    )
+    assert (directory / "result.json").is_file() and "the rest was omitted" in (
+        directory / NOTE_FILE
+    ).read_text()
 
 
 @needs_sandbox
@@ -295,51 +301,51 @@ async def test_trials_over_the_quota_of_a_run_keep_their_results(
     outcomes = [await play(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 1.0]
     assert [outcome.metrics["essential_files_only"] for outcome in outcomes] == [0.0, 1.0, 1.0]
-    folders = {path.parent.parent.name: path for path in (tmp_path / "jobs").rglob("noise")}
-    assert list(folders) == [outcomes[0].trial_name]
+    directories = {path.parent.parent.name: path for path in (tmp_path / "jobs").rglob("noise")}
+    assert list(directories) == [outcomes[0].trial_name]
     for outcome in outcomes:
         assert (tmp_path / "jobs" / "step_000001" / outcome.trial_name / "result.json").is_file()
     assert sum("jobs_quota_gb" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_applying_limits_to_a_folder_follows_no_links(tmp_path: Path) -> None:
+def test_applying_limits_to_a_directory_follows_no_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("x")
-    folder = tmp_path / "jobs" / "trial"
-    (folder / "agent" / "deep").mkdir(parents=True)
-    (folder / "agent" / "link").symlink_to(outside)
-    (folder / "verifier").symlink_to(outside)
-    os.mkfifo(folder / "agent" / "pipe")
+    directory = tmp_path / "jobs" / "trial"
+    (directory / "agent" / "deep").mkdir(parents=True)
+    (directory / "agent" / "link").symlink_to(outside)
+    (directory / "verifier").symlink_to(outside)
+    os.mkfifo(directory / "agent" / "pipe")
     for number in range(50):
-        (folder / "agent" / "deep" / f"{number}").touch()
-    (folder / "result.json").write_text("{}")
-    with (folder / "agent" / "sparse").open("wb") as file:
+        (directory / "agent" / "deep" / f"{number}").touch()
+    (directory / "result.json").write_text("{}")
+    with (directory / "agent" / "sparse").open("wb") as file:
         file.truncate(2**33)
-    assert not apply_limits(folder, max_files=20, max_bytes=2**20).is_complete
-    remaining = everything_below(folder)
-    assert len(remaining) <= 21 and (folder / "result.json").is_file()
+    assert not apply_limits(directory, max_files=20, max_bytes=2**20).is_complete
+    remaining = everything_below(directory)
+    assert len(remaining) <= 21 and (directory / "result.json").is_file()
     assert (
         not any(path.is_symlink() or path.is_fifo() for path in remaining)
-        and not (folder / "agent" / "sparse").exists()
+        and not (directory / "agent" / "sparse").exists()
     )
     assert (outside / "kept").read_text() == "x"
 
 
 def test_applying_limits_removes_files_with_paths_that_are_too_long(tmp_path: Path) -> None:
-    folder = tmp_path / "trial"
-    (folder / "agent").mkdir(parents=True)
-    (folder / "agent" / "log").write_text("x")
-    directory = os.open(folder / "agent", os.O_RDONLY)
+    directory = tmp_path / "trial"
+    (directory / "agent").mkdir(parents=True)
+    (directory / "agent" / "log").write_text("x")
+    handle = os.open(directory / "agent", os.O_RDONLY)
     for _ in range(18):
-        os.mkdir("d" * 250, dir_fd=directory)
-        child = os.open("d" * 250, os.O_RDONLY, dir_fd=directory)
-        os.close(directory)
-        directory = child
-    os.close(directory)
-    assert not apply_limits(folder).is_complete
-    assert (folder / "agent" / "log").is_file()
-    longest = max(len(str(path)) for path in everything_below(folder))
+        os.mkdir("d" * 250, dir_fd=handle)
+        child = os.open("d" * 250, os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = child
+    os.close(handle)
+    assert not apply_limits(directory).is_complete
+    assert (directory / "agent" / "log").is_file()
+    longest = max(len(str(path)) for path in everything_below(directory))
     assert longest < 4096
 
 
@@ -347,35 +353,39 @@ def test_a_file_that_disappears_keeps_its_directory(tmp_path: Path, monkeypatch:
     (tmp_path / "agent").mkdir()
     for name in ("gone", "kept"):
         (tmp_path / "agent" / name).write_text("x")
-    list_entries = trial_folder._entries
+    list_entries = trial_directory._entries
 
-    def entries(folder: Path) -> list[tuple[os.DirEntry[str], int]]:
-        listed = [*list_entries(folder)]
-        (folder / "agent" / "gone").unlink()
+    def entries(directory: Path) -> list[tuple[os.DirEntry[str], int]]:
+        listed = [*list_entries(directory)]
+        (directory / "agent" / "gone").unlink()
         return listed
 
-    monkeypatch.setattr(trial_folder, "_entries", entries)
+    monkeypatch.setattr(trial_directory, "_entries", entries)
     assert apply_limits(tmp_path).is_complete and (tmp_path / "agent" / "kept").is_file()
 
 
 def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     old, new = (tmp_path / "jobs" / "step_1" / name for name in ("old", "new"))
-    for folder in (old, new):
-        (folder / "agent").mkdir(parents=True)
-        (folder / "agent" / "log").write_bytes(b"x" * 600)
-        (folder / "result.json").write_text("{}")
-    folder_state = JobsQuota(limit=1000).enforce(new)
-    assert folder_state.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
+    for directory in (old, new):
+        (directory / "agent").mkdir(parents=True)
+        (directory / "agent" / "log").write_bytes(b"x" * 600)
+        (directory / "result.json").write_text("{}")
+    directory_state = JobsQuota(limit=1000).enforce(new)
+    assert (
+        directory_state.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
+    )
     assert (old / "agent" / "log").is_file()
 
 
 def test_a_quota_counts_a_trial_that_is_running_once(tmp_path: Path) -> None:
     first, second, third = (tmp_path / "jobs" / "step_1" / name for name in ("first", "second", "third"))
-    for folder in (first, second):
-        (folder / "agent").mkdir(parents=True)
-        (folder / "agent" / "log").write_bytes(b"x" * 2**20)
+    for directory in (first, second):
+        (directory / "agent").mkdir(parents=True)
+        (directory / "agent" / "log").write_bytes(b"x" * 2**20)
     quota = JobsQuota(limit=5 * 2**19)  # 2.5 times the size of a trial
-    assert not quota.enforce(first).is_essential_only  # The folder of `second`, which runs, is measured here.
+    assert not quota.enforce(
+        first
+    ).is_essential_only  # The directory of `second`, which runs, is measured here.
     assert not quota.enforce(second).is_essential_only
     (third / "agent").mkdir(parents=True)
     (third / "agent" / "log").write_bytes(b"x" * 2**20)

@@ -25,7 +25,7 @@ from src.envs.harbor.sandbox_files import SandboxFiles
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
 from src.envs.sandbox.environment import SandboxEnvironment
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
 
@@ -73,29 +73,29 @@ def graded_if_any_exists(*paths: str) -> str:
 
 
 def task(
-    folder: Path,
+    directory: Path,
     test: str,
     *,
     dockerfile: str = DOCKERFILE,
     timeout_s: float = 30,
     files: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write a task with the verifier `test` to a new folder. `timeout_s` limits the verifier."""
+    """Write a task with the verifier `test` to a new directory. `timeout_s` limits the verifier."""
     for name in ("environment", "tests", "solution"):
-        (folder / name).mkdir(parents=True)
-    (folder / "task.toml").write_text(TASK.format(timeout_s=timeout_s))
-    (folder / "instruction.md").write_text("Write right into /app/answer.txt.\n")
-    (folder / "environment" / "Dockerfile").write_text(dockerfile)
-    (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
-    (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nprintf right > /app/answer.txt\n")
+        (directory / name).mkdir(parents=True)
+    (directory / "task.toml").write_text(TASK.format(timeout_s=timeout_s))
+    (directory / "instruction.md").write_text("Write right into /app/answer.txt.\n")
+    (directory / "environment" / "Dockerfile").write_text(dockerfile)
+    (directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+    (directory / "solution" / "solve.sh").write_text("#!/bin/bash\nprintf right > /app/answer.txt\n")
     for name, text in files:
-        (folder / name).write_text(text)
-    return folder
+        (directory / name).write_text(text)
+    return directory
 
 
 async def play(
     tmp_path: Path,
-    folder: Path,
+    directory: Path,
     *commands: str,
     wait_s: float = 0.3,
     environment_type: str = "sandbox",
@@ -109,15 +109,17 @@ async def play(
         "eval_split": 0.0,
         **options,
     }
-    tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **settings), byte_chat())
+    tasks = open_harbor(
+        TrainerConfig(model_name="org/model", tasks_dir=str(directory), **settings), byte_chat()
+    )
     script = [answer(*commands, duration=wait_s), answer(done=True), answer(done=True)]
     policy = ScriptedPolicy(byte_chat(), {"": script})
     outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
         policy
     )
-    remaining = {path.name for path in run_directory(tasks.run_label).iterdir()}
+    remaining = {path.name for path in sandbox_directory(tasks.run_label).iterdir()}
     assert remaining <= {"lock", "skeleton", "labels.yaml"}, (
-        "the trial left an environment in the run directory"
+        "the trial left an environment in the sandbox directory"
     )
     return outcome
 
@@ -166,7 +168,7 @@ FORGERIES = {
     "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
     "/etc/profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /etc/profile"),
     "the git configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
-    "a replaced home folder": (
+    "a replaced home directory": (
         BY_LOGIN_SHELL,
         "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root",
     ),
@@ -229,23 +231,23 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 @in_sandbox
 async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
-    folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
+    directory = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(
-        tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
+        tmp_path, directory, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
-    folder = task(tmp_path / "verifier", BY_CAT, dockerfile=f"{DOCKERFILE}RUN mkdir /opt/tools\n")
+    directory = task(tmp_path / "verifier", BY_CAT, dockerfile=f"{DOCKERFILE}RUN mkdir /opt/tools\n")
     variables = '[verifier.env]\nPATH = "/opt/tools:/usr/bin:/bin"\n'
-    (folder / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{variables}")
+    (directory / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{variables}")
     outcome = await play(
-        tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
+        tmp_path, directory, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
-    folder = task(tmp_path / "linked", BY_CAT, dockerfile=dockerfile)
+    directory = task(tmp_path / "linked", BY_CAT, dockerfile=dockerfile)
     attack = (
         f"mkdir /app/bin; {shim('cat', directory='/app/bin')}; rm -rf /opt/tools; ln -s /app/bin /opt/tools"
     )
-    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
+    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
@@ -289,8 +291,8 @@ IMAGE_FORGERIES = {
 @pytest.mark.parametrize("name", IMAGE_FORGERIES)
 async def test_programs_of_the_image_load_no_files_of_the_agent(tmp_path: Path, name: str) -> None:
     instructions, test, attack = IMAGE_FORGERIES[name]
-    folder = task(tmp_path / "task", test, dockerfile=DOCKERFILE + instructions)
-    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
+    directory = task(tmp_path / "task", test, dockerfile=DOCKERFILE + instructions)
+    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
@@ -311,27 +313,30 @@ async def test_the_verifier_runs_the_standard_library_of_the_task(tmp_path: Path
     dockerfile = (
         f"{DOCKERFILE}RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:/usr/bin:/bin\n"
     )
-    folder = task(tmp_path / "task", BY_PYTHON, dockerfile=dockerfile)
-    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
+    directory = task(tmp_path / "task", BY_PYTHON, dockerfile=dockerfile)
+    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
 # The command of the agent and the verifier of each trial
 HONEST_WORK = {
     "a file in the working directory": ("printf right > /app/answer.txt", BY_CAT),
-    "files in home folders": (
+    "files in home directories": (
         "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > "
         "/home/user/deep/answer.txt",
         graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
     ),
-    "a deleted file and a deleted folder": (
-        "rm -r /app/old.txt /app/folder",
-        graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/folder ]"),
+    "a deleted file and a deleted directory": (
+        "rm -r /app/old.txt /app/directory",
+        graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/directory ]"),
     ),
-    "a folder in place of a file": ("rm /app/old.txt; mkdir /app/old.txt", graded_if("[ -d /app/old.txt ]")),
-    "a file in place of a folder": (
-        "rm -r /app/folder; touch /app/folder",
-        graded_if("[ -f /app/folder ] && [ ! -s /app/folder ]"),
+    "a directory in place of a file": (
+        "rm /app/old.txt; mkdir /app/old.txt",
+        graded_if("[ -d /app/old.txt ]"),
+    ),
+    "a file in place of a directory": (
+        "rm -r /app/directory; touch /app/directory",
+        graded_if("[ -f /app/directory ] && [ ! -s /app/directory ]"),
     ),
     "symbolic links": (
         "ln -s old.txt link; ln -s /nowhere broken",
@@ -339,10 +344,10 @@ HONEST_WORK = {
     ),
     "hard links": ("ln old.txt hard", graded_if("[ old.txt -ef hard ]")),
     "modes": (
-        "chmod 741 old.txt; touch secret; chmod 000 secret; chmod 2750 folder",
-        graded_if('[ "$(stat -c %a old.txt secret folder | tr "\\n" " ")" = "741 0 2750 " ]'),
+        "chmod 741 old.txt; touch secret; chmod 000 secret; chmod 2750 directory",
+        graded_if('[ "$(stat -c %a old.txt secret directory | tr "\\n" " ")" = "741 0 2750 " ]'),
     ),
-    "an empty folder": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
+    "an empty directory": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
     "modification times": (
         "touch -d 2001-02-03T04:05:06Z old.txt",
         graded_if("[ $(stat -c %Y old.txt) = 981173106 ]"),
@@ -370,7 +375,7 @@ HONEST_WORK = {
 @pytest.mark.parametrize("name", HONEST_WORK)
 async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path, name: str) -> None:
     command, test = HONEST_WORK[name]
-    dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
+    dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir directory && echo x > directory/x\n"
     outcome = await play(
         tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}"
     )
@@ -380,10 +385,10 @@ async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path,
 
 @in_sandbox
 async def test_collect_commands_run_before_the_processes_end(tmp_path: Path) -> None:
-    folder = task(tmp_path / "task", graded_if('[ "$(cat /app/state)" = running ]'))
+    directory = task(tmp_path / "task", graded_if('[ "$(cat /app/state)" = running ]'))
     collect = "\n[[verifier.collect]]\ncommand = 'kill -0 $(cat /app/pid) && echo running > /app/state'\n"
-    (folder / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{collect}")
-    outcome = await play(tmp_path, folder, "sleep 1000 & echo $! > /app/pid")
+    (directory / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{collect}")
+    outcome = await play(tmp_path, directory, "sleep 1000 & echo $! > /app/pid")
     assert isinstance(outcome, Trajectory) and outcome.reward == 1.0
 
 
@@ -425,7 +430,7 @@ BROKEN_TRIALS = {
         write_run_sh("head -c 9000000 /dev/zero > /app/score.txt"),
         ZeroReason.UNREADABLE_REWARD,
     ),
-    "a folder in place of a reward": (
+    "a directory in place of a reward": (
         RUN_SH_VERIFIER,
         write_run_sh("mkdir -p /logs/verifier/reward.json/x"),
         ZeroReason.UNREADABLE_REWARD,
@@ -534,7 +539,7 @@ TMUX_DOCKERFILE = (
     f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\n"
 )
 TMUX_DOCKERFILE += "WORKDIR /app\n"
-TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
+TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir directory && echo x > directory/x\n"
 TMUX_DOCKERFILE += "RUN mkdir -p /opt/tools-1 /opt/venv/bin && ln -s tools-1 /opt/tools\n"
 TMUX_DOCKERFILE += "RUN mkdir /opt/lib && echo /opt/lib > /etc/ld.so.conf.d/opt.conf\n"
 TMUX_DOCKERFILE += "RUN mkdir /volume && touch /volume/old\nVOLUME /volume\n"
@@ -542,11 +547,11 @@ TMUX_DOCKERFILE += "RUN touch /opt/venv/bin/python3 /opt/venv/bin/activate\nENV 
 DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}\n"
 
 
-def docker_task(folder: Path, test: str, *, timeout_s: float = 30) -> Path:
-    folder = task(folder, test, dockerfile=TMUX_DOCKERFILE)
+def docker_task(directory: Path, test: str, *, timeout_s: float = 30) -> Path:
+    directory = task(directory, test, dockerfile=TMUX_DOCKERFILE)
     # With no-network, Harbor would need another image from a registry.
-    (folder / "task.toml").write_text(DOCKER_TASK.format(timeout_s=timeout_s))
-    return folder
+    (directory / "task.toml").write_text(DOCKER_TASK.format(timeout_s=timeout_s))
+    return directory
 
 
 def containers(name: str = "") -> set[str]:
@@ -571,7 +576,7 @@ DOCKER_FORGERIES = {
         BY_CAT,
         f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
     ),
-    "another home folder of root": (
+    "another home directory of root": (
         BY_INTERACTIVE_SHELL,
         "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:' /etc/passwd",
     ),
@@ -598,7 +603,7 @@ class ContainerTrial:
 def honest_trial() -> ContainerTrial:
     commands = (
         "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt "
-        "folder; mkdir -p a/b/c",
+        "directory; mkdir -p a/b/c",
         "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > "
         "/home/answer.txt; chmod 700 /srv",
         "printf right > /volume/new; rm /volume/old",
@@ -606,7 +611,7 @@ def honest_trial() -> ContainerTrial:
     test = graded_if(
         '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && '
         '[ "$(stat -c %a answer.txt)" = 741 ] && '
-        "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
+        "[ ! -e old.txt ] && [ ! -e directory ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
         "'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ] && "
         "[ -e /volume/new ] && [ ! -e /volume/old ]"
@@ -646,10 +651,12 @@ def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tr
         container_slots = asyncio.Semaphore(CONTAINERS_AT_ONCE)
 
         async def play_one(trial: ContainerTrial) -> Trajectory | TrialFailure:
-            folder = tmp_path_factory.mktemp("container")
-            task_folder = docker_task(folder / "task", trial.test, timeout_s=trial.timeout_s)
+            directory = tmp_path_factory.mktemp("container")
+            task_directory = docker_task(directory / "task", trial.test, timeout_s=trial.timeout_s)
             async with container_slots:
-                return await play(folder, task_folder, *trial.commands, wait_s=1.0, environment_type="docker")
+                return await play(
+                    directory, task_directory, *trial.commands, wait_s=1.0, environment_type="docker"
+                )
 
         outcomes = await asyncio.gather(*map(play_one, trials.values()))
         return dict(zip(trials, outcomes, strict=True))
@@ -693,10 +700,10 @@ async def test_too_large_files_in_a_container_are_graded_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 2**20)
-    folder = docker_task(tmp_path / "task", BY_CAT)
+    directory = docker_task(tmp_path / "task", BY_CAT)
     attack = "mkdir large; truncate -s 300M large/file"
     async with asyncio.timeout(150):  # Docker removes the container only after it has written the archive
-        outcome = await play(tmp_path, folder, attack, wait_s=1.0, environment_type="docker")
+        outcome = await play(tmp_path, directory, attack, wait_s=1.0, environment_type="docker")
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
     assert containers(outcome.trial_name.lower()) == set()
@@ -731,6 +738,6 @@ async def test_a_failure_to_remove_files_gives_no_reward(
         await unpack(files, fresh, archive, changes)
 
     monkeypatch.setattr(SandboxFiles, "unpack", unpack_without_rm)
-    folder = task(tmp_path / "task", BY_CAT, dockerfile=f"{DOCKERFILE}RUN touch old.txt\n")
-    outcome = await play(tmp_path, folder, "rm old.txt; printf right > answer.txt")
+    directory = task(tmp_path / "task", BY_CAT, dockerfile=f"{DOCKERFILE}RUN touch old.txt\n")
+    outcome = await play(tmp_path, directory, "rm old.txt; printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome

@@ -102,7 +102,7 @@ async def test_a_damaged_record_affects_no_other_checkpoint(http: httpx.AsyncCli
     assert good in (await http.get("checkpoints")).text
 
 
-async def test_a_record_with_a_file_in_another_folder_is_refused(
+async def test_a_record_with_a_file_in_another_directory_is_refused(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = (await make_model(http))["model_id"]

@@ -44,10 +44,10 @@ class AttackRuns:
     """
 
     def __init__(
-        self, collected: set[tuple[EnvironmentKind, RunAs, str]], folder: Path, pool: Executor
+        self, collected: set[tuple[EnvironmentKind, RunAs, str]], directory: Path, pool: Executor
     ) -> None:
         self._collected = collected
-        self._folder = folder
+        self._directory = directory
         places = [
             place
             for run_as in RunAs
@@ -73,7 +73,7 @@ class AttackRuns:
             for attack in sampled(NUM_ATTACKS, where, run_as)
             if (where, run_as, attack.name) in self._collected
         ]
-        results = self._folder / f"{where}-{run_as}"
+        results = self._directory / f"{where}-{run_as}"
         results.touch()
         results.chmod(0o666)  # the unprivileged user writes to it
         attack_command = command(where, run_as, names, results=results)
@@ -103,11 +103,11 @@ def attack_runs(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
     ]
     collected = {(case["where"], case["run_as"], case["attack"]) for case in parameters}
     with (
-        tempfile.TemporaryDirectory(prefix="red-team-results-") as folder,
+        tempfile.TemporaryDirectory(prefix="red-team-results-") as directory,
         ThreadPoolExecutor(max_workers=2) as pool,
     ):
-        os.chmod(folder, 0o755)  # the unprivileged user cannot enter pytest's temporary folders
-        yield AttackRuns(collected, Path(folder), pool)
+        os.chmod(directory, 0o755)  # the unprivileged user cannot enter pytest's temporary directories
+        yield AttackRuns(collected, Path(directory), pool)
 
 
 ATTACKS = [(*place, attack.name) for place in PLACES for attack in sampled(NUM_ATTACKS, *place)]

@@ -18,7 +18,7 @@ from src.envs.sandbox.resource_limits import (
     possible_parents,
     remove_cgroups,
 )
-from src.envs.sandbox.run_directory import remove_ended_runs
+from src.envs.sandbox.sandbox_directory import remove_ended_runs
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -108,8 +108,8 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 @needs_cgroup
 async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
     async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as bubblewrap:
-        fill_script = "for folder in /tmp /usr/local /dev/shm; do "
-        fill_script += "head -c 2000000000 /dev/zero >$folder/big; echo $?; done"
+        fill_script = "for directory in /tmp /usr/local /dev/shm; do "
+        fill_script += "head -c 2000000000 /dev/zero >$directory/big; echo $?; done"
         assert (await bubblewrap.run(fill_script)).stdout == b"1\n1\n1\n"
         assert (await bubblewrap.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
@@ -177,7 +177,7 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With the shared root, another trainer that starts now could remove the directory.
-    monkeypatch.setattr("src.envs.sandbox.run_directory.root_directory", lambda: tmp_path)
+    monkeypatch.setattr("src.envs.sandbox.sandbox_directory.root_directory", lambda: tmp_path)
     parents = cgroup_parents()
     assert parents is not None
     ended_run = tmp_path / f"ended-{os.getpid()}"

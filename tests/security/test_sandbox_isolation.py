@@ -26,7 +26,7 @@ needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack
 TEST_FILES = [
     *(
         f"tests/security/test_{name}.py"
-        for name in ("sandbox_isolation", "resource_limits", "sandbox_network", "run_directory")
+        for name in ("sandbox_isolation", "resource_limits", "sandbox_network", "sandbox_directory")
     ),
     "tests/trainer/test_bubblewrap.py",
     "tests/trainer/test_sandbox_environment.py",
@@ -48,7 +48,7 @@ SYSCTLS = [
 
 
 def host_processes(*texts: str) -> list[Path]:
-    """Return the /proc folders of the host's processes whose command line contains one of these texts."""
+    """Return the /proc directories of the host's processes whose command line contains one of these texts."""
     processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

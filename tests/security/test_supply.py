@@ -1,4 +1,5 @@
-"""Requirements are pinned by hash, run folders are private, and scripts use no predictable temporary path."""
+"""Requirements are pinned by hash, run directories are private, and scripts use no predictable temporary
+path."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import pytest
 from src.cli.command_line import parse
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
-from src.records.private_folder import make_parents, make_private, resolved, write_private
-from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
+from src.records.private_directory import make_parents, make_private, resolved, write_private
+from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED_REQUIREMENTS = ("requirements.txt", "scripts/uv.txt", "scripts/smollm2.txt")
 URLS = re.compile(r"https?://|--index-url|--extra-index-url|--find-links|@ ")
-IN_TEMPORARY_FOLDER = re.compile(r"""["'= ]/(?:var/)?tmp/[\w$]""")
+IN_TEMPORARY_DIRECTORY = re.compile(r"""["'= ]/(?:var/)?tmp/[\w$]""")
 SCRIPTS = [
     *(ROOT / "scripts").rglob("*.py"),
     *(ROOT / "scripts").rglob("*.sh"),
@@ -65,56 +66,56 @@ def test_setup_requires_hashes_for_all_packages() -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_script_writes_to_a_predictable_temporary_path(path: Path) -> None:
-    assert not IN_TEMPORARY_FOLDER.search(path.read_text())
+    assert not IN_TEMPORARY_DIRECTORY.search(path.read_text())
     assert not re.search(r"""["']/tmp["']|gettempdir|mktemp\(""", path.read_text())
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777], ids=oct)
-def test_a_run_folder_is_private_with_any_umask(tmp_path: Path, umask: int) -> None:
+def test_a_run_directory_is_private_with_any_umask(tmp_path: Path, umask: int) -> None:
     options = config(tmp_path / "run")
     previous_umask = os.umask(umask)
     try:
-        RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=False).create(options)
-        RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=True).create(options)
+        RunDirectory(path=tmp_path / "run", checkpoint=None, delete_first=False).create(options)
+        RunDirectory(path=tmp_path / "run", checkpoint=None, delete_first=True).create(options)
     finally:
         os.umask(previous_umask)
     assert mode(tmp_path / "run") == 0o700
 
 
-def test_a_run_folder_that_others_can_read_is_logged(
+def test_a_run_directory_that_others_can_read_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run"
     path.mkdir()
     path.chmod(0o755)
-    RunFolder(path=path, checkpoint=None, delete_first=False).create(config(path))
+    RunDirectory(path=path, checkpoint=None, delete_first=False).create(config(path))
     assert "can be read by other users (mode 755)" in caplog.text
     assert mode(path) == 0o755
 
 
 @pytest.fixture
-def shared_folder(tmp_path: Path) -> Path:
-    """A folder in which every user can create files, with the mode of /tmp."""
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
+def shared_directory(tmp_path: Path) -> Path:
+    """A directory in which every user can create files, with the mode of /tmp."""
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(0o1777)
+    return directory
 
 
-def test_the_default_parent_folder_of_runs_is_private(shared_folder: Path) -> None:
-    options = config(Path("unused"), log_path=None, logs_dir=shared_folder / "runs")
+def test_the_default_parent_directory_of_runs_is_private(shared_directory: Path) -> None:
+    options = config(Path("unused"), log_path=None, logs_dir=shared_directory / "runs")
     path = run_path(options, name="a")
     with lock_run_dir(path):
-        find_run_folder(options, name="a").create(options)
+        find_run_directory(options, name="a").create(options)
     assert (mode(path.parent), mode(path)) == (0o700, 0o700)
 
 
-def test_a_link_or_file_in_a_shared_folder_is_refused(shared_folder: Path, tmp_path: Path) -> None:
+def test_a_link_or_file_in_a_shared_directory_is_refused(shared_directory: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (shared_folder / "linked").symlink_to(tmp_path / "mine")
-    (shared_folder / "file").touch()
-    for name, reason in (("linked", "is a symbolic link"), ("file", "is not a folder")):
-        for path in (shared_folder / name, shared_folder / name / "run"):
+    (shared_directory / "linked").symlink_to(tmp_path / "mine")
+    (shared_directory / "file").touch()
+    for name, reason in (("linked", "is a symbolic link"), ("file", "is not a directory")):
+        for path in (shared_directory / name, shared_directory / name / "run"):
             with pytest.raises(ConfigError, match=f"{reason}.*give another log_path or logs_dir"):
                 run_path(config(path), name="a")
             with pytest.raises(ConfigError, match=reason):
@@ -122,15 +123,15 @@ def test_a_link_or_file_in_a_shared_folder_is_refused(shared_folder: Path, tmp_p
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a folder of another user")
-def test_a_parent_folder_of_another_user_is_refused(shared_folder: Path) -> None:
-    (shared_folder / "theirs").mkdir()
-    os.chown(shared_folder / "theirs", 65534, 65534)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a directory of another user")
+def test_a_parent_directory_of_another_user_is_refused(shared_directory: Path) -> None:
+    (shared_directory / "theirs").mkdir()
+    os.chown(shared_directory / "theirs", 65534, 65534)
     with pytest.raises(ConfigError, match="theirs belongs to another user"):
-        make_private(shared_folder / "theirs" / "run")
+        make_private(shared_directory / "theirs" / "run")
 
 
-def test_a_link_in_a_private_folder_is_followed(tmp_path: Path) -> None:
+def test_a_link_in_a_private_directory_is_followed(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     assert resolved(tmp_path / "runs" / "a") == tmp_path.resolve() / "disk" / "a"

@@ -149,7 +149,7 @@ def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
     assert list(cache.in_host_memory) == ["a", "b", "d"]
 
 
-def test_a_snapshot_of_a_paused_sequence_stays_without_a_host_copy() -> None:
+def test_a_paused_sequence_keeps_a_snapshot_without_host_copy() -> None:
     free_bytes = 1 << 60
     cache = open_cache(lambda cache: free_bytes)
     save(cache, "a")

@@ -489,8 +489,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def checkpoint_records(folder: Path) -> list[Path]:
-    return list(folder.rglob("checkpoint.json"))
+def checkpoint_records(directory: Path) -> list[Path]:
+    return list(directory.rglob("checkpoint.json"))
 
 
 async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_failed_write_leaves_only_the_old_checkpoint(
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_created_is_a_server_error(tmp_path: Path):
+def test_a_directory_that_cannot_be_created_is_a_server_error(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ServerError, match=r"cannot write checkpoint .*Not a directory"):
         write(CheckpointStore(tmp_path / "file" / "checkpoints", "local/base"))

@@ -90,10 +90,10 @@ class Driver:
 
 @pytest.fixture(scope="module", params=[None, 448], ids=["enough pages", "too few pages"])
 def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Driver:
-    folder = tmp_path_factory.mktemp("decode")
+    directory = tmp_path_factory.mktemp("decode")
     settings = make_settings(
-        make_model(folder / "model", MODEL),
-        folder,
+        make_model(directory / "model", MODEL),
+        directory,
         max_num_seqs=SLOTS,
         decode_steps_per_dispatch=STEPS,
         max_context_length=192,
@@ -283,7 +283,7 @@ def test_a_preempted_sequence_can_be_released(driver: Driver) -> None:
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 
-def test_a_preempted_sequence_is_restored_before_later_requests_of_its_tenant(driver: Driver) -> None:
+def test_a_preempted_sequence_precedes_requests_of_its_tenant(driver: Driver) -> None:
     sampler = driver.executor.sampler
     is_small_cache = driver.executor.stats()["cache_pages"] == 7
     settings = SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False)
@@ -305,7 +305,7 @@ def test_a_preempted_sequence_is_restored_before_later_requests_of_its_tenant(dr
         sampler.release(request_id)
 
 
-def test_a_failed_dispatch_without_sequences_fails_paused_sequences(
+def test_a_failed_empty_dispatch_fails_paused_sequences(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = driver.executor.sampler

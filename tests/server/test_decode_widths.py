@@ -39,9 +39,9 @@ def widths(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    folder = tmp_path_factory.mktemp("widths")
+    directory = tmp_path_factory.mktemp("widths")
     sizes = {"max_num_seqs": SLOTS, "decode_steps_per_dispatch": STEPS, "max_context_length": 192}
-    return Driver(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **sizes)))
+    return Driver(DeviceExecutor(make_settings(make_model(directory / "model", MODEL), directory, **sizes)))
 
 
 def sample_all(driver: Driver) -> dict[tuple[int, int], tuple[list[int], list[float]]]:

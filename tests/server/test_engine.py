@@ -235,7 +235,7 @@ def test_a_sample_without_a_lora_slot_waits_for_one():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
-def test_a_sample_that_waits_for_a_preempted_sequence_starts_when_it_is_restored():
+def test_a_sample_starts_when_a_preempted_sequence_is_restored():
     class Restoring(FakeExecutor):
         def prefill(self, requests):
             if self.num_preempted:

@@ -318,7 +318,7 @@ def test_the_error_for_an_unsupported_config_is_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_the_default_head_dim_of_qwen3_moe_is_that_of_transformers(tmp_path: Path) -> None:
+def test_qwen3_moe_has_the_default_head_dim_of_transformers(tmp_path: Path) -> None:
     raw = json.loads((FAMILIES / "qwen3_moe" / "config.json").read_text())
     config = load_model_config(write_config(tmp_path, "qwen3_moe", head_dim=None))
     assert config.head_dim == raw["hidden_size"] // raw["num_attention_heads"]

@@ -140,7 +140,9 @@ def test_a_merged_fp8_model_has_no_quantisation(tmp_path: Path, dtype: str | Non
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     precision = "bfloat16" if dtype is None else dtype
-    merged, plain = (load_params(tmp_path / folder, config, precision) for folder in ("merged", "plain"))
+    merged, plain = (
+        load_params(tmp_path / directory, config, precision) for directory in ("merged", "plain")
+    )
     for left, right in zip(jax.tree.leaves(merged), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 

@@ -95,8 +95,8 @@ def test_no_body_causes_an_internal_error_in_a_route(
     asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, session_exists=session_exists))
 
 
-async def _post(folder: Path, route: str, body: object, *, session_exists: bool) -> None:
-    context = fake_context(folder, retention=Retention(hold_s=0.01))
+async def _post(directory: Path, route: str, body: object, *, session_exists: bool) -> None:
+    context = fake_context(directory, retention=Retention(hold_s=0.01))
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         if session_exists and isinstance(body, dict):

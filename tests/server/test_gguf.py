@@ -211,7 +211,7 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_each_file_has_its_own_lock_and_temporary_folder(tmp_path: Path, _cache: Path) -> None:
+def test_each_file_has_its_own_lock_and_temporary_directory(tmp_path: Path, _cache: Path) -> None:
     path = write_tiny_gguf(tmp_path)
     path = path.rename(path.with_name("tiny-0.5b.gguf"))
     other_temporary = _cache / "tiny-0.incomplete"

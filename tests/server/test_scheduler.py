@@ -329,7 +329,7 @@ def test_a_deferred_sample_keeps_its_place_until_a_sequence_ends():
     assert next_work(scheduler, free_slots=2, num_running=1) == request
 
 
-def test_requests_that_wait_for_a_snapshot_do_not_increase_the_prefill_budget():
+def test_blocked_requests_do_not_increase_the_prefill_budget():
     """Running sequences decode as often as without the requests, which cannot use the free slots."""
 
     def kinds(num_blocked: int) -> list[type]:

@@ -49,8 +49,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model_dir: Path, folder: Path) -> Iterator[Engine]:
-    engine = Engine(DeviceExecutor(make_settings(model_dir, folder, max_models=ON_DEVICE, max_loras=3)))
+def running(model_dir: Path, directory: Path) -> Iterator[Engine]:
+    engine = Engine(DeviceExecutor(make_settings(model_dir, directory, max_models=ON_DEVICE, max_loras=3)))
     engine.start()
     try:
         yield engine
@@ -112,7 +112,7 @@ class Tenant:
             )
         ]
 
-    def outcome(self, folder: Path) -> dict[str, np.ndarray]:
+    def outcome(self, directory: Path) -> dict[str, np.ndarray]:
         """Return losses, gradient norms, sampled tokens, logprobs, weights and optimizer state by name."""
         arrays: dict[str, np.ndarray] = {}
         for index, future in enumerate(self.futures):
@@ -127,7 +127,7 @@ class Tenant:
                     sequence.logprobs,
                 )
         saved = self.engine.submit(SaveWeights(model_id=self.model_id, name="end")).result(TIMEOUT_S)
-        return arrays | CheckpointStore(folder, "local/tiny").read(present(saved.path))[1]
+        return arrays | CheckpointStore(directory, "local/tiny").read(present(saved.path))[1]
 
 
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):
@@ -149,12 +149,12 @@ def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tm
     max_programs = {"forward_backward": 1, "adam_step": 1, "_write_slot": 1, "decode_steps": 2}  # two widths
     assert all(compiled[f"jit({name})"] <= count for name, count in max_programs.items()), compiled
     for number in ALONE:
-        folder = tmp_path / f"alone{number}"
-        with running(model_dir, folder) as engine:
+        directory = tmp_path / f"alone{number}"
+        with running(model_dir, directory) as engine:
             tenant = Tenant(engine, number)
             for step in range(STEPS):
                 tenant.step(step)
-            alone = tenant.outcome(folder)
+            alone = tenant.outcome(directory)
         assert alone.keys() == together[number].keys()
         different = [
             name for name, value in alone.items() if not np.array_equal(value, together[number][name])

@@ -109,7 +109,7 @@ def check(directory: Path, num_acknowledged: int) -> None:
     save_version(store, PATH, 9)
     assert (saved_version(store), archived_version(store)) == (9, 9)
     assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, (
-        "the folder of the checkpoint contains other files"
+        "the directory of the checkpoint contains other files"
     )
     store.derived_files.sweep(-60.0)
     assert list((directory / ".derived").iterdir()) == [], "files for downloads remain"

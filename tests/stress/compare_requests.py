@@ -110,8 +110,8 @@ async def replies(
     startup = importlib.import_module("skyrl_tx_server.http.http_handler").StartupState
     first_field = dataclasses.fields(startup)[0].name  # the name of this field depends on the version
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
+    with tempfile.TemporaryDirectory() as directory:
+        context = server.fake_context(Path(directory), retention=futures.Retention(hold_s=0.001))
         transport = httpx.ASGITransport(app.build_app(startup(**{first_field: context})))
         async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
             for _ in range(number):

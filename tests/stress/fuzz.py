@@ -20,8 +20,8 @@ MAX_GROWTH_MIB after the first quarter of the time. The time of an input is the 
 Therefore a loaded machine causes no finding, and a call that only waits is not detected.
 
 A finding ends its target with a traceback, and libFuzzer writes the input to a file (by default in the
-current folder). `all` runs the targets one after another and prints one line for each target. For a finding
-it also prints the traceback and the path of the input file, which it does not delete.
+current directory). `all` runs the targets one after another and prints one line for each target. For a
+finding it also prints the traceback and the path of the input file, which it does not delete.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ ENCODINGS: tuple[dict[bytes, bytes], ...] = (
 )
 
 
-def route_target(folder: Path) -> Callable[[bytes], object]:
+def route_target(directory: Path) -> Callable[[bytes], object]:
     """Return a function that sends an input to a route of the application, which uses the fake engine."""
     from skyrl_tx_server.engine.futures import Retention
     from skyrl_tx_server.http.app import ENDPOINTS, build_app
@@ -105,7 +105,7 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
     app = build_app(
         StartupState(
-            state=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))
+            state=fake_context(directory, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))
         )
     )
     loop = asyncio.new_event_loop()
@@ -202,7 +202,7 @@ def route_seeds() -> list[bytes]:
 # --- files ---
 
 
-def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
+def file_readers(directory: Path) -> dict[str, Callable[[bytes], object]]:
     """Return a reader for each file that a program reads at its start, by a short name.
 
     A reader writes its argument to the file and then reads the file.
@@ -217,12 +217,12 @@ def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     from src.records.rollout_store import FinishedRollouts
 
     def write_file(name: str, content: bytes) -> Path:
-        path = folder / name
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return path
 
-    store = CheckpointStore(folder / "store", "local/fake")
+    store = CheckpointStore(directory / "store", "local/fake")
 
     def checkpoint_record(content: bytes) -> None:
         write_file("store/run/weights/a/checkpoint.json", content)
@@ -304,12 +304,12 @@ FILE_SEEDS: dict[str, object] = {
 }
 
 
-def file_target(folder: Path) -> Callable[[bytes], object]:
+def file_target(directory: Path) -> Callable[[bytes], object]:
     """Return a function that passes an input to a reader of `file_readers`."""
     from skyrl_tx_server.errors import ServerError
     from src.core.errors import TrainerError
 
-    readers = list(file_readers(folder).values())
+    readers = list(file_readers(directory).values())
 
     def target(data: bytes) -> None:
         if not data:
@@ -323,9 +323,9 @@ def file_target(folder: Path) -> Callable[[bytes], object]:
     return target
 
 
-def file_seeds(folder: Path) -> list[bytes]:
+def file_seeds(directory: Path) -> list[bytes]:
     """Return valid inputs of the target `files`."""
-    contents = (FILE_SEEDS[name] for name in file_readers(folder))
+    contents = (FILE_SEEDS[name] for name in file_readers(directory))
     texts = (content if isinstance(content, str) else json.dumps(content) + "\n" for content in contents)
     return [bytes([number]) + text.encode() for number, text in enumerate(texts)]
 
@@ -412,14 +412,14 @@ def fuzz_all(*, minutes: float, targets: list[str]) -> int:
     status = 0
     for name in targets:
         options = [f"-max_total_time={60 * minutes:.0f}", f"-artifact_prefix={findings}/{name}-"]
-        # The process of the target does not delete its temporary folders.
-        with tempfile.TemporaryDirectory() as folder:
+        # The process of the target does not delete its temporary directories.
+        with tempfile.TemporaryDirectory() as directory:
             process = subprocess.run(
                 [sys.executable, "-m", "tests.stress.fuzz", name, *options],
                 capture_output=True,
                 text=True,
                 check=False,
-                env=os.environ | {"TMPDIR": folder},
+                env=os.environ | {"TMPDIR": directory},
             )
         input_counts = [
             line.rpartition(":")[2].strip()

@@ -1,6 +1,6 @@
 """Runs a training loop and hostile clients on one server, and checks that the training is unaffected.
 
-    python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
+    python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [directory=DIR]
 
 The server runs the model of the quick start. `hostile_requests` sends the attacks from a separate process
 while the loop trains, saves and samples. A new server then repeats the same steps without any other client.
@@ -71,12 +71,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
-    """Run a server with the checkpoint folder `name` and the log `name`.log in `folder`.
+def server(directory: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
+    """Run a server with the checkpoint directory `name` and the log `name`.log in `directory`.
 
     Yield when the server is ready. Raise SystemExit if the server stops before it is ready.
     """
-    url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
+    url, log = f"http://127.0.0.1:{free_port()}", directory / f"{name}.log"
     options = (
         f"base_model={QUICKSTART / 'model'}",
         "model_alias=local/quickstart",
@@ -86,7 +86,7 @@ def server(folder: Path, name: str, *more_options: str, api_key: str | None = No
     limits = (
         "session_timeout_s=60",
         "max_request_mb=8",
-        f"checkpoints_dir={folder / name}",
+        f"checkpoints_dir={directory / name}",
         "log_level=warning",
         *more_options,
     )
@@ -266,10 +266,10 @@ class DisturbedRun:
     tracebacks: int
 
 
-def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_s: float) -> DisturbedRun:
-    with server(folder, "disturbed") as running:
+def disturbed_run(directory: Path, *, seconds: float, rate: float, seed: int, pace_s: float) -> DisturbedRun:
+    with server(directory, "disturbed") as running:
         watch = Watch(running)
-        report = folder / "hostile.jsonl"
+        report = directory / "hostile.jsonl"
         arguments = [running.url, str(seconds), str(rate), str(seed)]
         with report.open("wb") as output:
             hostile = subprocess.Popen(
@@ -320,20 +320,20 @@ def main(argv: list[str]) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        folder = (
-            Path(options["folder"])
-            if "folder" in options
+        directory = (
+            Path(options["directory"])
+            if "directory" in options
             else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         )
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         run = disturbed_run(
-            folder,
+            directory,
             seconds=60 * float(options.get("minutes", "60")),
             rate=float(options.get("rate", "5")),
             seed=int(options.get("seed", "0")),
             pace_s=float(options.get("step_every_s", "2")),
         )
-        with server(folder, "undisturbed") as running:
+        with server(directory, "undisturbed") as running:
             undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
     return report(run, undisturbed)
 

@@ -1,7 +1,7 @@
 """Runs a training loop and 64 hostile tenants on one server, which must isolate the tenants from each other.
 
     python -m tests.stress.hostile_tenants [minutes=60] [tenants=64] [rate=6] [seed=0] [step_every_s=2]
-    [folder=DIR]
+    [directory=DIR]
 
 The server runs the model of the quick start with `api_keys_file=`: one key for the trainer, one for a client
 that measures latency and one for each hostile tenant. `hostile_tenant_requests` sends the attacks from a
@@ -55,10 +55,10 @@ TIMEOUT_S = 300.0
 TRAINER, PROBE = "trainer", "probe"
 
 
-def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
+def write_keys(directory: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
     """Create a key for each name. Return the file for `api_keys_file=` and the keys."""
     keys = {name: f"tml-{secrets.token_hex(16)}" for name in names}
-    path = folder / "api_keys"
+    path = directory / "api_keys"
     path.write_text(
         "".join(f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items())
     )
@@ -149,14 +149,14 @@ class Run:
 
 
 def run_with_tenants(
-    folder: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float
+    directory: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float
 ) -> Run:
     names = [f"hostile-{number}" for number in range(tenants)]
-    keys_file, keys = write_keys(folder, [TRAINER, PROBE, *names])
+    keys_file, keys = write_keys(directory, [TRAINER, PROBE, *names])
     operator_key = f"tml-{secrets.token_hex(16)}"
-    (folder / "hostile_keys.json").write_text(json.dumps([keys[name] for name in names]))
+    (directory / "hostile_keys.json").write_text(json.dumps([keys[name] for name in names]))
     with (
-        server(folder, "disturbed", f"api_keys_file={keys_file}", api_key=operator_key) as running,
+        server(directory, "disturbed", f"api_keys_file={keys_file}", api_key=operator_key) as running,
         contextlib.ExitStack() as stack,
     ):
         probe = LatencyProbe(running.url, keys[PROBE])
@@ -165,7 +165,7 @@ def run_with_tenants(
         alone_s = [probe.sample() for _ in range(SAMPLES_ALONE)]
         watch = Watch(running, {"x-api-key": operator_key})
         attackers: list[subprocess.Popen[bytes]] = []
-        report = folder / "hostile.jsonl"
+        report = directory / "hostile.jsonl"
         output = stack.enter_context(report.open("wb"))
 
         def start_attacks(model_id: str) -> None:
@@ -175,7 +175,7 @@ def run_with_tenants(
                 str(seconds),
                 str(rate),
                 str(seed),
-                str(folder / "hostile_keys.json"),
+                str(directory / "hostile_keys.json"),
                 model_id,
             ]
             command = [sys.executable, "-m", "tests.stress.hostile_tenant_requests", *arguments]
@@ -284,21 +284,21 @@ def main(argv: list[str]) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        folder = (
-            Path(options["folder"])
-            if "folder" in options
+        directory = (
+            Path(options["directory"])
+            if "directory" in options
             else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         )
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         run = run_with_tenants(
-            folder,
+            directory,
             seconds=60 * float(options.get("minutes", "60")),
             tenants=int(options.get("tenants", "64")),
             rate=float(options.get("rate", "6")),
             seed=int(options.get("seed", "0")),
             pace_s=float(options.get("step_every_s", "2")),
         )
-        with server(folder, "undisturbed") as running:
+        with server(directory, "undisturbed") as running:
             undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
     return report(run, undisturbed)
 

@@ -1,6 +1,6 @@
 """Kills the server with SIGKILL at random moments under load, while its client resumes after each kill.
 
-    python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
+    python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [directory=DIR]
 
 After every step, a training job saves its state, overwrites one checkpoint, saves sampler weights and
 samples. Other clients sample from the base model at the same time. A kill occurs in the first five seconds
@@ -57,7 +57,7 @@ EARLY_KILLS = 0.2  # the share of kills that do not wait for a completed step
 class RestartableServer:
     """A server that tests can kill and start again with the same port and directories."""
 
-    folder: Path
+    directory: Path
     model: Path
     port: int
     process: subprocess.Popen[bytes] | None = None
@@ -68,7 +68,7 @@ class RestartableServer:
 
     @property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.folder / "checkpoints", ALIAS)
+        return CheckpointStore(self.directory / "checkpoints", ALIAS)
 
     def start(self) -> float:
         """Start the server and return the seconds until it was ready."""
@@ -80,18 +80,18 @@ class RestartableServer:
             *SIZES,
             "log_level=warning",
         )
-        folders = (
-            f"checkpoints_dir={self.folder / 'checkpoints'}",
-            f"compilation_cache_dir={self.folder.parent / 'xla'}",
+        directories = (
+            f"checkpoints_dir={self.directory / 'checkpoints'}",
+            f"compilation_cache_dir={self.directory.parent / 'xla'}",
         )
-        with (self.folder / "server.log").open("ab") as log:
-            command = [sys.executable, "-m", "skyrl_tx_server", *options, *folders]
+        with (self.directory / "server.log").open("ab") as log:
+            command = [sys.executable, "-m", "skyrl_tx_server", *options, *directories]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while not healthy(self.url):
             if self.process.poll() is not None:
                 raise SystemExit(
                     f"the server stopped with status {self.process.returncode}: see "
-                    f"{self.folder / 'server.log'}"
+                    f"{self.directory / 'server.log'}"
                 )
             time.sleep(0.05)
         return time.monotonic() - began
@@ -103,10 +103,10 @@ class RestartableServer:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path, model: Path) -> Iterator[RestartableServer]:
-    """Start a server in a new folder and kill it at the end."""
-    folder.mkdir(parents=True)
-    running = RestartableServer(folder=folder, model=model, port=free_port())
+def running_server(directory: Path, model: Path) -> Iterator[RestartableServer]:
+    """Start a server in a new directory and kill it at the end."""
+    directory.mkdir(parents=True)
+    running = RestartableServer(directory=directory, model=model, port=free_port())
     try:
         running.start()
         yield running
@@ -269,12 +269,12 @@ def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
     figures.unacknowledged = len([path for path in paths - set(job.digests) if not path.endswith("/last")])
 
 
-def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
+def kill_points(directory: Path, model: Path, *, points: int, seed: int) -> int:
     """Run the job with and without kills, print a comparison, and return 0 if all checks pass."""
-    with running_server(folder / "killed", model) as server:
+    with running_server(directory / "killed", model) as server:
         job, figures = killed_run(server, points, seed)
         killed_digest = digest(server.store, job.states[-1])
-    with running_server(folder / "alone", model) as server:
+    with running_server(directory / "alone", model) as server:
         uninterrupted = Job()
         work(server, uninterrupted, until=job.steps, stepped=threading.Event())
         expected_digest = digest(server.store, uninterrupted.states[-1])
@@ -302,9 +302,9 @@ def main(argv: list[str]) -> int:
     options = dict(argument.split("=", 1) for argument in argv)
     model = Path(options.get("model", str(QUICKSTART / "model")))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.get("folder", temporary))
+        directory = Path(options.get("directory", temporary))
         return kill_points(
-            folder, model, points=int(options.get("points", "30")), seed=int(options.get("seed", "0"))
+            directory, model, points=int(options.get("points", "30")), seed=int(options.get("seed", "0"))
         )
 
 

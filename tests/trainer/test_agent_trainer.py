@@ -17,10 +17,10 @@ from src.cli.saved_options import SERVER_FILE, evaluated_arguments, resumed_argu
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
-from src.evaluate.run import environment_of, prepare_folder
+from src.evaluate.run import environment_of, prepare_directory
 from src.policy.running_server import ServedModels
 from src.policy.served_model import with_served_model
-from src.records.run_folder import RunFolder, find_run_folder
+from src.records.run_directory import RunDirectory, find_run_directory
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +43,10 @@ OPTIONS = {
 
 
 def run_of(path: Path, **changes: str) -> TrainerConfig:
-    """Write the folder of a run and return its configuration."""
+    """Write the directory of a run and return its configuration."""
     options = OPTIONS | {"log_path": str(path)} | changes
     config = parse([f"{name}={value}" for name, value in options.items()])
-    RunFolder(path=path, checkpoint=None, delete_first=False).create(config)
+    RunDirectory(path=path, checkpoint=None, delete_first=False).create(config)
     (path / "metrics.jsonl").write_text("")
     return config
 
@@ -55,7 +55,7 @@ def test_resume_restores_every_option_of_a_run(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
     resumed = parse(resumed_arguments(str(tmp_path / "run"), []))
     assert resumed == chz.replace(config, behavior_if_log_dir_exists="resume")
-    assert find_run_folder(resumed, name="other").path == tmp_path / "run"
+    assert find_run_directory(resumed, name="other").path == tmp_path / "run"
 
 
 def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> None:
@@ -64,27 +64,31 @@ def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> Non
     assert resumed.max_steps == 9 and resumed.eval_tasks is None and resumed.max_tokens == 100
 
 
-def test_a_folder_without_a_run_gives_a_one_line_error(
+def test_a_directory_without_a_run_gives_a_one_line_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: No such file or directory; give the folder of a"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json: No such file or directory; give the directory of a"
+    ):
         resumed_arguments(str(tmp_path), [])
     (tmp_path / "config.json").write_text("[1]")
     assert main(["resume", str(tmp_path)]) == 2
-    assert "it is not a JSON object; give the folder of a run" in capfd.readouterr().err
+    assert "it is not a JSON object; give the directory of a run" in capfd.readouterr().err
 
 
 def test_an_evaluation_is_not_resumed_as_a_training_run(tmp_path: Path) -> None:
     config = EvaluateConfig(model_name="m", tasks_dir="t", log_path=str(tmp_path))
-    prepare_folder(tmp_path, "m", config)
-    with pytest.raises(ConfigError, match=r"is the folder of an evaluation, not of a run; to continue the"):
+    prepare_directory(tmp_path, "m", config)
+    with pytest.raises(
+        ConfigError, match=r"is the directory of an evaluation, not of a run; to continue the"
+    ):
         command_line("resume", [str(tmp_path)])
     (tmp_path / "metrics.jsonl").touch()  # as if the evaluation had results
     training = TrainerConfig(
         model_name="m", tasks_dir="t", log_path=str(tmp_path), behavior_if_log_dir_exists="resume"
     )
-    with pytest.raises(ConfigError, match=r"is the folder of an evaluation, not of a run"):
-        find_run_folder(training, name="")
+    with pytest.raises(ConfigError, match=r"is the directory of an evaluation, not of a run"):
+        find_run_directory(training, name="")
 
 
 def test_every_command_is_a_module_that_exists() -> None:
@@ -122,11 +126,11 @@ def test_a_model_directory_is_requested_by_its_served_name(tmp_path: Path) -> No
 
 
 def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_of(folder, eval_group_size="3", eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
-    command, *arguments = command_line("evaluate", [str(folder), "max_tokens=50"])
+    directory = tmp_path / "run"
+    run_of(directory, eval_group_size="3", eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
+    command, *arguments = command_line("evaluate", [str(directory), "max_tokens=50"])
     config = parse_as(EvaluateConfig, arguments)
-    assert command == "src.evaluate" and config.checkpoint == config.held_out_of == str(folder)
+    assert command == "src.evaluate" and config.checkpoint == config.held_out_of == str(directory)
     assert (config.model_name, config.tokenizer, config.skyrl_tx_url) == (
         "org/name",
         "t",
@@ -138,14 +142,14 @@ def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
     assert command_line("evaluate", ["model_name=m"]) == ["src.evaluate", "model_name=m"]
 
 
-def test_evaluate_writes_to_the_folder_of_the_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_of(folder)
+def test_evaluate_writes_to_the_directory_of_the_run(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run_of(directory)
     written_to = [
-        parse_as(EvaluateConfig, evaluated_arguments(str(folder), changes)).log_path
+        parse_as(EvaluateConfig, evaluated_arguments(str(directory), changes)).log_path
         for changes in ([], ["log_path=/elsewhere"], [f"logs_dir={tmp_path}"])
     ]
-    assert written_to[0] is not None and Path(written_to[0]).parent == folder / "evaluations"
+    assert written_to[0] is not None and Path(written_to[0]).parent == directory / "evaluations"
     assert written_to[1:] == ["/elsewhere", None]
 
 
@@ -153,7 +157,7 @@ def test_evaluate_writes_to_the_folder_of_the_run(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["RUN", "fast"], "'fast' is not key=value; write evaluate RUN"),
-        (["RUN/none"], "give the folder of a"),
+        (["RUN/none"], "give the directory of a"),
     ],
 )
 def test_a_wrong_evaluate_argument_gives_a_one_line_error(
@@ -197,14 +201,14 @@ def test_resume_of_a_warm_start_runs_sft_on_the_server_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
-    run, server_folder = tmp_path / "run.sft", tmp_path / "run.server"
+    run, server_directory = tmp_path / "run.sft", tmp_path / "run.server"
     options = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:1", f"log_path={run}"]
     config = parse_as(SftConfig, [*options, f"data={tmp_path / 'chats.jsonl'}"])
-    RunFolder(path=run, checkpoint=None, delete_first=False).create(config)
+    RunDirectory(path=run, checkpoint=None, delete_first=False).create(config)
     (run / "metrics.jsonl").write_text("")
-    server_folder.mkdir()
-    (server_folder / SERVER_FILE).write_text(json.dumps(["base_model=m"]))
-    (server_folder / "api_key").write_text("tml-old\n")
+    server_directory.mkdir()
+    (server_directory / SERVER_FILE).write_text(json.dumps(["base_model=m"]))
+    (server_directory / "api_key").write_text("tml-old\n")
     launched = command_line("resume", [str(run), "max_steps=9"])
     assert launched == ["scripts.run_skyrl_tx", f"resume={run}", "max_steps=9"]
     monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts={"m": 9}))

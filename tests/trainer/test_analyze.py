@@ -52,12 +52,12 @@ class Clerk:
         return await FakePolicy(self._chat, [reply]).sample(request)
 
 
-async def evaluate_clerk(folder: Path, *options: str) -> None:
+async def evaluate_clerk(directory: Path, *options: str) -> None:
     """Evaluate the policy `Clerk` on tasks of toy_retail."""
     chat = load_chat(str(MODEL))
     argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=shop=toy_retail:test"]
     argv += ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "n_samples=3", "max_tokens=60"]
-    argv += ["context_limit=2048", f"log_path={folder}", "use_native_tool_calling=true", *options]
+    argv += ["context_limit=2048", f"log_path={directory}", "use_native_tool_calling=true", *options]
     config = parse_as(EvaluateConfig, argv)
 
     @asynccontextmanager
@@ -148,12 +148,12 @@ async def test_the_conversations_of_a_task_are_printed(
 
 @pytest.mark.seed_behaviour(135, 152)
 async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
-    folders = []
+    directories = []
     for name, options in {"tinker": ("seed=1",), "skyrl-tx": ("seed=2", "learning_rate=1")}.items():
         bench = EpisodesRun(tmp_path / name)
         await bench.trained("n_epochs=4", "eval_every=0", "temperature=1", *options)
-        folders.append(bench.path.rename(bench.path.with_name(name)))
-    text = analyze(f"runs={folders[0]},{folders[1]}", write_to=tmp_path / "experiments.md")
+        directories.append(bench.path.rename(bench.path.with_name(name)))
+    text = analyze(f"runs={directories[0]},{directories[1]}", write_to=tmp_path / "experiments.md")
     comparison = text.partition("## tinker, skyrl-tx")[2]
     assert [row["run"] for row in rows(comparison, "\n")] == ["tinker"] * 3 + ["skyrl-tx"] * 3
     assert "`seed=1` and `2`; `learning_rate=2.0` and `1.0`" in comparison
@@ -163,7 +163,7 @@ async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
     assert losses["`optim/loss`"]["steps"] == "4"
     means = [
         sum(json.loads(line)["env/all/reward/total"] for line in lines[1:]) / 4
-        for lines in ((folder / "metrics.jsonl").read_text().splitlines() for folder in folders)
+        for lines in ((directory / "metrics.jsonl").read_text().splitlines() for directory in directories)
     ]
     row = losses["`env/all/reward/total`"]
     assert [row["tinker"], row["skyrl-tx"]] == [f"{mean:.4g}" for mean in means]
@@ -228,7 +228,7 @@ def test_former_names_of_options_are_no_difference(tmp_path: Path) -> None:
     assert "The options are equal" in text
 
 
-def test_the_options_of_a_folder_with_only_dumps_are_unknown(tmp_path: Path) -> None:
+def test_the_options_of_a_directory_with_only_dumps_are_unknown(tmp_path: Path) -> None:
     for name in ("first", "second"):
         record = {"score": 0.0, "env_extras": {"task_key": "t"}}
         skyrl_dump(tmp_path / name / "global_step_0" / "web.jsonl", [record])
@@ -266,13 +266,13 @@ def test_a_pair_of_runs_compares_only_common_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["runs={}/none"], "has neither dumped_evals/ nor metrics.jsonl; give the folder of a run with"),
+        (["runs={}/none"], "has neither dumped_evals/ nor metrics.jsonl; give the directory of a run with"),
         (
             ["runs={}/run", "last_step=3"],
             "last_step=3 has no dumped evaluation in run; steps with a dumped evaluation: 0",
         ),
-        (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their folders"),
-        (["runs={}/run,{}/run"], "runs= names a folder twice; remove one of them"),
+        (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their directories"),
+        (["runs={}/run,{}/run"], "runs= names a directory twice; remove one of them"),
         (["runs={}/damaged"], "web.jsonl, line 1: score"),
         (["runs={}/run", "first_step=4", "last_step=2"], "first_step=4 is after last_step=2; exchange them"),
         ([], "missing: runs"),
@@ -290,9 +290,9 @@ def test_a_mistake_gives_a_one_line_error(
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path, capsys):
-    folder = tmp_path / "run" / "dumped_evals" / "global_step_1_evals"
-    folder.mkdir(parents=True)
-    (folder / "a.jsonl").write_text('{"score": 1}\n')
+    directory = tmp_path / "run" / "dumped_evals" / "global_step_1_evals"
+    directory.mkdir(parents=True)
+    (directory / "a.jsonl").write_text('{"score": 1}\n')
     (tmp_path / "e.md").write_bytes(b"\xff")
     assert main([f"runs={tmp_path / 'run'}", f"write_to={tmp_path / 'e.md'}"]) == 2
     message = f"error: write_to={tmp_path / 'e.md'} is not UTF-8 text; give another file\n"

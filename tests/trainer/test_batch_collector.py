@@ -66,17 +66,17 @@ class Bench:
         self.groups.update_ended(UnusedPolicy(steps_done))
 
     async def _play(self, trial, policy):
-        folder = trial.directory / f"{trial.task.id}-{trial.member}"
-        folder.mkdir(parents=True, exist_ok=True)
+        directory = trial.directory / f"{trial.task.id}-{trial.member}"
+        directory.mkdir(parents=True, exist_ok=True)
         self.trial_started[trial.task.id].set()
         if trial.task.id in self.release:
             await self.release[trial.task.id].wait()
-        if not folder.exists():
-            self.missing.append(folder.name)
+        if not directory.exists():
+            self.missing.append(directory.name)
         if trial.task.id in self.failing:
             return failure(trial.task.id)
         return trajectory(
-            trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name
+            trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=directory.name
         )
 
     async def collect(self, step: int, names: str) -> StepBatch:
@@ -87,10 +87,11 @@ class Bench:
     def end_step(self, step: int) -> None:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
-    def played(self, *, folder: str = "") -> str:
-        """Return the sorted ids of the tasks that have a trial in a folder whose name contains `folder`."""
+    def played(self, *, directory: str = "") -> str:
+        """Return the sorted ids of the tasks that have a trial in a directory whose name contains
+        `directory`."""
         return "".join(
-            sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name})
+            sorted({trial.task.id for trial in self.source.made if directory in trial.directory.name})
         )
 
 
@@ -192,11 +193,11 @@ async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     bench = Bench(tmp_path / "none", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
         await bench.collect(1, "ab")
-    refills = [bench.played(folder=f"refill-{number}_") for number in range(1, 5)]
+    refills = [bench.played(directory=f"refill-{number}_") for number in range(1, 5)]
     assert {len(names) for names in refills} == {2} and len(set(refills)) > 1
     bench = Bench(tmp_path / "one", mixed="a", dynamic_sampling="filter")
     await bench.collect(1, "ab")
-    assert len(bench.played(folder="refill-1_")) == 2, (
+    assert len(bench.played(directory="refill-1_")) == 2, (
         "a refill is a whole batch, even if one group is missing"
     )
 
@@ -281,10 +282,10 @@ async def test_groups_of_quarantined_tasks_are_counted_per_step(tmp_path):
             bench.groups.update_begins()
             bench.groups.update_ended(UnusedPolicy(step))
     assert quarantined == [(1, 0, TRIALS), (1, 0, 0), (1, 1, 0)]
-    assert "a" in bench.played(folder="step_000001") and bench.played(folder="step_000003") == "b"
+    assert "a" in bench.played(directory="step_000001") and bench.played(directory="step_000003") == "b"
 
 
-async def test_a_group_keeps_the_folders_of_other_groups(tmp_path):
+async def test_a_group_keeps_the_directories_of_other_groups(tmp_path):
     bench = Bench(tmp_path, held="b", max_staleness=1, max_groups_in_flight=2)
     async with bench.groups.running([batch(1, "abc")], UnusedPolicy(0)):
         collecting = asyncio.ensure_future(bench.collect(1, "abc"))

@@ -18,7 +18,7 @@ import pytest
 from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.sandbox.resource_limits import SandboxLimits
-from src.envs.sandbox.run_directory import remove_ended_runs, root_directory, run_directory
+from src.envs.sandbox.sandbox_directory import remove_ended_runs, root_directory, sandbox_directory
 from tests.security.sandboxes import LABEL, sandbox
 
 REASON = why_no_sandbox()
@@ -178,7 +178,7 @@ async def test_sandboxes_start_fast_and_leave_no_resources() -> None:
     await asyncio.sleep(0)
     assert open_files() <= before
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert {path.name for path in run_directory(LABEL).iterdir()} == {"lock", "skeleton"}
+    assert {path.name for path in sandbox_directory(LABEL).iterdir()} == {"lock", "skeleton"}
 
 
 async def test_commands_end_when_cancelled_or_when_the_sandbox_dies() -> None:
@@ -204,11 +204,11 @@ CHILD = """
 import asyncio, sys
 from src.envs.sandbox.bubblewrap import Bubblewrap
 from src.envs.sandbox.resource_limits import SandboxLimits
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 from src.envs.sandbox.rootfs import build_rootfs
 
 async def main(label, marker):
-    run = run_directory(label)
+    run = sandbox_directory(label)
     boxes = [
         await Bubblewrap.start(
             run / str(i),

@@ -1,4 +1,4 @@
-"""Tests that relative paths of ./run_skyrl_tx.sh are relative to the folder from which it is called."""
+"""Tests that relative paths of ./run_skyrl_tx.sh are relative to the directory from which it is called."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from scripts import run_skyrl_tx
 from scripts.caller_paths import CALLER_DIR, with_absolute_paths
-from scripts.run_skyrl_tx import new_server_folder
-from src.cli.saved_options import SERVER_FILE, server_folder_of
-from src.records.private_folder import make_private
+from scripts.run_skyrl_tx import new_server_directory
+from src.cli.saved_options import SERVER_FILE, server_directory_of
+from src.records.private_directory import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def test_existing_inputs_and_all_outputs_become_absolute(
     ]
 
 
-def test_named_files_and_folders_to_compare_become_absolute(
+def test_named_files_and_directories_to_compare_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CALLER_DIR, str(tmp_path))
@@ -53,15 +53,15 @@ def test_named_files_and_folders_to_compare_become_absolute(
     ]
 
 
-def test_the_folder_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
     for log_path in ("~/runs/a", str(tmp_path / "link")):
-        folder = new_server_folder(log_path)
-        make_private(folder)
-        (folder / SERVER_FILE).write_text("[]")
-        assert server_folder_of(log_path) == folder
+        directory = new_server_directory(log_path)
+        make_private(directory)
+        (directory / SERVER_FILE).write_text("[]")
+        assert server_directory_of(log_path) == directory
 
 
 def test_paths_in_a_configuration_file_are_those_of_the_caller(
@@ -82,7 +82,7 @@ def test_paths_are_unchanged_in_the_repository(monkeypatch: pytest.MonkeyPatch) 
     assert with_absolute_paths(["log_path=runs/one"], ROOT) == ["log_path=runs/one"]
 
 
-def test_the_script_reads_a_file_of_the_calling_folder(tmp_path: Path) -> None:
+def test_the_script_reads_a_file_of_the_calling_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("no_such_option: 1\n")
     process = subprocess.run(
         [ROOT / "run_skyrl_tx.sh", "config=mine.yaml", "quickstart=terminal"],

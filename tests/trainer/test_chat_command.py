@@ -95,22 +95,22 @@ def test_a_lost_server_ends_the_chat() -> None:
 
 
 def test_chat_takes_the_options_of_a_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run_of(folder, eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
-    command, *arguments = command_line("chat", [str(folder), "system=S"])
+    directory = tmp_path / "run"
+    run_of(directory, eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
+    command, *arguments = command_line("chat", [str(directory), "system=S"])
     config = parse_as(ChatConfig, arguments)
-    assert (command, config.checkpoint, config.system) == ("src.evaluate.chat", str(folder), "S")
+    assert (command, config.checkpoint, config.system) == ("src.evaluate.chat", str(directory), "S")
     assert (config.model_name, config.tokenizer, config.skyrl_tx_url) == (
         "org/name",
         "t",
         "http://127.0.0.1:1",
     )
     assert (config.temperature, config.top_p, config.max_tokens) == (0.2, 0.9, 100)
-    other = parse_as(ChatConfig, command_line("chat", [str(folder), "checkpoint=tinker://a/b/c"])[1:])
+    other = parse_as(ChatConfig, command_line("chat", [str(directory), "checkpoint=tinker://a/b/c"])[1:])
     assert other.checkpoint == "tinker://a/b/c"
     assert command_line("chat", ["model_name=m"]) == ["src.evaluate.chat", "model_name=m"]
     with pytest.raises(ConfigError, match="'fast' is not key=value; write chat RUN"):
-        command_line("chat", [str(folder), "fast"])
+        command_line("chat", [str(directory), "fast"])
 
 
 def test_chat_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_the_program_answers_and_ends_with_its_input(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["checkpoint=nowhere"], "neither a tinker:// path nor a run folder with a checkpoint"),
+        (["checkpoint=nowhere"], "neither a tinker:// path nor a run directory with a checkpoint"),
         (["checkpoint=tinker://a/weights/b"], "tinker://a/sampler_weights/b"),
         (["max_tokens=60"], "leaves no room for a prompt in context_limit=60"),
         (["sistem=x"], "did you mean system?"),

@@ -18,7 +18,7 @@ from src.core.errors import ConfigError
 from src.policy.backend import connect
 from src.policy.checkpoint_check import check_checkpoint
 from src.policy.options import AdapterOptions
-from src.records.run_folder import RunFolder, find_run_folder
+from src.records.run_directory import RunDirectory, find_run_directory
 from src.sft.config import SftConfig
 from tests.fakes.server import fake_context, serving
 from tests.trainer.test_agent_trainer import run_of
@@ -93,11 +93,11 @@ def test_a_resumed_run_keeps_its_trained_parts(tmp_path: Path, part: str) -> Non
     run_of(path, **{part: "false"})
     resume = [*TRAIN, f"log_path={path}", "behavior_if_log_dir_exists=resume"]
     with pytest.raises(ConfigError, match=f"has {part}=False, not True; resume it with that value"):
-        find_run_folder(parse([*resume, "model_name=org/name"]), name="other")
+        find_run_directory(parse([*resume, "model_name=org/name"]), name="other")
 
 
 def test_the_trained_parts_are_saved_in_the_run(tmp_path: Path) -> None:
     config = parse_as(SftConfig, ["model_name=m", "data=d", "train_mlp=false", f"log_path={tmp_path}/run"])
-    RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=False).create(config)
+    RunDirectory(path=tmp_path / "run", checkpoint=None, delete_first=False).create(config)
     saved = cast(dict[str, object], json.loads((tmp_path / "run" / "config.json").read_text()))
     assert [saved[part] for part in PARTS] == [True, False, True]

@@ -97,7 +97,7 @@ class BanditRun(FakeRun):
 
 @pytest.fixture(scope="module")
 def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that ended after two of four steps.
+    """Return the directory of a run that ended after two of four steps.
 
     The checkpoint of the second step is removed, so a resume trains this step again on the stored rollouts.
     """

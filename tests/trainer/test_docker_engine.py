@@ -38,13 +38,13 @@ def requested_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
     # The path of `tmp_path` may be too long: on Linux, the path of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory() as name:
-        folder, address = Path(name), f"{name}/engine.sock"
-        meta = folder / "contexts" / "meta" / hashlib.sha256(CONTEXT.encode()).hexdigest() / "meta.json"
+        directory, address = Path(name), f"{name}/engine.sock"
+        meta = directory / "contexts" / "meta" / hashlib.sha256(CONTEXT.encode()).hexdigest() / "meta.json"
         meta.parent.mkdir(parents=True)
         endpoints = {"docker": {"Host": f"unix://{address}", "SkipTLSVerify": False}}
         meta.write_text(json.dumps({"Name": CONTEXT, "Metadata": {}, "Endpoints": endpoints}))
         selected = {"currentContext": CONTEXT} if request.param == "currentContext" else {}
-        (folder / "config.json").write_text(json.dumps(selected))
+        (directory / "config.json").write_text(json.dumps(selected))
         monkeypatch.setenv("DOCKER_CONFIG", name)
         monkeypatch.setenv("DOCKER_CONTEXT", "" if selected else CONTEXT)
         monkeypatch.delenv("DOCKER_HOST", raising=False)

@@ -152,9 +152,9 @@ def test_a_comment_may_contain_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     assert step == MakeDirectory(path="/app", line=3)
 
 
-def build_plan(folder: Path, dockerfile: str) -> BuildPlan:
-    (folder / "Dockerfile").write_text(dockerfile)
-    return parse_dockerfile(folder / "Dockerfile")
+def build_plan(directory: Path, dockerfile: str) -> BuildPlan:
+    (directory / "Dockerfile").write_text(dockerfile)
+    return parse_dockerfile(directory / "Dockerfile")
 
 
 def scripts(plan: BuildPlan) -> list[str]:

@@ -274,8 +274,8 @@ def test_the_machine_is_checked_without_a_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "has no config.json; give the folder of a run"),
-        (["server_log=x"], "server_log needs the folder of a run"),
+        (["nowhere"], "has no config.json; give the directory of a run"),
+        (["server_log=x"], "server_log needs the directory of a run"),
         (["skyrl_tx_url=h"], "is not an HTTP address"),
         (["RUN", "server_log=none.log"], "no such file; give the log of the server"),
         (["RUN", "other"], "'other' is not key=value"),

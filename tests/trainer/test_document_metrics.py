@@ -70,9 +70,9 @@ def open_shop(config, chat):
     return episodes(config, chat, spec)
 
 
-async def train(folder: Path) -> None:
+async def train(directory: Path) -> None:
     options = ("n_epochs=2", "eval_every=2", "temperature=1", "wandb_project=harbor-training")
-    await EpisodesRun(folder).trained(f"env={THIS}:open_shop", *options)
+    await EpisodesRun(directory).trained(f"env={THIS}:open_shop", *options)
 
 
 def only_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps in a separate process, because wandb starts threads and processes."""
-    folder = tmp_path_factory.mktemp("offline")
+    directory = tmp_path_factory.mktemp("offline")
     environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    environment |= {"WANDB_MODE": "offline", "HOME": str(folder)}
+    environment |= {"WANDB_MODE": "offline", "HOME": str(directory)}
     done = subprocess.run(
-        [sys.executable, "-m", THIS, str(folder)],
+        [sys.executable, "-m", THIS, str(directory)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -100,12 +100,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run"
+    return directory / "run"
 
 
 @pytest.fixture(scope="module")
-def wandb_steps(run_folder: Path) -> list[dict[str, Any]]:
-    [file] = run_folder.glob("wandb/offline-run-*/run-*.wandb")
+def wandb_steps(run_directory: Path) -> list[dict[str, Any]]:
+    [file] = run_directory.glob("wandb/offline-run-*/run-*.wandb")
     return [only_once(step) for step in history(file)]
 
 
@@ -124,15 +124,15 @@ def test_wandb_has_every_name_of_the_documents_once(wandb_steps: list[dict[str, 
 
 
 @pytest.mark.seed_behaviour(24)
-def test_the_files_of_a_run_equal_wandb(run_folder: Path, wandb_steps: list[dict[str, Any]]) -> None:
-    recorded = lines(run_folder / "metrics.jsonl")
+def test_the_files_of_a_run_equal_wandb(run_directory: Path, wandb_steps: list[dict[str, Any]]) -> None:
+    recorded = lines(run_directory / "metrics.jsonl")
     for step, line in zip(wandb_steps, recorded, strict=True):
         values = {name: value for name, value in line.items() if value is not None}
         assert values.pop("step") == step["_step"]
         assert {name: step[name] for name in step.keys() - ADDED_BY_WANDB} == values
     for step in (0, 2):
-        folder = run_folder / "dumped_evals" / f"global_step_{step}_evals"
-        [aggregated] = lines(folder / "aggregated_results.jsonl")
+        directory = run_directory / "dumped_evals" / f"global_step_{step}_evals"
+        [aggregated] = lines(directory / "aggregated_results.jsonl")
         assert names(EVERY_EVALUATION) <= aggregated.keys()
         evaluated = aggregated.keys() & recorded[step].keys()
         assert {name: aggregated[name] for name in evaluated} == {

@@ -30,13 +30,13 @@ def test_an_evaluation_dump_has_a_file_per_type(tmp_path):
     messages = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
     groups = [group("copy-01", messages=messages), group("move-01")]
     dump_evaluation(tmp_path, 20, groups, {"test/pass_at_1": 1.0}, decode, env_class="harbor")
-    folder = tmp_path / "dumped_evals" / "global_step_20_evals"
-    assert sorted(path.name for path in folder.iterdir()) == [
+    directory = tmp_path / "dumped_evals" / "global_step_20_evals"
+    assert sorted(path.name for path in directory.iterdir()) == [
         "aggregated_results.jsonl",
         "copy.jsonl",
         "move.jsonl",
     ]
-    [record] = lines(folder / "copy.jsonl")
+    [record] = lines(directory / "copy.jsonl")
     fields = (
         "input_prompt",
         "output_response",
@@ -51,8 +51,8 @@ def test_an_evaluation_dump_has_a_file_per_type(tmp_path):
     # The text includes special tokens.
     assert (record["input_prompt"], record["output_response"]) == ("9 1", "2 9 3 4 9")
     assert record["conversation"] == messages and record["turns"] == 2 and record["score"] == [1.0]
-    assert "größer" in (folder / "copy.jsonl").read_text()
-    assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
+    assert "größer" in (directory / "copy.jsonl").read_text()
+    assert lines(directory / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
 
 def test_domains_with_similar_names_lose_no_trial(tmp_path):
@@ -61,9 +61,9 @@ def test_domains_with_similar_names_lose_no_trial(tmp_path):
         for name, domain in (("a", "数学"), ("b", "语文"), ("c", "a b"), ("d", "a_b"))
     ]
     dump_evaluation(tmp_path, 0, groups, {}, decode, env_class="data")
-    folder = tmp_path / "dumped_evals" / "global_step_0_evals"
-    assert [record["data_source"] for record in lines(folder / "a_b.jsonl")] == ["a b", "a_b"]
-    assert sorted(path.stem for path in folder.iterdir()) == ["a_b", "aggregated_results", "数学", "语文"]
+    directory = tmp_path / "dumped_evals" / "global_step_0_evals"
+    assert [record["data_source"] for record in lines(directory / "a_b.jsonl")] == ["a b", "a_b"]
+    assert sorted(path.stem for path in directory.iterdir()) == ["a_b", "aggregated_results", "数学", "语文"]
 
 
 def test_a_message_that_utf_8_cannot_encode_is_dumped(tmp_path):

@@ -172,10 +172,10 @@ async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypat
 async def test_dumps_are_split_by_domain(tmp_path):
     run = EpisodesRun(tmp_path)
     await run.trained("max_steps=1", "eval_every=0", "temperature=1")
-    folder = run.path / "dumped_evals" / "global_step_0_evals"
+    directory = run.path / "dumped_evals" / "global_step_0_evals"
     names = {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
-    assert {path.name for path in folder.iterdir()} == names
-    first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
+    assert {path.name for path in directory.iterdir()} == names
+    first = json.loads((directory / "retail.jsonl").read_text().splitlines()[0])
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
 
 

@@ -40,8 +40,8 @@ THINKING = (
     "enable_thinking or base_url"
 )
 ONE_POLICY = (
-    "error: compare_with=base is not the folder of a finished evaluation; with base_url, only finished "
-    "evaluations can be compared; give such a folder"
+    "error: compare_with=base is not the directory of a finished evaluation; with base_url, only finished "
+    "evaluations can be compared; give such a directory"
 )
 EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url"
 
@@ -122,7 +122,7 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
 
 async def test_a_wrong_comparison_is_refused_before_any_trial(tmp_path):
     bench = Bench(tmp_path, first_half)
-    with pytest.raises(ConfigError, match="none is neither a tinker:// path nor a run folder"):
+    with pytest.raises(ConfigError, match="none is neither a tinker:// path nor a run directory"):
         await bench.go(f"compare_with={tmp_path}/none")
     assert bench.played == 0
 
@@ -264,10 +264,10 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
 
 
 async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
+    directory = tmp_path / "run"
+    directory.mkdir()
     append(
-        folder,
+        directory,
         Checkpoint(
             name="7",
             batch=7,
@@ -284,17 +284,17 @@ async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
     copy = Task(id="copied", path=tmp_path / "a", instruction="do  it\n")
     bench = Bench(tmp_path, first_half)
     write_hashes(
-        folder, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
+        directory, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
     )
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
     with pytest.raises(
         ConfigError,
         match=r"copied is training task original under another name;.* other tasks with tasks=original$",
     ):
-        await bench.go(f"checkpoint={folder}")
+        await bench.go(f"checkpoint={directory}")
     assert not bench.path.exists()
     # The task has the id of a training task, but another content.
-    await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")
+    await bench.go(f"checkpoint={directory}", "tasks=original", "n_samples=1")
     assert bench.opened[-1] == "tinker://r/s/7"
 
 
@@ -336,7 +336,7 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
         (["modle_name=x"], "error: unknown option 'modle_name'; did you mean model_name?"),
         (
             ["model_name=m"],
-            "error: missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks "
+            "error: missing: tasks_dir; write tasks_dir=DIRECTORY, a directory of Harbor tasks "
             "(--help lists the options)",
         ),
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
@@ -354,7 +354,7 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
         ),
         (
             [*SERVER, "checkpoint=/no/such"],
-            "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; "
+            "error: /no/such is neither a tinker:// path nor a run directory with a checkpoint; "
             "give one of them",
         ),
         (
@@ -365,7 +365,7 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
         (["results=/no/such"], "error: missing: compare_with; e.g. compare_with=..., or --help"),
         (
             ["results=/no/such", "compare_with=/none"],
-            "error: /no/such has no results.json; give the folder of an evaluation",
+            "error: /no/such has no results.json; give the directory of an evaluation",
         ),
     ],
 )

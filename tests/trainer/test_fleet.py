@@ -42,8 +42,8 @@ def task_row(code: str = STOCK, env_key: str = "shop", **fields: object) -> dict
     return row | {"stock": {"W1": 5}} | fields
 
 
-def opened(url: str, *rows: dict[str, object], folder: Path, options: str = HIDDEN):
-    path = folder / "tasks.jsonl"
+def opened(url: str, *rows: dict[str, object], directory: Path, options: str = HIDDEN):
+    path = directory / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [*OWN_SERVER, "env=fleet", f"train_data={path}", "eval_split=0", "max_turns=9"]
     return open_task_source(
@@ -51,11 +51,11 @@ def opened(url: str, *rows: dict[str, object], folder: Path, options: str = HIDD
     )
 
 
-async def play(url: str, *answers: str, folder: Path, row: dict[str, object] | None = None, **options):
-    source = await asyncio.to_thread(opened, url, row or task_row(), folder=folder, **options)
+async def play(url: str, *answers: str, directory: Path, row: dict[str, object] | None = None, **options):
+    source = await asyncio.to_thread(opened, url, row or task_row(), directory=directory, **options)
     policy = FakePolicy(byte_chat(), answers)
     try:
-        return await source.trial(source.train[0], directory=folder, seed=1, temperature=1.0).run(policy)
+        return await source.trial(source.train[0], directory=directory, seed=1, temperature=1.0).run(policy)
     finally:
         await source.close()
 
@@ -74,14 +74,14 @@ def results(result: Trajectory | TrialFailure) -> list[str]:
 @pytest.mark.seed_behaviour(140)
 async def test_calls_change_the_state_that_the_verifier_reads(server: str, tmp_path: Path, env_key: str):
     row = task_row(env_key=env_key)
-    result = await play(server, ADD, "Done.", folder=tmp_path, row=row)
+    result = await play(server, ADD, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, Trajectory) and (result.reward, result.zero_reason) == (0.8, None)
     assert results(result) == ['{"item":"W1","units":8}']
     assert result.tool_fields[2]["tool_calls"] and result.metrics["tool_calls"] == 1
 
 
 async def test_the_agent_sees_all_tools_except_hidden_ones(server: str, tmp_path: Path):
-    result = await play(server, "Done.", folder=tmp_path)
+    result = await play(server, "Done.", directory=tmp_path)
     assert isinstance(result, Trajectory)
     system = str(result.conversation[0]["content"])
     assert "\n- add_stock(item: string, units: integer): Add units of an item." in system
@@ -90,19 +90,21 @@ async def test_the_agent_sees_all_tools_except_hidden_ones(server: str, tmp_path
 
 
 async def test_each_trial_has_its_own_state(server: str, tmp_path: Path):
-    rewards = [await play(server, ADD, "Done.", folder=tmp_path) for _ in range(2)]
+    rewards = [await play(server, ADD, "Done.", directory=tmp_path) for _ in range(2)]
     assert [result.reward for result in rewards if isinstance(result, Trajectory)] == [0.8, 0.8]
 
 
 async def test_all_calls_of_an_answer_can_be_executed(server: str, tmp_path: Path):
     both = f"[{ADD}, {ADD}]"
-    result = await play(server, both, "Done.", folder=tmp_path, options=f"{HIDDEN},parallel_tool_calls=true")
+    result = await play(
+        server, both, "Done.", directory=tmp_path, options=f"{HIDDEN},parallel_tool_calls=true"
+    )
     assert isinstance(result, Trajectory) and (result.reward, len(results(result))) == (1.1, 2)
 
 
 async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
     code = "async def verify(env, final_answer): return final_answer == env.task['prompt']"
-    result = await play(server, "Add 3 units of W1.", folder=tmp_path, row=task_row(code))
+    result = await play(server, "Add 3 units of W1.", directory=tmp_path, row=task_row(code))
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
@@ -124,7 +126,7 @@ async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
 )
 async def test_a_failed_call_is_text_for_the_agent(server: str, tmp_path: Path, answer: str, text: str):
     options = f"{HIDDEN},call_timeout_s={3 if 'hang' in answer else 60}"
-    result = await play(server, answer, ADD, "Done.", folder=tmp_path, options=options, row=task_row())
+    result = await play(server, answer, ADD, "Done.", directory=tmp_path, options=options, row=task_row())
     assert isinstance(result, Trajectory) and results(result)[0].startswith(text)
     assert result.reward == 0.8  # the session still works
     assert result.metrics["tool_errors"] == text.startswith("Error")
@@ -143,7 +145,7 @@ async def test_a_lost_server_is_an_infrastructure_failure(
 ):
     monkeypatch.setattr(mcp_session, "PING_TIMEOUT_S", 0.5)
     with mcp_server() as server:
-        result = await play(server, call(tool), folder=tmp_path, options=f"{HIDDEN},call_timeout_s=3")
+        result = await play(server, call(tool), directory=tmp_path, options=f"{HIDDEN},call_timeout_s=3")
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_SERVER
     assert f"{server}/shop/mcp {problem}" in result.message and "\n" not in result.message
 
@@ -166,7 +168,7 @@ async def test_a_verifier_without_a_reward_gives_zero(
     server: str, tmp_path: Path, code: str, reason: ZeroReason
 ):
     options = f"{HIDDEN},verifier_timeout_s={0.5 if 'while' in code else 60}"
-    result = await play(server, ADD, "Done.", folder=tmp_path, row=task_row(code), options=options)
+    result = await play(server, ADD, "Done.", directory=tmp_path, row=task_row(code), options=options)
     assert isinstance(result, Trajectory) and (result.reward, result.zero_reason) == (0.0, reason)
 
 
@@ -175,7 +177,7 @@ async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, to
     options = f"{HIDDEN},call_timeout_s=3"
     row = task_row(f"def verify(env): return env.call_tool('{tool}')")
     with mcp_server() as server:
-        result = await play(server, "Done.", folder=tmp_path, row=row, options=options)
+        result = await play(server, "Done.", directory=tmp_path, row=row, options=options)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_SERVER
 
 
@@ -194,7 +196,7 @@ async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, to
 async def test_a_verifier_reaches_nothing_of_the_host(server: str, tmp_path: Path, attempt: str):
     line = attempt.replace("PORT", server.rpartition(":")[2])
     code = f"def verify(env):\n    try:\n        {line}\n    except Exception as error:\n        return 1\n"
-    result = await play(server, "Done.", folder=tmp_path, row=task_row(code))
+    result = await play(server, "Done.", directory=tmp_path, row=task_row(code))
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
@@ -223,7 +225,7 @@ def test_a_server_that_is_down_gives_a_one_line_error(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(ConfigError) as refused:
-        opened(url, task_row(), folder=tmp_path)
+        opened(url, task_row(), directory=tmp_path)
     message = str(refused.value)
     assert message.startswith(f"env=fleet: the MCP server at {url}/shop/mcp cannot be reached (ConnectError")
     assert message.endswith("; start the server, or correct url=") and "\n" not in message
@@ -242,7 +244,7 @@ def test_a_server_that_is_down_gives_a_one_line_error(tmp_path: Path):
 )
 def test_an_invalid_option_gives_a_one_line_error(server: str, tmp_path: Path, options: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        opened(server, task_row(), folder=tmp_path, options=options)
+        opened(server, task_row(), directory=tmp_path, options=options)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_an_invalid_option_gives_a_one_line_error(server: str, tmp_path: Path, o
 )
 def test_an_unusable_server_gives_a_one_line_error(server: str, tmp_path: Path, env_key: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        opened(server, task_row(env_key=env_key), folder=tmp_path)
+        opened(server, task_row(env_key=env_key), directory=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -279,16 +281,16 @@ def test_a_missing_option_gives_a_one_line_error(argv: list[str], message: str):
 
 def test_the_key_is_sent_to_the_server(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"denies access \(HTTP status 401.*\); set FLEET_API_KEY"):
-        opened(server, task_row(env_key="locked"), folder=tmp_path)
+        opened(server, task_row(env_key="locked"), directory=tmp_path)
     monkeypatch.setenv("FLEET_API_KEY", API_KEY)
-    assert opened(server, task_row(env_key="locked"), folder=tmp_path).train
+    assert opened(server, task_row(env_key="locked"), directory=tmp_path).train
 
 
 @pytest.mark.parametrize(("options", "num_warnings"), [("verifier_tools=export_stock", 1), (HIDDEN, 0)])
 def test_shared_state_is_a_warning(
     server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, num_warnings: int
 ):
-    opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
+    opened(server, task_row(env_key="stateless"), directory=tmp_path, options=options)
     assert [record.getMessage() for record in caplog.records] == [
         f"{server}/stateless/mcp gives its sessions no ids, so trials may share the state of the server; "
         "set reset_tool and n_parallel_envs=1"
@@ -302,12 +304,12 @@ def test_a_machine_without_a_sandbox_gives_a_one_line_error(
     with pytest.raises(
         ConfigError, match=r"cannot run verifiers here: .* did not start \(denied\); install bubblewrap"
     ):
-        opened(server, task_row(), folder=tmp_path)
+        opened(server, task_row(), directory=tmp_path)
 
 
 async def test_a_killed_verifier_is_an_infrastructure_failure(server: str, tmp_path: Path):
     row = task_row("import os\ndef verify(env): os.kill(os.getpid(), 9)")
-    result = await play(server, "Done.", folder=tmp_path, row=row)
+    result = await play(server, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_ERROR
     assert "the verifier was killed; the machine may lack memory" in result.message
 
@@ -327,5 +329,5 @@ async def test_a_verifier_cannot_call_tools_forever(
 ):
     monkeypatch.setattr(verifier, "MAX_CALLS", 3)
     row = task_row("def verify(env):\n    while True: env.call_tool('export_stock')")
-    result = await play(server, "Done.", folder=tmp_path, row=row)
+    result = await play(server, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, Trajectory) and result.zero_reason is ZeroReason.VERIFIER_ERROR

@@ -194,19 +194,19 @@ def test_without_model_name_the_served_model_is_trained(trained, monkeypatch) ->
     assert options["model_name"] == "org/name" and options["context_limit"] == "32768"
 
 
-def test_the_tokenizer_of_a_served_folder_is_found(trained, monkeypatch) -> None:
-    monkeypatch.setattr(run_skyrl_tx, "tokenizer_folder", lambda url, *, model_name, key: "/the/folder")
+def test_the_tokenizer_of_a_served_directory_is_found(trained, monkeypatch) -> None:
+    monkeypatch.setattr(run_skyrl_tx, "tokenizer_directory", lambda url, *, model_name, key: "/the/directory")
     with server({"local/model": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["tasks_dir=tasks"]) == 0
     ((options, process, _),) = trained
     assert process is None and options["skyrl_tx_url"] == url
-    assert (options["model_name"], options["tokenizer"]) == ("local/model", "/the/folder")
+    assert (options["model_name"], options["tokenizer"]) == ("local/model", "/the/directory")
 
 
 @pytest.mark.parametrize("tasks", ["tasks_dir=tasks", "data=questions.jsonl", "env=my_env:open_my_env"])
 def test_no_quick_start_replaces_a_run_on_other_tasks(tasks: str, trained, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(run_skyrl_tx, "tokenizer_folder", lambda url, *, model_name, key: None)
+    monkeypatch.setattr(run_skyrl_tx, "tokenizer_directory", lambda url, *, model_name, key: None)
     with server({"local/model": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main([tasks]) == 2
@@ -322,14 +322,16 @@ def test_the_default_tasks_are_terminal_bench_2(trained, monkeypatch, capfd, tmp
 
 
 @pytest.mark.seed_behaviour(134)
-def test_a_missing_folder_of_tasks_gives_a_one_line_error(trained, capfd) -> None:
+def test_a_missing_directory_of_tasks_gives_a_one_line_error(trained, capfd) -> None:
     assert main(["model_name=org/name", "tasks_dir=./datasets/terminal-bench-2"]) == 2
     assert capfd.readouterr().err.endswith(
-        "tasks_dir ./datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh "
+        "tasks_dir ./datasets/terminal-bench-2 is not a directory; download it with scripts/setup.sh "
         "terminal-bench-2\n"
     )
     assert main(["model_name=org/name", "tasks_dir=other"]) == 2
-    assert "tasks_dir other is not a folder; give a folder of task folders" in capfd.readouterr().err
+    assert (
+        "tasks_dir other is not a directory; give a directory of task directories" in capfd.readouterr().err
+    )
 
 
 def test_the_reason_against_a_server_is_one_line() -> None:
@@ -370,7 +372,7 @@ def test_a_default_follows_the_users_options() -> None:
 
 
 @pytest.mark.parametrize("wandb_name", ["none", "NULL", ""])
-def test_a_run_without_wandb_name_has_a_folder_of_its_own(wandb_name: str) -> None:
+def test_a_run_without_wandb_name_has_a_directory_of_its_own(wandb_name: str) -> None:
     options = recipe_defaults("harbor", named_model("org/name"), {"wandb_name": wandb_name})
     assert options["log_path"].startswith("./runs/harbor-name-20")
 

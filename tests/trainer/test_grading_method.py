@@ -39,15 +39,15 @@ START_SERVICE = f"import http.server; {SERVER}.serve_forever()"
 REQUEST = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8099/', timeout=5)"
 
 
-def hello(folder: Path, *, test: str | None = None, solution: str | None = None) -> Task:
-    shutil.copytree(TASKS / "hello-file", folder)
+def hello(directory: Path, *, test: str | None = None, solution: str | None = None) -> Task:
+    shutil.copytree(TASKS / "hello-file", directory)
     if test is not None:
-        (folder / "tests" / "test.sh").write_text(
+        (directory / "tests" / "test.sh").write_text(
             f"#!/bin/bash\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
         )
     if solution is not None:
-        (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
-    return Task(id=folder.name, path=folder)
+        (directory / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
+    return Task(id=directory.name, path=directory)
 
 
 IN_PLACE_WITH_PROCESSES = GradingMethod(mode=GradingMode.IN_PLACE, keep_processes=True)
@@ -82,7 +82,7 @@ def test_the_record_of_a_changed_task_is_ignored(tmp_path: Path, caplog: pytest.
     assert "the task has changed since it was recorded" in caplog.text
 
 
-def test_a_single_task_folder_contains_its_record(tmp_path: Path) -> None:
+def test_a_single_task_directory_contains_its_record(tmp_path: Path) -> None:
     task = hello(tmp_path / "task")
     write_records(task.path, "sandbox", {task: IN_PLACE})
     assert recorded_method(task, "sandbox") == replace(IN_PLACE, is_recorded=True)
@@ -209,7 +209,7 @@ def test_validate_records_which_tasks_are_graded_in_place(
 
 
 async def rewards(
-    folder: Path, directory: Path, environment: dict[str, object], method: GradingMethod | None
+    task_dir: Path, directory: Path, environment: dict[str, object], method: GradingMethod | None
 ) -> object:
     """Return the rewards of the task's solution, by Harbor's verifier if `method` is None, else by ours."""
     from harbor.models.trial.config import (
@@ -229,7 +229,7 @@ async def rewards(
         else VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier")
     )
     config = TrialConfig(
-        task=TaskConfig(path=folder),
+        task=TaskConfig(path=task_dir),
         trials_dir=directory,
         agent=AgentConfig(name="oracle"),
         environment=EnvironmentConfig.model_validate(environment),
@@ -247,12 +247,14 @@ async def rewards(
 
 @in_sandbox
 @pytest.mark.parametrize(
-    "folder", [*sorted(TASKS.iterdir()), *sorted(QUICKSTART.iterdir())[::3]], ids=lambda folder: folder.name
+    "directory",
+    [*sorted(TASKS.iterdir()), *sorted(QUICKSTART.iterdir())[::3]],
+    ids=lambda directory: directory.name,
 )
-async def test_a_solution_has_the_score_that_harbor_gives_it(tmp_path: Path, folder: Path) -> None:
+async def test_a_solution_has_the_score_that_harbor_gives_it(tmp_path: Path, directory: Path) -> None:
     import_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label())
-    harbor_rewards = await rewards(folder, tmp_path, environment, None)
+    harbor_rewards = await rewards(directory, tmp_path, environment, None)
     assert harbor_rewards == {"reward": 1.0}
-    assert await rewards(folder, tmp_path, environment, GradingMethod()) == harbor_rewards
-    assert await rewards(folder, tmp_path, environment, IN_PLACE) == harbor_rewards
+    assert await rewards(directory, tmp_path, environment, GradingMethod()) == harbor_rewards
+    assert await rewards(directory, tmp_path, environment, IN_PLACE) == harbor_rewards

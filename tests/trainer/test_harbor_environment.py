@@ -20,11 +20,11 @@ from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox, variant
 pytestmark = in_sandbox
 
 
-def copies(folder: Path, *names: str) -> Path:
-    """Create a folder with copies of the hello task."""
+def copies(directory: Path, *names: str) -> Path:
+    """Create a directory with copies of the hello task."""
     for name in names:
-        shutil.copytree(HELLO, folder / name)
-    return folder
+        shutil.copytree(HELLO, directory / name)
+    return directory
 
 
 def ids(tasks: Sequence[Task]) -> list[str]:
@@ -45,7 +45,7 @@ def test_tasks_are_held_out_by_glob_and_name(five_tasks: Path) -> None:
     assert (ids(tasks.train), ids(tasks.eval)) == (["a-1", "a-2"], ["b-1", "b-2", "c-1"])
 
 
-def test_a_held_out_folder_names_its_tasks_uniquely(five_tasks: Path, tmp_path: Path) -> None:
+def test_a_held_out_directory_names_its_tasks_uniquely(five_tasks: Path, tmp_path: Path) -> None:
     held_out = copies(tmp_path / "other", "z", "c-1")
     tasks = harbor_tasks(five_tasks, eval_tasks=[str(held_out)])
     assert (len(tasks.train), ids(tasks.eval)) == (5, ["other/c-1", "z"])
@@ -179,14 +179,14 @@ def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(
     machine: Callable[..., None], tmp_path: Path
 ) -> None:
     machine(engine=None, sandbox=None)
-    folder = variant(tmp_path, task_toml='[environment]\nos = "windows"\n')
+    directory = variant(tmp_path, task_toml='[environment]\nos = "windows"\n')
     with pytest.raises(ConfigError, match="windows"):
-        harbor_tasks(folder, environment_type="auto")
-    shutil.rmtree(folder.parent)
-    folder = variant(tmp_path, task_toml="[environment]\ngpus = 1\n")
-    shutil.rmtree(folder / "environment")
+        harbor_tasks(directory, environment_type="auto")
+    shutil.rmtree(directory.parent)
+    directory = variant(tmp_path, task_toml="[environment]\ngpus = 1\n")
+    shutil.rmtree(directory / "environment")
     with pytest.raises(ConfigError, match="no Dockerfile"):
-        harbor_tasks(folder, environment_type="auto")
+        harbor_tasks(directory, environment_type="auto")
 
 
 @pytest.mark.parametrize(

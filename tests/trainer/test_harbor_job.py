@@ -1,4 +1,4 @@
-"""Tests that Harbor's viewer can read a folder of trials as a job."""
+"""Tests that Harbor's viewer can read a directory of trials as a job."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def tasks() -> HarborTasks:
     return harbor_tasks()
 
 
-def test_a_folder_without_trials_stays_empty(tmp_path: Path, tasks: HarborTasks) -> None:
+def test_a_directory_without_trials_stays_empty(tmp_path: Path, tasks: HarborTasks) -> None:
     tasks.batch_ended(tmp_path)
     assert not any(tmp_path.iterdir())
 
 
-async def test_harbors_viewer_shows_the_totals_of_a_folder(tmp_path: Path, tasks: HarborTasks) -> None:
-    folder = tmp_path / "step_000001"
+async def test_harbors_viewer_shows_the_totals_of_a_directory(tmp_path: Path, tasks: HarborTasks) -> None:
+    directory = tmp_path / "step_000001"
     for script in (SOLUTION, solving("true"), [BackendError("sampling: gone")]):
         policy = ScriptedPolicy(byte_chat(), {"": script})
-        await tasks.trial(tasks.train[0], directory=folder, seed=1, temperature=1.0).run(policy)
-    (folder / "killed").mkdir()
-    tasks.batch_ended(folder)
+        await tasks.trial(tasks.train[0], directory=directory, seed=1, temperature=1.0).run(policy)
+    (directory / "killed").mkdir()
+    tasks.batch_ended(directory)
     viewer = JobScanner(tmp_path)
-    config, result = viewer.get_job_config(folder.name), viewer.get_job_result(folder.name)
+    config, result = viewer.get_job_config(directory.name), viewer.get_job_result(directory.name)
     assert config is not None and result is not None
-    assert config.job_name == folder.name and [task.path for task in config.tasks] == [HELLO]
+    assert config.job_name == directory.name and [task.path for task in config.tasks] == [HELLO]
     counts = (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials)
     assert counts == (3, 3, 1)
     [stats] = result.stats.evals.values()
     assert {reward: len(names) for reward, names in stats.reward_stats["reward"].items()} == {1.0: 1, 0.0: 1}
     assert list(stats.exception_stats) == ["BackendError"]
-    assert len(viewer.list_trials(folder.name)) == 3
+    assert len(viewer.list_trials(directory.name)) == 3

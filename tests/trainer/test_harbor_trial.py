@@ -56,11 +56,11 @@ async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> No
     assert [call["name"] for call in calls] == ["bash_command", "mark_task_complete", "mark_task_complete"]
     assert calls[0]["arguments"]["keystrokes"] == "echo hello > /app/hello.txt\n"
     assert answers[0]["content"] == "Analysis: a\nPlan: p"
-    folder = tmp_path / "jobs" / outcome.trial_name
-    result = (folder / "result.json").read_text()
+    directory = tmp_path / "jobs" / outcome.trial_name
+    result = (directory / "result.json").read_text()
     assert json.loads(result)["verifier_result"]["rewards"] == {"reward": 1.0}
     assert len(result) < 20_000, "Harbor's result must not contain token ids"
-    assert (folder / "agent" / "trajectory.json").is_file() and (folder / "trial.log").is_file()
+    assert (directory / "agent" / "trajectory.json").is_file() and (directory / "trial.log").is_file()
 
 
 async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ async def test_train_subagents_trains_summaries(tmp_path: Path) -> None:
 
 
 async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n")
-    outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], harbor_tasks(folder))
+    directory = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n")
+    outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], harbor_tasks(directory))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
 
@@ -271,16 +271,16 @@ async def test_a_verifier_without_a_reward_is_a_failure(tmp_path: Path) -> None:
 
 
 async def test_a_verifier_that_never_ends_is_a_failure(tmp_path: Path) -> None:
-    folder = variant(tmp_path, test="sleep 100", task_toml="[verifier]\ntimeout_sec = 0.5\n")
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+    directory = variant(tmp_path, test="sleep 100", task_toml="[verifier]\ntimeout_sec = 0.5\n")
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, TrialFailure)
     assert outcome.kind == FailureKind.VERIFIER and "timed out after 0.5 seconds" in outcome.message
 
 
 async def test_a_reward_file_of_the_agent_is_ignored(tmp_path: Path) -> None:
-    folder = "/logs/verifier"
-    text, json_file = f"{folder}/reward.txt", f"{folder}/reward.json"
-    one_write = f"mkdir -p {folder} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
+    directory = "/logs/verifier"
+    text, json_file = f"{directory}/reward.txt", f"{directory}/reward.json"
+    one_write = f"mkdir -p {directory} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
     repeated_writes = f"(while true; do echo 1 > {text}; sleep 0.01; done) >/dev/null 2>&1 &"
     outcome, _ = await play(tmp_path, solving(one_write, repeated_writes))
     assert isinstance(outcome, Trajectory)
@@ -288,61 +288,63 @@ async def test_a_reward_file_of_the_agent_is_ignored(tmp_path: Path) -> None:
 
 
 async def test_files_of_the_agent_in_tests_are_removed(tmp_path: Path) -> None:
-    folder = variant(tmp_path, test="[ -e /tests/planted ]; echo $? > /logs/verifier/reward.txt")
-    outcome, _ = await play(tmp_path, solving("mkdir -p /tests; touch /tests/planted"), harbor_tasks(folder))
+    directory = variant(tmp_path, test="[ -e /tests/planted ]; echo $? > /logs/verifier/reward.txt")
+    outcome, _ = await play(
+        tmp_path, solving("mkdir -p /tests; touch /tests/planted"), harbor_tasks(directory)
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
 
 
 async def test_test_files_that_harborignore_names_are_not_uploaded(tmp_path: Path) -> None:
-    folder = variant(
+    directory = variant(
         tmp_path, test="[ -e /tests/kept ] && [ ! -e /tests/notes.md ] && echo 1 > /logs/verifier/reward.txt"
     )
     for name, text in (("kept", ""), ("notes.md", ""), (".harborignore", "*.md\n")):
-        (folder / "tests" / name).write_text(text)
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+        (directory / "tests" / name).write_text(text)
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
 
 
 async def test_a_verifier_can_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
-    folder = variant(
+    directory = variant(
         tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
     )
-    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+    (directory / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
 
 
 def test_the_dockerfile_of_a_verifier_is_checked(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml='[verifier]\nenvironment_mode = "separate"\n')
-    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")
+    directory = variant(tmp_path, task_toml='[verifier]\nenvironment_mode = "separate"\n')
+    (directory / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")
     message = "tests/Dockerfile:2: the sandbox cannot reach the network for `pip install`"
     with pytest.raises(ConfigError, match=message):
-        harbor_tasks(folder)
+        harbor_tasks(directory)
 
 
 async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
-    folder = variant(
+    directory = variant(
         tmp_path,
         task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\ncpus = 0.5\n',
     )
-    (folder / "environment" / "Dockerfile").unlink()
-    (folder / "environment" / "word.txt").write_text("hello\n")
+    (directory / "environment" / "Dockerfile").unlink()
+    (directory / "environment" / "word.txt").write_text("hello\n")
     outcome, _ = await play(
-        tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), harbor_tasks(folder)
+        tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), harbor_tasks(directory)
     )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
 
 
 def test_another_image_is_refused(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "postgres:16"\n')
-    (folder / "environment" / "Dockerfile").unlink()
+    directory = variant(tmp_path, task_toml='[environment]\ndocker_image = "postgres:16"\n')
+    (directory / "environment" / "Dockerfile").unlink()
     message = "the sandbox cannot replace the image postgres:16; use environment_type=docker"
     with pytest.raises(ConfigError, match=message):
-        harbor_tasks(folder)
+        harbor_tasks(directory)
 
 
 async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:

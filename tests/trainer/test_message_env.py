@@ -192,7 +192,7 @@ async def test_a_message_that_is_not_json_is_a_failure():
         StepResult(is_done=True, stop_reason=cast(StopReason, "finished")),
     ],
 )
-async def test_a_result_that_the_run_folder_cannot_store_is_a_failure(result: StepResult):
+async def test_a_result_that_the_run_directory_cannot_store_is_a_failure(result: StepResult):
     failure, _, _ = await fail([result], ["A"])
     assert failure.kind == FailureKind.ENV_ERROR
 

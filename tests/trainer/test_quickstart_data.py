@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart.arguments import folder_and_options
+from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.demonstrations import demonstrate
 from scripts.quickstart.make_tasks import ROOT, instances, main
 from scripts.quickstart.task_types import TASK_TYPES, TRAINING, UNSEEN, make_instance
@@ -289,23 +289,23 @@ def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Pat
     assert prompts[-1] == rendered
 
 
-def test_the_scripts_accept_a_folder_and_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scripts_accept_a_directory_and_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["script"])
-    assert folder_and_options("usage", ROOT, ["steps"]) == (ROOT, {})
-    monkeypatch.setattr("sys.argv", ["script", "steps=1", "folder"])
-    assert folder_and_options("usage", ROOT, ["steps"]) == (Path("folder"), {"steps": "1"})
+    assert directory_and_options("usage", ROOT, ["steps"]) == (ROOT, {})
+    monkeypatch.setattr("sys.argv", ["script", "steps=1", "directory"])
+    assert directory_and_options("usage", ROOT, ["steps"]) == (Path("directory"), {"steps": "1"})
 
 
 @pytest.mark.parametrize("arguments", [["step=100"], ["--steps=100"], ["-x"], ["one", "two"]])
 def test_the_scripts_refuse_unknown_arguments(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["script", *arguments])
-    with pytest.raises(SystemExit, match=f"^unknown argument '{arguments[-1]}'; give at most one folder"):
-        folder_and_options("usage", ROOT, ["steps"])
+    with pytest.raises(SystemExit, match=f"^unknown argument '{arguments[-1]}'; give at most one directory"):
+        directory_and_options("usage", ROOT, ["steps"])
 
 
 @pytest.mark.parametrize("argument", ["--help", "-h"])
 def test_the_scripts_print_their_usage(argument: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["script", argument])
     with pytest.raises(SystemExit, match=r"^$"):
-        folder_and_options("usage", ROOT)
+        directory_and_options("usage", ROOT)
     assert capsys.readouterr().out == "usage\n"

@@ -27,7 +27,7 @@ def open_env(env: str):
         ),
         (
             "no.such.module:open",
-            r"cannot import no.such.module \(No module named 'no'\); install it, or add its folder",
+            r"cannot import no.such.module \(No module named 'no'\); install it, or add its directory",
         ),
         ("tests.trainer.test_registry:nothing", "tests.trainer.test_registry has no function nothing"),
     ],

@@ -144,7 +144,7 @@ def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
     assert loaded == [{STEP: rollout}]
 
 
-def test_job_directory_keeps_only_folders_of_finished_trials(tmp_path):
+def test_job_directory_keeps_only_directories_of_finished_trials(tmp_path):
     finished = FinishedRollouts(tmp_path, Journal(tmp_path))
     result = Trajectory(
         task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole"
@@ -152,7 +152,7 @@ def test_job_directory_keeps_only_folders_of_finished_trials(tmp_path):
     finished.add(STEP, FinishedRollout(result=result, seed=5, attempts=1))
     for name in ("whole", "half"):
         (tmp_path / "jobs" / "step_000001" / name).mkdir(parents=True)
-    assert [folder.name for folder in finished.job_directory("step", 1).iterdir()] == ["whole"]
+    assert [directory.name for directory in finished.job_directory("step", 1).iterdir()] == ["whole"]
 
 
 def test_any_json_of_an_agent_can_be_stored_and_read_again(tmp_path):

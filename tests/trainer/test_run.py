@@ -17,7 +17,7 @@ from src.core.trajectory import FailureKind, StopReason, Task, ZeroReason
 from src.loop.connection import Dependencies
 from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
-from src.records.run_folder import lock_run_dir
+from src.records.run_directory import lock_run_dir
 from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
@@ -305,7 +305,7 @@ async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     assert second.backend.training_client.logits.tolist() == unbroken.backend.training_client.logits.tolist()
 
 
-async def test_a_folder_with_a_run_is_changed_only_on_request(tmp_path):
+async def test_a_directory_with_a_run_is_changed_only_on_request(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
     before = (bench.path / "metrics.jsonl").read_text()
@@ -318,7 +318,7 @@ async def test_a_folder_with_a_run_is_changed_only_on_request(tmp_path):
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
 
 
-async def test_a_folder_that_cannot_be_deleted_gives_a_one_line_error(tmp_path, monkeypatch):
+async def test_a_directory_that_cannot_be_deleted_gives_a_one_line_error(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
 
@@ -344,7 +344,7 @@ async def test_ctrl_d_at_the_question_gives_a_one_line_error(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("behavior", ["resume", "delete", "raise"])
-async def test_a_run_folder_in_use_is_refused(tmp_path, behavior):
+async def test_a_run_directory_in_use_is_refused(tmp_path, behavior):
     entered, free = asyncio.Event(), asyncio.Event()
 
     async def wait(trial, policy):
@@ -363,20 +363,20 @@ async def test_a_run_folder_in_use_is_refused(tmp_path, behavior):
     await second.go("behavior_if_log_dir_exists=delete")
 
 
-def test_the_lock_of_a_new_folder_is_next_to_it(tmp_path, monkeypatch):
+def test_the_lock_of_a_new_directory_is_next_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # so that opening the lock file gives the reason
     with lock_run_dir(tmp_path / "new"):
         assert (tmp_path / ".new.lock").exists()
 
 
-async def test_a_file_is_refused_as_a_run_folder(tmp_path):
+async def test_a_file_is_refused_as_a_run_directory(tmp_path):
     bench = Bench(tmp_path)
     bench.path.write_text("")
-    with pytest.raises(ConfigError, match="is not a folder; give another log_path"):
+    with pytest.raises(ConfigError, match="is not a directory; give another log_path"):
         await bench.go()
 
 
-async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
+async def test_a_directory_that_is_no_run_is_never_deleted(tmp_path):
     bench = Bench(tmp_path)
     bench.path.mkdir()
     (bench.path / "thesis.tex").write_text("precious")
@@ -385,7 +385,7 @@ async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
     assert (bench.path / "thesis.tex").exists()
 
 
-async def test_a_run_without_results_leaves_its_folder_free(tmp_path):
+async def test_a_run_without_results_leaves_its_directory_free(tmp_path):
     async def fail(trial, policy):
         return failure(trial.task.id)
 
@@ -439,7 +439,7 @@ async def test_a_new_run_never_loads_a_checkpoint_of_the_old_one(tmp_path, monke
         return await policy(version)
 
     monkeypatch.setattr(bench.backend, "policy", lose_the_server_once)
-    await bench.go("lora_rank=4")  # the folder has no result, so another run can use it
+    await bench.go("lora_rank=4")  # the directory has no result, so another run can use it
     assert [config.load_checkpoint_path for config in bench.configs] == [None, None, None]
 
 
@@ -590,7 +590,7 @@ async def test_a_run_stopped_in_its_first_evaluation_is_kept(tmp_path):
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
 
 
-async def test_a_folder_whose_tasks_have_changed_is_refused_by_name(tmp_path):
+async def test_a_directory_whose_tasks_have_changed_is_refused_by_name(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
     bench.source.train = [task("new-00"), *TASKS[1:]]
@@ -638,7 +638,7 @@ async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
     bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
     with pytest.raises(ConfigError, match=r"two sets; for example, choose other tasks with eval_tasks=c$"):
         await bench.go()
-    # Here, eval_tasks is a folder, so the message cannot propose names.
+    # Here, eval_tasks is a directory, so the message cannot propose names.
     with pytest.raises(ConfigError, match=r"two sets$"):
         await bench.go(f"eval_tasks={tmp_path}")
 

@@ -1,4 +1,5 @@
-"""Tests the result of a run, as `src.loop.run.run` returns it and as `read_result` reads it from a folder."""
+"""Tests the result of a run, as `src.loop.run.run` returns it and as `read_result` reads it from a
+directory."""
 
 from pathlib import Path
 
@@ -10,11 +11,16 @@ from src.train import read_result
 from tests.trainer.test_run import Bench
 
 
-async def test_the_result_of_a_run_equals_that_of_its_folder(tmp_path: Path) -> None:
+async def test_the_result_of_a_run_equals_that_of_its_directory(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     result = await bench.go("eval_group_size=2", "save_every=1")
     assert result == read_result(bench.path)
-    assert (result.folder, result.end, result.error, result.num_steps) == (bench.path, RunState.DONE, "", 2)
+    assert (result.directory, result.end, result.error, result.num_steps) == (
+        bench.path,
+        RunState.DONE,
+        "",
+        2,
+    )
     assert result.metrics["step"] == 2 and result.metrics["optim/lr"] == 2
     lines = bench.lines("metrics.jsonl")
     rates = [line["test/env/all/success"] for line in (lines[0], lines[-1])]
@@ -51,12 +57,12 @@ async def test_without_an_ended_event_the_result_has_no_end(tmp_path: Path) -> N
     assert read_result(bench.path).end is None
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "config.json").write_text('{"evaluated": "m"}')
-    with pytest.raises(ConfigError, match="is the folder of an evaluation"):
+    with pytest.raises(ConfigError, match="is the directory of an evaluation"):
         read_result(tmp_path / "evaluation")
-    with pytest.raises(ConfigError, match=r"has no run; give a folder that contains config\.json"):
+    with pytest.raises(ConfigError, match=r"has no run; give a directory that contains config\.json"):
         read_result(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Tests that the folder of the model of a running server is found, and used as the tokenizer."""
+"""Tests that the directory of the model of a running server is found, and used as the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import pytest
 
 from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
-from src.policy.running_server import find_server, tokenizer_folder
+from src.policy.running_server import find_server, tokenizer_directory
 from src.policy.served_model import with_served_model
 from tests.fakes.server import fake_context, serving
 
 
-def test_the_folder_of_a_served_model_is_found(tmp_path: Path) -> None:
+def test_the_directory_of_a_served_model_is_found(tmp_path: Path) -> None:
     context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=tmp_path))
     with serving(StartupState(state=context)) as url:
-        assert tokenizer_folder(url, model_name="local/fake", key="") == str(tmp_path)
+        assert tokenizer_directory(url, model_name="local/fake", key="") == str(tmp_path)
         assert context.registry.sessions() == []  # the session has ended
-        assert tokenizer_folder(url, model_name="local/other", key="") is None
+        assert tokenizer_directory(url, model_name="local/other", key="") is None
 
 
-def test_a_folder_that_is_not_here_is_not_returned(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_here_is_not_returned(tmp_path: Path) -> None:
     settings = HttpSettings(model_dir=tmp_path / "of a container")
     context = fake_context(tmp_path / "checkpoints", settings=settings)
     with serving(StartupState(state=context)) as url:
-        assert tokenizer_folder(url, model_name="local/fake", key="") is None
-    assert tokenizer_folder("http://other-machine:8000", model_name="local/fake", key="") is None
+        assert tokenizer_directory(url, model_name="local/fake", key="") is None
+    assert tokenizer_directory("http://other-machine:8000", model_name="local/fake", key="") is None
 
 
 def test_a_server_on_the_ipv6_loopback_is_on_this_machine(
@@ -40,7 +40,7 @@ def test_a_server_on_the_ipv6_loopback_is_on_this_machine(
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", client)
-    assert tokenizer_folder("http://[::1]:8000", model_name="local/fake", key="") == str(tmp_path)
+    assert tokenizer_directory("http://[::1]:8000", model_name="local/fake", key="") == str(tmp_path)
 
 
 def test_a_server_that_fails_to_list_its_models_is_named_with_the_status(

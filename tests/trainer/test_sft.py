@@ -195,12 +195,12 @@ def test_an_invalid_line_stops_the_command_before_any_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.sft.run.load_chat", lambda name: toy_chat())
-    data, folder = tmp_path / "chats.jsonl", tmp_path / "run"
+    data, directory = tmp_path / "chats.jsonl", tmp_path / "run"
     data.write_text(GOOD + "{")
-    assert main([f"data={data}", *OWN_SERVER, f"log_path={folder}"]) == 2
+    assert main([f"data={data}", *OWN_SERVER, f"log_path={directory}"]) == 2
     assert f"error: {data}, line 2: Invalid JSON" in capfd.readouterr().err
-    assert not folder.exists()
-    assert main([f"data={tmp_path / 'none'}", *OWN_SERVER, f"log_path={folder}"]) == 2
+    assert not directory.exists()
+    assert main([f"data={tmp_path / 'none'}", *OWN_SERVER, f"log_path={directory}"]) == 2
     assert "none: No such file or directory; correct data= or eval_data=" in capfd.readouterr().err
 
 
@@ -366,8 +366,8 @@ def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
     assert "21 of 21 runs ended like the uninterrupted one" in done.stdout
 
 
-def run_folder(path: Path, **config: str) -> Path:
-    """Create a run folder with three trials of each task. Trial `member` has the reward `member` / 2."""
+def run_directory(path: Path, **config: str) -> Path:
+    """Create a run directory with three trials of each task. Trial `member` has the reward `member` / 2."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_name": "m"} | config))
     store = FinishedRollouts(path, Journal(path))
@@ -388,7 +388,7 @@ def run_folder(path: Path, **config: str) -> Path:
 
 
 def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "rl")
+    run = run_directory(tmp_path / "rl")
     config = parse_as(SftConfig, [*OWN_SERVER, f"data={run},reward>=0.5", "eval_split=0.3"])
     loaded = load(config, toy_chat())
     assert len(loaded.train) == 4 and len(loaded.held_out) == 2
@@ -404,22 +404,26 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ("RUN", (), r'is a run folder; write "data=.*rl,reward>=1", with the quotes'),
+        ("RUN", (), r'is a run directory; write "data=.*rl,reward>=1", with the quotes'),
         ("RUN,reward", (), r'data=reward is not a condition; write "data=RUN,reward>=1", with the quotes'),
-        ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
+        ("reward>=1", (), r"data=reward>=1 has no run directory before it"),
         ("RUN,reward>=1,reward>=0", (), r"data=reward>=0: .*rl already has a condition; remove one"),
         ("rewards.jsonl", (), r"rewards.jsonl"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
         ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this fine-tuning uses n"),
-        ("RUN,reward>=1", ("train_on=customized",), r"selects messages of chats, but .*rl is a run folder"),
+        (
+            "RUN,reward>=1",
+            ("train_on=customized",),
+            r"selects messages of chats, but .*rl is a run directory",
+        ),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the sequence has 6 tokens, more than"),
-        ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),
+        ("none,reward>=1", (), r"none/config.json cannot be read; give the directory of a run in data="),
     ],
 )
 def test_a_mistake_in_a_run_gives_a_one_line_error(
     tmp_path: Path, data: str, options: tuple[str, ...], message: str
 ) -> None:
-    run = run_folder(tmp_path / "rl")
+    run = run_directory(tmp_path / "rl")
     config = parse_as(SftConfig, [*OWN_SERVER, f"data={data.replace('RUN', str(run))}", *options])
     with pytest.raises(ConfigError, match=message) as caught:
         load(config, toy_chat())

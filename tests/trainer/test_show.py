@@ -129,7 +129,7 @@ def test_a_trial_that_a_later_step_trained_on_has_its_advantage(run: Path):
     ("arguments", "message"),
     [
         (["RUN", "c"], "has no step, task or trial 'c'; agent-trainer show"),
-        (["RUN/none"], "has no config.json; give the folder of a run"),
+        (["RUN/none"], "has no config.json; give the directory of a run"),
         (["RUN", "a__1", "eval_000001"], "has no step, task or trial 'a__1' in eval_000001; agent-trainer"),
         (["RUN/sft"], "sft is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"),
         ([], "show takes 1 to 3 arguments, not 0; write show RUN"),
@@ -167,8 +167,8 @@ def test_a_trial_with_any_name_can_be_shown(run: Path):
 
 
 def test_a_suggested_command_is_quoted_for_the_shell(run: Path):
-    folder = run.rename(run.with_name("my run"))
+    directory = run.rename(run.with_name("my run"))
     with pytest.raises(
-        ConfigError, match=re.escape(f"agent-trainer show '{folder}' lists its finished steps")
+        ConfigError, match=re.escape(f"agent-trainer show '{directory}' lists its finished steps")
     ):
-        printed(folder, "c")
+        printed(directory, "c")

@@ -21,7 +21,7 @@ from src.envs.base import TaskSource
 from src.envs.data.records import without_nulls
 from src.envs.registry import open_task_source
 from src.envs.service.task_files import Row, TaskDefinition, read_rows
-from src.envs.service.toy_retail import FOLDER
+from src.envs.service.toy_retail import DIRECTORY
 from src.evaluate.config import EvaluateConfig
 from src.rollouts.options import ScheduleOptions
 from src.rollouts.pipeline import schedule
@@ -29,7 +29,7 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = next(iter(json.loads((FOLDER / "db.json").read_text())["orders"]))
+ORDER = next(iter(json.loads((DIRECTORY / "db.json").read_text())["orders"]))
 CANCEL = {"name": "cancel_order", "kwargs": {"order": ORDER}}
 
 
@@ -50,7 +50,7 @@ def write_json_lines(path: Path, *rows: Mapping[str, object]) -> Path:
 
 @pytest.fixture
 def tau2_home(tmp_path: Path) -> Path:
-    """Create a tau2_home folder with a fake tau2 worker."""
+    """Create a tau2_home directory with a fake tau2 worker."""
     python = tmp_path / "tau2" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'fake_tau2.py'}\n")

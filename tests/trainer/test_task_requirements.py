@@ -13,7 +13,7 @@ from harbor.models.task.config import TaskConfig
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.envs.harbor.environment import HarborTasks, open_harbor
-from src.envs.harbor.task_folders import check_for, verifier_needs
+from src.envs.harbor.task_directories import check_for, verifier_needs
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.dockerfile import is_installed
 from src.envs.validate import main as validate
@@ -33,13 +33,13 @@ def task(
     network: str | None = "no-network",
     solution: bool = True,
 ) -> Path:
-    folder = tmp_path / name
-    shutil.copytree(HELLO, folder)
-    (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
-    (folder / "task.toml").write_text(f'[environment]\nnetwork_mode = "{network}"\n' if network else "")
+    directory = tmp_path / name
+    shutil.copytree(HELLO, directory)
+    (directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+    (directory / "task.toml").write_text(f'[environment]\nnetwork_mode = "{network}"\n' if network else "")
     if not solution:
-        shutil.rmtree(folder / "solution")
-    return folder
+        shutil.rmtree(directory / "solution")
+    return directory
 
 
 def source(tasks_dir: Path, **options: object) -> HarborTasks:
@@ -83,7 +83,7 @@ def test_an_image_that_the_sandbox_replaces_is_logged(
 def test_tasks_that_request_a_missing_network_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sandbox.task_requirements", "harbor.task_folders"):
+    for module in ("sandbox.task_requirements", "harbor.task_directories"):
         monkeypatch.setattr(f"src.envs.{module}.why_no_network", lambda: "it needs the package slirp4netns")
     task(tmp_path / "default", "a", network=None)
     task(tmp_path / "default", "b", network=None)
@@ -139,12 +139,12 @@ def test_validate_does_not_fail_a_task_without_a_solution(
 def test_validate_reports_a_verifier_that_lacks_the_internet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = task(
+    directory = task(
         tmp_path / "tasks",
         "offline",
         test="uvx no-such-program-x /tests; echo $((1 - ($? > 0))) > /logs/verifier/reward.txt",
     )
-    assert verifier_needs(folder, lambda package: True) == "uvx"
+    assert verifier_needs(directory, lambda package: True) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
     output = capsys.readouterr()
     assert output.out.splitlines()[0] == (
@@ -164,9 +164,9 @@ def test_the_advice_names_the_dockerfile_of_the_verifier(
         '[environment]\nnetwork_mode = "no-network"\n[verifier]\nenvironment_mode = "separate"\n'
         '[verifier.environment]\nnetwork_mode = "no-network"\n'
     )
-    for folder, place in ((own, "environment"), (separate, "tests")):
+    for directory, place in ((own, "environment"), (separate, "tests")):
         caplog.clear()
-        source(folder)
+        source(directory)
         assert f"add commands to {place}/Dockerfile that install" in caplog.text
 
 
@@ -174,8 +174,8 @@ def test_packages_of_this_machine_are_not_those_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DockerEnvironment, "_egress_control_kernel_support", lambda *_: True)
-    folder = task(tmp_path, "a", test="apt-get install -y bash")
-    assert verifier_needs(folder, is_installed) is None
+    directory = task(tmp_path, "a", test="apt-get install -y bash")
+    assert verifier_needs(directory, is_installed) is None
     config = TaskConfig.model_validate({"environment": {"network_mode": "no-network"}})
-    (warning,) = check_for("docker", {"type": "docker"})(folder, config)
+    (warning,) = check_for("docker", {"type": "docker"})(directory, config)
     assert "needs the internet for `apt-get install bash`" in warning

@@ -34,7 +34,7 @@ SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Create a folder like that of scripts/setup_tau.sh. Its Python always runs the fake worker."""
+    """Create a directory like that of scripts/setup_tau.sh. Its Python always runs the fake worker."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE_WORKER}\n")

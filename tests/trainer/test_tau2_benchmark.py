@@ -1,4 +1,4 @@
-"""Run the real tau2-bench, installed in the folder TAU2_HOME, through `src/envs/service/tau2.py`."""
+"""Run the real tau2-bench, installed in the directory TAU2_HOME, through `src/envs/service/tau2.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from tests.fakes.tau2 import FixedJudge, tool_call_text
 
 pytestmark = pytest.mark.skipif(
-    "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh creates the folder"
+    "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh creates the directory"
 )
 
 

@@ -26,7 +26,7 @@ from src.envs.registry import open_task_source
 from src.envs.service.service_env import MAX_ERRORS, ServiceEnv, do_nothing
 from src.envs.service.tau_bench import open_toy_retail
 from src.envs.service.toy_retail import (
-    FOLDER,
+    DIRECTORY,
     NAME,
     TOOLS,
     ToolError,
@@ -62,7 +62,7 @@ DATABASE = {
 
 @pytest.fixture(scope="module")
 def chat() -> Chat:
-    return load_chat(str(FOLDER / "model"))
+    return load_chat(str(DIRECTORY / "model"))
 
 
 def saying(name: str, **arguments: object) -> str:
@@ -108,7 +108,7 @@ def test_the_generator_reproduces_the_committed_domain(
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
     make_tasks.main()
     for name in ("db.json", "policy.md", "tasks.json"):
-        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (DIRECTORY / name).read_bytes()
 
 
 @pytest.mark.seed_behaviour(21)
@@ -156,7 +156,7 @@ def test_the_seed_determines_the_script_of_the_user():
 
 
 def test_the_tokenizer_is_lossless_and_reproducible(chat: Chat):
-    assert build_tokenizer().to_str(pretty=True) == (FOLDER / "model" / "tokenizer.json").read_text()
+    assert build_tokenizer().to_str(pretty=True) == (DIRECTORY / "model" / "tokenizer.json").read_text()
     for task in TASKS:
         text = json.dumps(task.row)
         ids = chat.tokenizer.encode(text, add_special_tokens=False)
@@ -306,7 +306,7 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     assert (len(source.train), len(source.eval)) == (40, 20)
     task = next(task for task in source.train if task.id == "cancel-and-price-train-1")
     policy = FakePolicy(chat, gold(task.row))
-    result = await source.trial(task, directory=FOLDER, seed=3, temperature=1.0).run(policy)
+    result = await source.trial(task, directory=DIRECTORY, seed=3, temperature=1.0).run(policy)
     assert isinstance(result, Trajectory) and result.reward == 1 and result.stop_reason == StopReason.STOP
     prompt = chat.tokenizer.decode(
         policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -371,8 +371,8 @@ def test_invalid_options_are_rejected_with_one_line(option, message, chat):
 
 def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
     for name in ("db.json", "policy.md"):
-        (tmp_path / name).write_text((FOLDER / name).read_text())
-    rows = json.loads((FOLDER / "tasks.json").read_text())
+        (tmp_path / name).write_text((DIRECTORY / name).read_text())
+    rows = json.loads((DIRECTORY / "tasks.json").read_text())
     rows[3]["actions"][0]["arguments"]["order"] = "nobody"
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=f"{rows[3]['id']}: a gold action fails: there is no order nobody"):
@@ -390,8 +390,8 @@ def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
 )
 def test_an_invalid_row_is_rejected_when_the_tasks_load(tmp_path, change, message):
     for name in ("db.json", "policy.md"):
-        (tmp_path / name).write_text((FOLDER / name).read_text())
-    rows = json.loads((FOLDER / "tasks.json").read_text())
+        (tmp_path / name).write_text((DIRECTORY / name).read_text())
+    rows = json.loads((DIRECTORY / "tasks.json").read_text())
     (tmp_path / "tasks.json").write_text(json.dumps(change(rows)))
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_shop(tmp_path)

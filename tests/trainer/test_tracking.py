@@ -174,7 +174,7 @@ class FakeTrackio(types.ModuleType):
         self.finished += 1
 
 
-def test_trackio_continues_the_run_of_the_folder(tmp_path, monkeypatch, capsys):
+def test_trackio_continues_the_run_of_the_directory(tmp_path, monkeypatch, capsys):
     fake = FakeTrackio()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     for start, name in ((0, "monday"), (1, "tuesday")):

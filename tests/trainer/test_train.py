@@ -53,7 +53,7 @@ def clean_environment(monkeypatch, tmp_path):
         (
             ["model_name=m"],
             2,
-            "error: missing: tasks_dir; write tasks_dir=FOLDER, a folder of Harbor tasks "
+            "error: missing: tasks_dir; write tasks_dir=DIRECTORY, a directory of Harbor tasks "
             "(--help lists the options)",
         ),
         (VALID[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),

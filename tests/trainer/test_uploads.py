@@ -51,7 +51,7 @@ def test_storage_that_cannot_be_reached_is_refused_at_the_start(monkeypatch):
 
 def test_an_upload_needs_a_url_and_dumps():
     run = ["model_name=m", "tasks_dir=/tasks"]
-    with pytest.raises(ConfigError, match="upload_url=/folder is not a URL; write s3://bucket/folder"):
-        parse([*run, "upload_url=/folder"])
+    with pytest.raises(ConfigError, match="upload_url=/directory is not a URL; write s3://bucket/directory"):
+        parse([*run, "upload_url=/directory"])
     with pytest.raises(ConfigError, match="upload_url needs dump_eval_results=true"):
         parse([*run, "upload_url=s3://b", "dump_eval_results=false"])

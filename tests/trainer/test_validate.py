@@ -1,4 +1,4 @@
-"""Tests `python -m src.envs.validate` on task folders, and its options."""
+"""Tests `python -m src.envs.validate` on task directories, and its options."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ def test_a_record_that_cannot_be_written_is_reported_after_the_tasks(
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == "tasks in sandbox: 1 sound, 0 unsound"
     assert printed.err == (
-        f"validate: cannot write {tmp_path / 'grading.json'}: Is a directory; make the folder writable, or "
-        "validate and train on a copy of it\n"
+        f"validate: cannot write {tmp_path / 'grading.json'}: Is a directory; make the directory writable, "
+        "or validate and train on a copy of it\n"
     )
 
 
-def test_a_missing_folder_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_directory_gives_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
     assert capsys.readouterr().err.startswith("validate: tasks_dir ")
 

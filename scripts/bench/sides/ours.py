@@ -127,8 +127,8 @@ def running(model_dir: Path, *, recompute: bool = False, **options: object) -> I
     memory."""
     if recompute:
         memory_division.ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **options)))
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(DeviceExecutor(settings(model_dir, Path(directory), **options)))
         engine.start()
         try:
             yield Ours(engine)
@@ -136,10 +136,10 @@ def running(model_dir: Path, *, recompute: bool = False, **options: object) -> I
             engine.stop()
 
 
-def settings(model_dir: Path, folder: Path, **options: object) -> EngineOptions:
+def settings(model_dir: Path, directory: Path, **options: object) -> EngineOptions:
     """Return the engine options of the benchmarks. `options` replace the defaults."""
     defaults: dict[str, object] = {
-        "checkpoints_dir": str(folder / "checkpoints"),
+        "checkpoints_dir": str(directory / "checkpoints"),
         "compilation_cache_dir": None,
         "dtype": "float32",
         "max_lora_rank": RANK,

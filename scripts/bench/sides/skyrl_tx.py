@@ -38,14 +38,16 @@ class SkyrlTx:
         )
         self._backend = JaxBackendImpl(model_dir, config, 0)
         self._backend.create_model("model", types.LoraConfig(rank=rank, alpha=32.0, seed=0))
-        self._folder = tempfile.TemporaryDirectory()
+        self._directory = tempfile.TemporaryDirectory()
         self._num_saved = 0
         self.save()
 
     def save(self) -> None:
         """Save the checkpoint that later calls of `sample` use."""
         self._num_saved += 1
-        self._backend.save_sampler_checkpoint(Path(self._folder.name) / f"{self._num_saved}.tar.gz", "model")
+        self._backend.save_sampler_checkpoint(
+            Path(self._directory.name) / f"{self._num_saved}.tar.gz", "model"
+        )
 
     def train(self, sequences: list[list[int]]) -> None:
         inputs = [sequence[:-1] for sequence in sequences]
@@ -83,7 +85,7 @@ class SkyrlTx:
             ],
             all_model_ids=["model"] * len(repeated),
             all_checkpoint_ids=[str(self._num_saved)] * len(repeated),
-            all_checkpoint_paths=[f"{self._folder.name}/{self._num_saved}.tar.gz"] * len(repeated),
+            all_checkpoint_paths=[f"{self._directory.name}/{self._num_saved}.tar.gz"] * len(repeated),
             all_session_ids=[None] * len(repeated),
             needs_prompt_logprobs=False,
             request_batch_slices=[("request", "model", 0, len(repeated), False)],

@@ -30,7 +30,7 @@ from src.core.printable import printable
 class DoctorConfig(Options):
     """What is checked"""
 
-    run: str | None = chz.field(default=None, doc="Run folder; None: this machine")
+    run: str | None = chz.field(default=None, doc="Run directory; None: this machine")
     skyrl_tx_url: str | None = chz.field(default=None, doc="Address of your server; None: SKYRL_TX_URL")
     server_log: str | None = chz.field(
         default=None, doc="Log of the server of the run; None: RUN.server/server.log"
@@ -40,7 +40,7 @@ class DoctorConfig(Options):
     def _options_fit(self) -> None:
         require(
             self.server_log is None or self.run is not None,
-            "server_log needs the folder of a run; write doctor RUN server_log=FILE",
+            "server_log needs the directory of a run; write doctor RUN server_log=FILE",
         )
         require(
             self.skyrl_tx_url is None or self.run is None,

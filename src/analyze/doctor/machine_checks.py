@@ -72,10 +72,10 @@ def sandbox() -> Finding:
 
 
 def disk() -> Finding:
-    folders = {Path.cwd(), Path(tempfile.gettempdir())}
-    free = {folder: shutil.disk_usage(folder).free / 2**30 for folder in sorted(folders)}
-    measured = ", ".join(f"{gib:.1f} GiB free in {folder}" for folder, gib in free.items())
-    low = [folder for folder, gib in free.items() if gib < MIN_FREE_GIB]
+    directories = {Path.cwd(), Path(tempfile.gettempdir())}
+    free = {directory: shutil.disk_usage(directory).free / 2**30 for directory in sorted(directories)}
+    measured = ", ".join(f"{gib:.1f} GiB free in {directory}" for directory, gib in free.items())
+    low = [directory for directory, gib in free.items() if gib < MIN_FREE_GIB]
     if not low:
         return Finding(name="disk", measured=measured)
     measured += f"; a run needs {MIN_FREE_GIB:g} GiB"

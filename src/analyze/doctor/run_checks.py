@@ -37,7 +37,7 @@ from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason
 from src.records.journal import RunState, last_end
 from src.records.reading import read_document, unchanged
-from src.records.run_folder import CONFIG_FILE, METRICS_FILE
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE
 from src.records.tracking import recorded
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
@@ -49,21 +49,21 @@ MAX_SHOWN = 200  # maximum number of characters of an error message in a finding
 class CheckedRun:
     """The run that is checked, as read from its files.
 
-    Raises ConfigError if `folder` has no run or if the file `server_log` does not exist.
+    Raises ConfigError if `directory` has no run or if the file `server_log` does not exist.
     """
 
-    def __init__(self, folder: str, *, server_log: str | None = None) -> None:
-        self.path = Path(folder).expanduser().resolve()
+    def __init__(self, directory: str, *, server_log: str | None = None) -> None:
+        self.path = Path(directory).expanduser().resolve()
         if not (self.path / CONFIG_FILE).is_file():
-            raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the folder of a run")
+            raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the directory of a run")
         document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
         self.options: Mapping[str, Any] = present_options(document)
         self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
-        server_folder = self.path.with_name(f"{self.path.name}.server")
-        self.server_log = Path(server_log).expanduser() if server_log else server_folder / "server.log"
+        server_directory = self.path.with_name(f"{self.path.name}.server")
+        self.server_log = Path(server_log).expanduser() if server_log else server_directory / "server.log"
         if server_log and not self.server_log.is_file():
             raise ConfigError(f"server_log={server_log}: no such file; give the log of the server")
-        self.base_model = _base_model(server_folder / "server.json") or str(self.options.get("model_name"))
+        self.base_model = _base_model(server_directory / "server.json") or str(self.options.get("model_name"))
 
     def metric(self, name: str) -> list[float]:
         """Return the values of a metric in the training steps, in order."""

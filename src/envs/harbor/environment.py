@@ -1,5 +1,5 @@
-"""env=harbor: the task source that loads Harbor task folders, and the configuration of the environments in
-which their trials run.
+"""env=harbor: the task source that loads Harbor task directories, and the configuration of the environments
+in which their trials run.
 
 Importing Harbor takes seconds, so this module does not import it at the top. Functions that need Harbor call
 `import_harbor`.
@@ -21,12 +21,12 @@ from src.envs.base import Trial
 from src.envs.cleanup import clean
 from src.envs.harbor.environment_fields import environment_options
 from src.envs.harbor.grading_method import GradingOption, grading_methods, parse_grading_option
-from src.envs.harbor.trial_folder import JobsQuota
+from src.envs.harbor.trial_directory import JobsQuota
 from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import MAX_TRIAL_NETWORKS, why_no_engine
 from src.envs.sandbox.dockerfile import USE_SANDBOX
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
 
@@ -40,7 +40,7 @@ OWN_ENVIRONMENTS = {
 
 
 def new_run_label() -> str:
-    """Return a label for the objects that a run creates outside the run folder: sandbox directories,
+    """Return a label for the objects that a run creates outside the run directory: sandbox directories,
     containers, networks and volumes.
     """
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
@@ -56,43 +56,47 @@ def check_harbor(settings: EnvironmentOptions) -> None:
     cannot run on this machine, and for a split that is not possible.
     """
     import_harbor()
-    split_tasks(settings, check_folders_of(settings, run_label=new_run_label()))
+    split_tasks(settings, check_directories_of(settings, run_label=new_run_label()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedFolders:
-    """Loaded task folders, and the environments of their trials."""
+class CheckedDirectories:
+    """Loaded task directories, and the environments of their trials."""
 
     environment_type: str
     environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
     grading_option: GradingOption
-    tasks: dict[Path, list[Task]]  # folder -> its tasks
+    tasks: dict[Path, list[Task]]  # directory -> its tasks
     notes: list[str]  # warnings about the tasks and about the choice of the environment
 
 
-def check_folders(
-    folders: Sequence[Path], *, environment_type: str, environment_kwargs: Mapping[str, str], run_label: str
-) -> CheckedFolders:
-    """Load the tasks of `folders` and check that the environment can run them.
+def check_directories(
+    directories: Sequence[Path],
+    *,
+    environment_type: str,
+    environment_kwargs: Mapping[str, str],
+    run_label: str,
+) -> CheckedDirectories:
+    """Load the tasks of `directories` and check that the environment can run them.
 
     If `auto` selects Docker and Docker cannot run the tasks, the sandbox is used if it accepts the tasks. For
     example, `network_mode = "no-network"` needs kernel features on Docker that this machine can lack. Raises
     ConfigError with one line per reason.
     """
-    from src.envs.harbor import task_folders
+    from src.envs.harbor import task_directories
 
     resolved_type = resolve_environment_type(environment_type)
     environment_kwargs, grading_option = parse_grading_option(environment_kwargs)
 
-    def checked_for(chosen_type: str) -> CheckedFolders:
+    def checked_for(chosen_type: str) -> CheckedDirectories:
         environment = trial_environment(chosen_type, environment_kwargs, run_label=run_label)
-        check = task_folders.check_for(chosen_type, environment)
-        loaded = {folder: task_folders.load_tasks(folder, check=check) for folder in folders}
-        return CheckedFolders(
+        check = task_directories.check_for(chosen_type, environment)
+        loaded = {directory: task_directories.load_tasks(directory, check=check) for directory in directories}
+        return CheckedDirectories(
             environment_type=chosen_type,
             environment=environment,
             grading_option=grading_option,
-            tasks={folder: result.tasks for folder, result in loaded.items()},
+            tasks={directory: result.tasks for directory, result in loaded.items()},
             notes=[warning for result in loaded.values() for warning in result.warnings],
         )
 
@@ -110,11 +114,11 @@ def check_folders(
         return replace(checked, notes=[note, *checked.notes])
 
 
-def check_folders_of(settings: EnvironmentOptions, *, run_label: str) -> CheckedFolders:
-    """Load and check `tasks_dir` and the folders among `eval_tasks`."""
+def check_directories_of(settings: EnvironmentOptions, *, run_label: str) -> CheckedDirectories:
+    """Load and check `tasks_dir` and the directories among `eval_tasks`."""
     assert settings.tasks_dir is not None
     paths = [Path(name).expanduser() for name in (settings.tasks_dir, *(settings.eval_tasks or ()))]
-    return check_folders(
+    return check_directories(
         [paths[0], *filter(Path.is_dir, paths[1:])],
         environment_type=settings.environment_type,
         environment_kwargs=settings.environment_options,
@@ -122,7 +126,7 @@ def check_folders_of(settings: EnvironmentOptions, *, run_label: str) -> Checked
     )
 
 
-def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[list[Task], list[Task]]:
+def split_tasks(settings: EnvironmentOptions, checked: CheckedDirectories) -> tuple[list[Task], list[Task]]:
     """Return the training tasks and the held-out tasks.
 
     Raises ConfigError if no training task is left, if a pattern of `eval_tasks` matches no task, or if two
@@ -131,17 +135,17 @@ def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[
     tasks = next(iter(checked.tasks.values()))
     eval_tasks = settings.eval_tasks or ()
     eval_paths = {Path(name).expanduser() for name in eval_tasks}  # one of them can be tasks_dir
-    held_out_folders = [item for item in checked.tasks.items() if item[0] in eval_paths]
+    held_out_directories = [item for item in checked.tasks.items() if item[0] in eval_paths]
     patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
     fraction = 0.0 if eval_tasks else settings.eval_split
     train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
     used_ids = {task.id for task in tasks}
-    for folder, folder_tasks in held_out_folders:
+    for directory, directory_tasks in held_out_directories:
         held_out += [
-            replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
-            for task in folder_tasks
+            replace(task, id=f"{directory.name}/{task.id}") if task.id in used_ids else task
+            for task in directory_tasks
         ]
-    # A folder of held-out tasks can be inside tasks_dir, so its tasks are removed from the training tasks.
+    # A directory of held-out tasks can be inside tasks_dir, so its tasks are removed from the training tasks.
     held_out_paths = {task.path for task in held_out}
     train = [task for task in train if task.path not in held_out_paths]
     require_unique_ids([*train, *held_out])
@@ -151,7 +155,7 @@ def split_tasks(settings: EnvironmentOptions, checked: CheckedFolders) -> tuple[
 
 
 class HarborTasks:
-    """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
+    """The tasks of a directory, after the checks and the split. Implements `TaskSource`."""
 
     def __init__(self, settings: EnvironmentOptions, chat: Chat) -> None:
         """Load and check the tasks without starting the environment of a trial.
@@ -161,7 +165,7 @@ class HarborTasks:
         import_harbor()
         self.settings = settings
         self.run_label = new_run_label()
-        checked = check_folders_of(settings, run_label=self.run_label)
+        checked = check_directories_of(settings, run_label=self.run_label)
         self.environment_type = checked.environment_type
         self._environment = checked.environment
         self.train: Sequence[Task]
@@ -301,7 +305,7 @@ def prepare_machine(environment_type: str, *, run_label: str, n_parallel: int) -
     """Create the host directory of the run if environments of this type need one. Log a warning if Docker's
     default address pools may be too small for `n_parallel` trials."""
     if environment_type in OWN_ENVIRONMENTS:
-        run_directory(run_label)
+        sandbox_directory(run_label)
     if environment_type == "docker" and n_parallel > MAX_TRIAL_NETWORKS:
         logger.warning(
             "n_parallel_envs=%d: Docker's default address pools suffice for about %d trials at a time; "

@@ -88,14 +88,14 @@ def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[st
     return options, GradingOption(method=GradingMethod(mode=mode, keep_processes=keep_processes))
 
 
-def task_checksum(folder: Path) -> str:
+def task_checksum(directory: Path) -> str:
     """Return a SHA-256 of the names, the contents and the executable bits of a task's files. The task's
     grading.json is left out.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / RECORD_NAME:
-            name = path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path != directory / RECORD_NAME:
+            name = path.relative_to(directory).as_posix().encode("utf-8", "surrogateescape")
             content = path.read_bytes()
             executable = path.stat().st_mode & 0o111
             digest.update(b"%d %s %d %d " % (len(name), name, len(content), executable) + content)
@@ -116,7 +116,7 @@ def write_records(directory: Path, environment_type: str, methods: Mapping[Task,
         entry = {"grading": method.mode.value, "keep_processes": method.keep_processes}
         records[task.path.name] = {**record, environment_type: entry}
     text = json.dumps(records, indent=2, sort_keys=True) + "\n"
-    replace_text(path, text, advice="make the folder writable, or validate and train on a copy of it")
+    replace_text(path, text, advice="make the directory writable, or validate and train on a copy of it")
     return path
 
 
@@ -161,13 +161,13 @@ def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
 def grading_methods(
     tasks: Iterable[Task], option: GradingOption, environment_type: str
 ) -> dict[Path, GradingMethod]:
-    """Return a map from the task's folder to its grading method. Log how many tasks use each mode, and how
+    """Return a map from the task's directory to its grading method. Log how many tasks use each mode, and how
     many have a separate verifier environment."""
     from harbor.models.task.config import TaskConfig
     from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 
-    def is_separate(folder: Path) -> bool:
-        config = TaskConfig.model_validate_toml((folder / "task.toml").read_text(encoding="utf-8"))
+    def is_separate(directory: Path) -> bool:
+        config = TaskConfig.model_validate_toml((directory / "task.toml").read_text(encoding="utf-8"))
         return resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE
 
     methods = {task.path: option.method_for(task, environment_type) for task in tasks}

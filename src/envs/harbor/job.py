@@ -1,4 +1,4 @@
-"""The files config.json and result.json, with which `harbor view` shows a folder of trials as a job."""
+"""The files config.json and result.json, with which `harbor view` shows a directory of trials as a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
     """Write config.json and result.json to `directory`, for the trials in it that have ended. Write nothing
     if no trial has ended.
     """
-    results = [result for folder in sorted(directory.glob("*")) if (result := trial_result(folder))]
+    results = [result for trial_dir in sorted(directory.glob("*")) if (result := trial_result(trial_dir))]
     if not results:
         return
     first = results[0].config
@@ -51,10 +51,10 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
     )
 
 
-def trial_result(folder: Path) -> TrialResult | None:
+def trial_result(directory: Path) -> TrialResult | None:
     """Return the result of a trial, or None if the trial has not ended, for example because it was killed."""
     try:
-        result = TrialResult.model_validate_json((folder / "result.json").read_text())
+        result = TrialResult.model_validate_json((directory / "result.json").read_text())
     except (OSError, ValidationError):
         return None
     return result if result.started_at is not None and result.finished_at is not None else None

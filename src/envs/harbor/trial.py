@@ -22,7 +22,7 @@ from src.envs.harbor.grading import Grading, graded
 from src.envs.harbor.grading_method import GradingMethod
 from src.envs.harbor.timed_policy import TimedPolicy
 from src.envs.harbor.tinker_llm import SamplingLimits, TinkerLLM
-from src.envs.harbor.trial_folder import FolderSummary, JobsQuota
+from src.envs.harbor.trial_directory import DirectorySummary, JobsQuota
 from src.envs.harbor.trial_result import (
     describe_exception,
     failure_kind,
@@ -73,7 +73,7 @@ class HarborTrial:
         self._quota = quota
         self._grading = grading
         self._directory = directory
-        self._name = ""  # Harbor chooses the name. The folder of the trial has the same name.
+        self._name = ""  # Harbor chooses the name. The directory of the trial has the same name.
         self._running: RunningTrial | None = None
         self._limits = SamplingLimits(
             temperature=temperature,
@@ -87,14 +87,14 @@ class HarborTrial:
         try:
             outcome = await self._play(policy)
         finally:
-            folder = await self._limit_folder()
+            directory = await self._limit_directory()
         if not isinstance(outcome, Trajectory):
             return outcome
-        folder_metrics = {
-            "files_left_out": float(not folder.is_complete),
-            "essential_files_only": float(folder.is_essential_only),
+        directory_metrics = {
+            "files_left_out": float(not directory.is_complete),
+            "essential_files_only": float(directory.is_essential_only),
         }
-        return replace(outcome, metrics={**outcome.metrics, **folder_metrics})
+        return replace(outcome, metrics={**outcome.metrics, **directory_metrics})
 
     def timeout_result(self) -> Trajectory | None:
         running = self._running
@@ -105,15 +105,17 @@ class HarborTrial:
             return None
         return self._trajectory(running.trial.result, running, 0.0, ZeroReason.TIMEOUT)
 
-    async def _limit_folder(self) -> FolderSummary:
-        """Apply the limits to the trial's folder in a thread, because the folder can be large."""
-        if not self._name:  # Harbor has not created the folder.
-            return FolderSummary(size=0, is_complete=True)
+    async def _limit_directory(self) -> DirectorySummary:
+        """Apply the limits to the trial's directory in a thread, because the directory can be large."""
+        if not self._name:  # Harbor has not created the directory.
+            return DirectorySummary(size=0, is_complete=True)
         try:
             return await asyncio.to_thread(self._quota.enforce, self._directory / self._name)
         except OSError as error:
-            logger.warning("the limits could not be applied to the folder of trial %s: %s", self._name, error)
-            return FolderSummary(size=0, is_complete=False)
+            logger.warning(
+                "the limits could not be applied to the directory of trial %s: %s", self._name, error
+            )
+            return DirectorySummary(size=0, is_complete=False)
 
     async def _play(self, policy: Policy) -> Trajectory | TrialFailure:
         started = time.monotonic()

@@ -49,8 +49,8 @@ class TaskValidation:
         return isinstance(self.oracle, float) and isinstance(self.nop, float)
 
     def line(self, *, logs_dir: str | None = None) -> str:
-        """Return this task's line of the report. `logs_dir` is the folder of the trials; None: the folder is
-        not kept.
+        """Return this task's line of the report. `logs_dir` is the directory of the trials; None: the
+        directory is not kept.
         """
         if self.oracle is None and not self.is_unsound:
             return (

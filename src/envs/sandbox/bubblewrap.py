@@ -36,7 +36,7 @@ from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, PathKind
 from src.envs.sandbox.launch import Launch
 from src.envs.sandbox.network import NAMESPACE_LINE, SlirpNetwork
 from src.envs.sandbox.resource_limits import SandboxLimits
-from src.envs.sandbox.run_directory import temporary_run_directory
+from src.envs.sandbox.sandbox_directory import temporary_sandbox_directory
 
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
@@ -77,7 +77,7 @@ class Bubblewrap:
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
         """Start a sandbox. `directory`, which must not exist yet, is created for the sandbox's files on the
-        host. The parent of `directory` must be a directory that `run_directory` has returned. `skeleton`
+        host. The parent of `directory` must be a directory that `sandbox_directory` has returned. `skeleton`
         contains the initial files of the sandbox's root, which pid 1 copies there.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
@@ -278,7 +278,7 @@ def why_no_sandbox() -> str | None:
     if missing := missing_packages():
         return f"these packages are not installed: {' '.join(missing)}"
     try:
-        with temporary_run_directory() as run:
+        with temporary_sandbox_directory() as run:
             skeleton = run / "skeleton"
             skeleton.mkdir(mode=0o755)
             launch = Launch(

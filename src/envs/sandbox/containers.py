@@ -1,7 +1,7 @@
-"""Harbor's Docker environment without bind mounts of the trial's folder, and with labels on all objects that
-it creates.
+"""Harbor's Docker environment without bind mounts of the trial's directory, and with labels on all objects
+that it creates.
 
-Harbor can mount directories of the trial's folder into the container. An agent could then fill the host's
+Harbor can mount directories of the trial's directory into the container. An agent could then fill the host's
 disk, create links there and leave files that only root can remove. Here `/logs` is part of the container. If
 the task has a compose file, whose services may share `/logs`, each log directory is a volume of the trial's
 compose project. A thread downloads the files of `/logs` through the engine, within the same limits as for a
@@ -44,7 +44,7 @@ from src.envs.sandbox.file_copy import (
     decode_output,
     unpack_file,
 )
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 
 SERVICE_LABEL = "com.docker.compose.service"
 VERIFIER_DIRECTORY = "/logs/verifier"
@@ -59,11 +59,11 @@ class ContainerEnvironment(DockerEnvironment):
         self._override_file: Path | None = None
         super().__init__(*args, **kwargs)
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
-        folder = self.trial_paths.trial_dir.resolve()
+        directory = self.trial_paths.trial_dir.resolve()
         binds = [
             mount
             for mount in self._mounts
-            if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)
+            if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(directory)
         ]
         self._log_directories = [str(mount["target"]) for mount in binds]
         self._mounts = [mount for mount in self._mounts if mount not in binds]
@@ -96,7 +96,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
-        path = run_directory(self._run_label) / f"{self.session_id}.compose.json"
+        path = sandbox_directory(self._run_label) / f"{self.session_id}.compose.json"
         path.write_text(json.dumps(self._overrides()))  # JSON is YAML
         self._override_file = path
         await super().start(force_build)

@@ -1,10 +1,10 @@
 """Check whether a Docker engine answers, and remove the objects of ended runs from it.
 
 Every container, network and volume of a trial is created with labels for its run, its user and the process of
-its trainer. A run has ended if nobody holds the lock of its directory (`run_directory`) and its process does
-not exist. The clean-up removes the objects of ended runs, all other containers, networks and volumes of the
-same compose projects, and the images that compose built for these projects. It keeps the objects of runs on
-other hosts, because it cannot check whether these runs have ended.
+its trainer. A run has ended if nobody holds the lock of its directory (`sandbox_directory`) and its process
+does not exist. The clean-up removes the objects of ended runs, all other containers, networks and volumes of
+the same compose projects, and the images that compose built for these projects. It keeps the objects of runs
+on other hosts, because it cannot check whether these runs have ended.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
-from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.sandbox_directory import sandbox_directory
 from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
 # Exit statuses of shells and container runtimes if a command cannot be executed or does not exist.
@@ -107,7 +107,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
-        run = run_directory(self._run_label)
+        run = sandbox_directory(self._run_label)
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self.session_id)[:64]
         self._sandbox = await Bubblewrap.start(
             run / f"{next(_instances)}-{name}",

@@ -4,7 +4,7 @@ their number and size are limited, and links are not written.
 Operations whose time grows with the agent's files run in a thread. All downloads from one environment of a
 trial share the limits. Files of a directory beyond the limits are omitted or truncated, and the trial does
 not fail. The download of a single file beyond the limits raises SandboxError. Both cases are logged and
-noted in the trial's folder, and the metric `files_left_out` counts the trial.
+noted in the trial's directory, and the metric `files_left_out` counts the trial.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class DownloadBudget:
 
 
 class TrialDownloads:
-    """The files that were downloaded from one environment of a trial. The file `NOTE_FILE` in `folder` lists
-    incomplete downloads.
+    """The files that were downloaded from one environment of a trial. The file `NOTE_FILE` in `directory`
+    lists incomplete downloads.
     """
 
-    def __init__(self, folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
-        self._note = folder / NOTE_FILE
+    def __init__(self, directory: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
+        self._note = directory / NOTE_FILE
         self._files = files
         self._size = size
         self._remaining = DownloadBudget(files=files, size=size)
@@ -173,7 +173,7 @@ class ChunkReader:
 
 
 def note(path: Path, line: str) -> None:
-    """Log a line about omitted files and append it to the note in the trial's folder."""
+    """Log a line about omitted files and append it to the note in the trial's directory."""
     logger.warning("%s: %s", path.parent.name, line)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

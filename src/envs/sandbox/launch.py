@@ -27,7 +27,7 @@ from src.envs.sandbox.resource_limits import (
     join_prefix,
     remove_cgroups,
 )
-from src.envs.sandbox.run_directory import remove_tree
+from src.envs.sandbox.sandbox_directory import remove_tree
 from src.envs.sandbox.system_calls import seccomp_filter
 from src.envs.sandbox.user import SandboxUser, claim_user
 

@@ -1,7 +1,7 @@
 """Sierra's tau2-bench. Its tasks, tools and grading run in worker processes with a separate Python
 environment. User simulators run in this process.
 
-scripts/setup_tau.sh creates the folder that `tau2_home` names (docs/tau-bench.md). This module does not
+scripts/setup_tau.sh creates the directory that `tau2_home` names (docs/tau-bench.md). This module does not
 import tau2: the package of that name on PyPI is unrelated, and the benchmark's pinned dependencies conflict
 with Harbor's.
 """
@@ -234,7 +234,7 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
     if not python.exists() or not data.is_dir():
         raise ConfigError(
             f"tau2_home {home} contains no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the "
-            "folder it prints"
+            "directory it prints"
         )
     return WorkerSettings(
         command=[str(python), "-I", str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],

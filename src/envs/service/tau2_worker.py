@@ -18,7 +18,7 @@ Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends
 not return, for example because it computes `9**9**9`.
 
 This file is long because it is one program: the isolated mode of Python (-I) imports no modules from the
-folder of the program.
+directory of the program.
 """
 
 # pyright: reportMissingImports=false

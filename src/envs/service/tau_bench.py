@@ -204,15 +204,15 @@ def open_domains(
 
 
 def open_toy_retail(config: EnvironmentOptions, model: UserModel | None) -> DomainProvider:
-    folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
-    shop = toy_retail.read_shop(folder)
+    directory = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.DIRECTORY
+    shop = toy_retail.read_shop(directory)
     domain = tool_domain(
         name=toy_retail.NAME,
         database=shop.database,
         policy=shop.policy,
         tools=list(toy_retail.TOOLS.values()),
         rows=shop.rows,
-        path=folder / "tasks.json",
+        path=directory / "tasks.json",
         context=DomainContext(options={}, user_model=model),
         user_instructions=toy_retail.INSTRUCTIONS,
         id_prefix="",

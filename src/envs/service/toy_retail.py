@@ -1,7 +1,7 @@
 """toy_retail, a small service domain: eight tools over a JSON database, a written policy, user simulators
 and tau2's grading.
 
-The domain is a folder, by default datasets/toy_retail:
+The domain is a directory, by default datasets/toy_retail:
 
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
     policy.md     the rules for the agent, which the tools do not enforce
@@ -45,7 +45,7 @@ INSTRUCTIONS = (  # the prompt of the model of a user simulator
     f"possible, answer {STOP} and nothing else."
 )
 ROW_KEYS = {"id", "split", "instruction", "scripts", "actions", "communicate"}
-FOLDER = Path(__file__).resolve().parents[3] / "datasets" / NAME
+DIRECTORY = Path(__file__).resolve().parents[3] / "datasets" / NAME
 
 Database = dict[str, dict[str, dict[str, Any]]]  # table -> key -> record
 
@@ -262,34 +262,34 @@ def played_by(model: UserModel, instructions: str) -> Callable[[Mapping[str, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shop:
-    """The contents of a domain folder."""
+    """The contents of a domain directory."""
 
     database: Database
     policy: str
     rows: Sequence[Mapping[str, Any]]
 
 
-def read_shop(folder: Path) -> Shop:
-    """Read a domain folder. Raises ConfigError if a file cannot be read or a gold action fails."""
+def read_shop(directory: Path) -> Shop:
+    """Read a domain directory. Raises ConfigError if a file cannot be read or a gold action fails."""
     try:
-        database: Database = json.loads((folder / "db.json").read_text())
-        policy = (folder / "policy.md").read_text().strip()
-        rows = json.loads((folder / "tasks.json").read_text())
+        database: Database = json.loads((directory / "db.json").read_text())
+        policy = (directory / "policy.md").read_text().strip()
+        rows = json.loads((directory / "tasks.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} contains no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, "
-            "tasks.json"
+            f"{directory} contains no {NAME} domain ({error}); give tasks_dir=DIRECTORY with db.json, "
+            "policy.md, tasks.json"
         ) from error
     for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, dict) or not row.keys() >= ROW_KEYS:
             raise ConfigError(
-                f"{folder}/tasks.json: {json.dumps(row):.80} is not an object with "
+                f"{directory}/tasks.json: {json.dumps(row):.80} is not an object with "
                 f"{', '.join(sorted(ROW_KEYS))}; correct it"
             )
         try:
             after_gold(database, row)
         except (ToolError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}; correct it"
+                f"{directory}/tasks.json: {row['id']}: a gold action fails: {error}; correct it"
             ) from error
     return Shop(database=database, policy=policy, rows=rows)

@@ -15,7 +15,8 @@ class ChatConfig(BackendOptions, LengthOptions):
 
     checkpoint: str | None = chz.field(
         default=None,
-        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
+        doc="tinker:// path of a sampler checkpoint, or a run directory (its last checkpoint); None: base "
+        "model",
     )
     system: str | None = chz.field(default=None, doc="System message; None: no system message")
     temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=[at_least(0), finite])

@@ -104,7 +104,7 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
             raise ConfigError(f"{name} must be above 0 and finite, not {options[name]}")
     output = Path(options["output"])
     if options["output"] and (output.is_dir() or not os.access(output.parent, os.W_OK)):
-        raise ConfigError(f"output={output} cannot be written; give a file in an existing folder")
+        raise ConfigError(f"output={output} cannot be written; give a file in an existing directory")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*REQUIRED, *OPTIONAL}
     if unknown:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""The policy of an attack trial. It types one script, waits for the end marker of the script on the screen, and
-then marks the task as complete.
+"""The policy of an attack trial. It types one script, waits for the end marker of the script on the screen,
+and then marks the task as complete.
 """
 
 from __future__ import annotations

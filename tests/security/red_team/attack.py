@@ -28,7 +28,7 @@ class RunAs(StrEnum):
 
 
 class Kind(StrEnum):
-    """The task on which an attack runs. The name of the task's folder ends with the value."""
+    """The task on which an attack runs. The name of the task's directory ends with the value."""
 
     PLAIN = "plain"  # the verifier compares two files with bash and cat
     PYTHON = "python"  # the verifier is a Python program

@@ -92,7 +92,7 @@ class AttackRunner:
     run_as: RunAs
     tasks: HarborTasks
     prefix: str  # prefix of the names of the tasks
-    jobs: Path  # contains the folders of the trials
+    jobs: Path  # contains the directories of the trials
     sentinels: list[Path]  # files of the host that no attack may change
     port: int
     connections: list[str]  # the first line that each connection sent to the server
@@ -151,14 +151,14 @@ class AttackRunner:
         """Run the trials together with an honest trial. Return the violations that cannot be attributed to a
         single trial.
         """
-        folder = self.jobs / secrets.token_hex(4)
+        directory = self.jobs / secrets.token_hex(4)
         snapshot_before, pids_before = host.Snapshot.take(self.sentinels), host.descendants()
         self.connections.clear()
         honest = SharedTrial(attacks=[])
         async with longest_gap() as gaps:
             await asyncio.gather(
-                *(self._play_shared_trial(shared_trial, folder) for shared_trial in shared_trials),
-                self._play_shared_trial(honest, folder),
+                *(self._play_shared_trial(shared_trial, directory) for shared_trial in shared_trials),
+                self._play_shared_trial(honest, directory),
             )
         violations = snapshot_before.changes(host.Snapshot.take(self.sentinels))
         if honest.violations:
@@ -189,7 +189,7 @@ class AttackRunner:
                 + host.marked_files(shared_trial.word)
                 + host.marked_cgroups(shared_trial.word)
             )
-        host.remove(folder)
+        host.remove(directory)
         return violations
 
     async def _play_shared_trial(self, shared_trial: SharedTrial, directory: Path) -> None:
@@ -248,12 +248,12 @@ class AttackRunner:
             case None:
                 shared_trial.reason = "deadline"
                 shared_trial.violations.append(f"the trial did not end within {DEADLINE_S} s")
-        shared_trial.violations += host.faults_of_folder(directory / shared_trial.word)
+        shared_trial.violations += host.faults_of_directory(directory / shared_trial.word)
 
 
 def group_into_trials(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:
-    """Group the attacks into trials. Return the longest trials first, so that the trials of a batch take about
-    the same time.
+    """Group the attacks into trials. Return the longest trials first, so that the trials of a batch take
+    about the same time.
     """
     groups: dict[object, list[Attack]] = {}
     for number, attack in enumerate(attacks):
@@ -271,8 +271,9 @@ def group_into_trials(attacks: Iterable[Attack], where: EnvironmentKind) -> list
 
 @asynccontextmanager
 async def longest_gap() -> AsyncIterator[list[float]]:
-    """Yield a list whose only element is the longest time in seconds for which the event loop was blocked. The
-    time for which its thread waited for a CPU does not count, because it depends on the load of the machine.
+    """Yield a list whose only element is the longest time in seconds for which the event loop was blocked.
+    The time for which its thread waited for a CPU does not count, because it depends on the load of the
+    machine.
     """
     gaps = [0.0]
     now = unloaded_clock()
@@ -297,16 +298,16 @@ async def open_attack_runner(where: EnvironmentKind, run_as: RunAs) -> AsyncIter
     prefix = f"rt{secrets.token_hex(4)}"
     os.environ[SECRET_NAME] = f"secret-{prefix}"
     with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as path:
-        folder = Path(path)
-        os.chmod(folder, 0o755)
+        directory = Path(path)
+        os.chmod(directory, 0o755)
         write_tasks(
-            folder / "tasks",
+            directory / "tasks",
             where=where,
             run_as=run_as,
             image=image.build() if where is EnvironmentKind.DOCKER else "",
             prefix=prefix,
         )
-        sentinels = [folder / "sentinel", folder / "reward"]
+        sentinels = [directory / "sentinel", directory / "reward"]
         for path, text in zip(sentinels, ("sentinel\n", "1\n"), strict=True):
             path.write_text(text)
             path.chmod(0o666)
@@ -326,7 +327,7 @@ async def open_attack_runner(where: EnvironmentKind, run_as: RunAs) -> AsyncIter
         abstract_server = await asyncio.start_unix_server(record, path=f"\0red-team-{port}")
         tasks = open_harbor(
             TrainerConfig(
-                tasks_dir=str(folder / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS
+                tasks_dir=str(directory / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS
             ),  # type: ignore[arg-type]
             byte_chat(),
         )
@@ -336,7 +337,7 @@ async def open_attack_runner(where: EnvironmentKind, run_as: RunAs) -> AsyncIter
                 run_as=run_as,
                 tasks=tasks,
                 prefix=prefix,
-                jobs=folder / "jobs",
+                jobs=directory / "jobs",
                 sentinels=sentinels,
                 port=port,
                 connections=connections,
@@ -345,4 +346,4 @@ async def open_attack_runner(where: EnvironmentKind, run_as: RunAs) -> AsyncIter
                 yield runner
             finally:
                 await tasks.close()
-                host.remove(folder / "jobs")
+                host.remove(directory / "jobs")

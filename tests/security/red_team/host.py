@@ -1,4 +1,5 @@
-"""Checks that attacks have not changed the host: snapshots of its state, and the contents of trial folders.
+"""Checks that attacks have not changed the host: snapshots of its state, and the contents of trial
+directories.
 
 Other programs change the host at the same time. The checks therefore report only what belongs to the attacks:
 
@@ -189,11 +190,11 @@ def marked_docker_objects(word: str) -> list[str]:
     return remaining
 
 
-def faults_of_folder(folder: Path) -> list[str]:
-    """Return up to five violations in a trial's folder: exceeded size limits, setuid and setgid files, and
+def faults_of_directory(directory: Path) -> list[str]:
+    """Return up to five violations in a trial's directory: exceeded size limits, setuid and setgid files, and
     entries other than regular files and directories.
     """
-    command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
+    command = ["find", "-P", str(directory), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
     process = subprocess.run(command, capture_output=True, timeout=120, check=False)
     members = total = 0
     faults = []
@@ -201,20 +202,20 @@ def faults_of_folder(folder: Path) -> list[str]:
         kind, mode, size, blocks, name = record.decode(errors="replace").split(" ", 4)
         members, total = members + 1, total + max(int(size), int(blocks) * 1024)
         if kind not in "fd":
-            faults.append(f"the trial's folder contains {name[:60]!r}, which is not a regular file")
+            faults.append(f"the trial's directory contains {name[:60]!r}, which is not a regular file")
         elif kind == "f" and int(mode, 8) & 0o6000:
-            faults.append(f"the trial's folder contains {name[:60]!r} with mode {mode}")
+            faults.append(f"the trial's directory contains {name[:60]!r} with mode {mode}")
     if members > MAX_MEMBERS:
-        faults.append(f"the trial's folder contains {members} entries")
+        faults.append(f"the trial's directory contains {members} entries")
     if total > MAX_BYTES:
-        faults.append(f"the trial's folder contains {total / 2**20:.0f} MiB")
+        faults.append(f"the trial's directory contains {total / 2**20:.0f} MiB")
     return faults[:5]
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder of any depth."""
-    subprocess.run(["chmod", "-R", "u+rwX", str(folder)], capture_output=True, check=False)
-    subprocess.run(["rm", "-rf", str(folder)], capture_output=True, check=False)
+def remove(directory: Path) -> None:
+    """Remove a directory of any depth."""
+    subprocess.run(["chmod", "-R", "u+rwX", str(directory)], capture_output=True, check=False)
+    subprocess.run(["rm", "-rf", str(directory)], capture_output=True, check=False)
 
 
 def _settings() -> list[tuple[str, str]]:

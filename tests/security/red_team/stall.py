@@ -1,5 +1,5 @@
-"""Attacks that keep the trainer's event loop or disk busy. The reward must be 0, and the trial's folder must
-stay within the limits of `host.faults_of_folder`.
+"""Attacks that keep the trainer's event loop or disk busy. The reward must be 0, and the trial's directory
+must stay within the limits of `host.faults_of_directory`.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(
 """
 
 
-def write_tasks(folder: Path, *, where: EnvironmentKind, run_as: RunAs, image: str, prefix: str) -> None:
-    """Write the task folders to `folder`/`<prefix>-<kind>`."""
+def write_tasks(directory: Path, *, where: EnvironmentKind, run_as: RunAs, image: str, prefix: str) -> None:
+    """Write the task directories to `directory`/`<prefix>-<kind>`."""
     for kind in Kind:
         if kind is Kind.PUBLIC and (where, run_as) not in SANDBOX_ROOT:
             continue
-        task = folder / f"{prefix}-{kind.value}"
+        task = directory / f"{prefix}-{kind.value}"
         for name in ("environment", "tests", "solution"):
             (task / name).mkdir(parents=True)
         (task / "instruction.md").write_text(INSTRUCTION)

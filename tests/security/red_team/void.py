@@ -43,8 +43,8 @@ REWARD = "/logs/verifier/reward.txt"
 
 
 def racing(action: str) -> str:
-    """Return a script that runs `action` in the background for up to 20 s, each time that it sees a reward file
-    with content.
+    """Return a script that runs `action` in the background for up to 20 s, each time that it sees a reward
+    file with content.
     """
     loop = f"for try in $(seq 4000); do if [ -f {REWARD} ] && [ -s {REWARD} ]; then {action}; fi; sleep 0.002; done"
     return f"(setsid timeout 20 bash -c '{loop}' &) </dev/null >/dev/null 2>&1\ntrue\n"
@@ -230,9 +230,8 @@ echo 42 > /app/answer.txt  # the terminal's replies to some sequences corrupt th
     void(
         "strange-names",
         """
-cd /logs/agent
-long=$(printf 'x%.0s' $(seq 255))
-for name in $'\\377\\376' $'new\\nline' '--checkpoint-action=exec=sh' '-rf' "$long" '*' '$(touch x)' ' ' $'\\033[2J'; do
+cd /logs/agent long=$(printf 'x%.0s' $(seq 255)) for name in $'\\377\\376' $'new\\nline'
+'--checkpoint-action=exec=sh' '-rf' "$long" '*' '$(touch x)' ' ' $'\\033[2J'; do
     echo x > "./$name"
     echo x > "/app/$name"
     echo x > "/logs/artifacts/$name"

@@ -1,7 +1,7 @@
-"""Limit the size and the file types of a trial's folder on the host after the trial has ended, and enforce
+"""Limit the size and the file types of a trial's directory on the host after the trial has ended, and enforce
 the quota of the run.
 
-`src.envs.sandbox.file_copy` limits each download. This module limits the folder as a whole, whichever
+`src.envs.sandbox.file_copy` limits each download. This module limits the directory as a whole, whichever
 environment or part of Harbor wrote the files. The trial is already graded, so its grade does not depend on
 the removed files.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE_FILE, REWARD_FILES, note
-from src.envs.sandbox.run_directory import remove_tree
+from src.envs.sandbox.sandbox_directory import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ MAX_LOG_BYTES = 2**20  # the limit of each file in LOGS when the quota is used u
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FolderSummary:
-    """The state of a trial's folder after the limits were applied."""
+class DirectorySummary:
+    """The state of a trial's directory after the limits were applied."""
 
     size: int  # bytes
     is_complete: bool  # False if this module or a download left out a file
@@ -40,31 +40,33 @@ class FolderSummary:
 
 @dataclass(kw_only=True, slots=True)
 class JobsQuota:
-    """The size limit of a run's jobs folder. A trial that would exceed the limit keeps only its essential
+    """The size limit of a run's jobs directory. A trial that would exceed the limit keeps only its essential
     files.
     """
 
     limit: int  # bytes
     _used: int | None = None  # None: not measured yet
-    # folder of a trial -> its bytes when the jobs folder was measured; `enforce` removes the entry of a trial
+    # directory of a trial -> its bytes when the jobs directory was measured; `enforce` removes the entry of a
+    # trial
     _measured: dict[Path, int] = field(default_factory=dict)
     _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def enforce(self, folder: Path) -> FolderSummary:
-        """Apply the limits to the folder of a trial that has ended. This call blocks; call it in a thread."""
+    def enforce(self, directory: Path) -> DirectorySummary:
+        """Apply the limits to the directory of a trial that has ended. This call blocks; call it in a
+        thread."""
         with self._lock:  # Two trials must not both use the last free bytes.
             if self._used is None:
-                self._measured = _measure(folder.parents[1])
+                self._measured = _measure(directory.parents[1])
                 self._used = sum(self._measured.values())
             # The measured bytes of this trial are subtracted, because its final size is added below.
-            self._used -= self._measured.pop(folder, 0)
-            if not folder.is_dir():
-                return FolderSummary(size=0, is_complete=True)
-            summary = apply_limits(folder)
+            self._used -= self._measured.pop(directory, 0)
+            if not directory.is_dir():
+                return DirectorySummary(size=0, is_complete=True)
+            summary = apply_limits(directory)
             if self._used + summary.size > self.limit:
-                summary = keep_essential(folder)
-                self._warn_once(folder.parents[1])
+                summary = keep_essential(directory)
+                self._warn_once(directory.parents[1])
             self._used += summary.size
             return summary
 
@@ -79,7 +81,9 @@ class JobsQuota:
             )
 
 
-def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> FolderSummary:
+def apply_limits(
+    directory: Path, *, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES
+) -> DirectorySummary:
     """Remove links, special files, and the files and directories that exceed the limits of one trial.
 
     Essential files count towards the limits first, then the other files in order of their depth.
@@ -87,8 +91,12 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
     remaining_files, remaining_bytes = max_files, max_bytes
     excess: list[Path] = []
     entries = sorted(
-        _entries(folder),
-        key=lambda entry: (os.path.relpath(entry[0].path, folder) not in ESSENTIAL, entry[1], entry[0].path),
+        _entries(directory),
+        key=lambda entry: (
+            os.path.relpath(entry[0].path, directory) not in ESSENTIAL,
+            entry[1],
+            entry[0].path,
+        ),
     )
     for entry, depth in entries:
         try:
@@ -109,18 +117,20 @@ def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = M
         _remove(path)
     if excess:
         note(
-            folder / NOTE_FILE,
-            f"the folder: {len(excess)} of {len(entries)} entries were removed, because they exceeded the "
+            directory / NOTE_FILE,
+            f"the directory: {len(excess)} of {len(entries)} entries were removed, because they exceeded the "
             f"limits ({max_files} files, {max_bytes / 2**20:g} MiB, {MAX_DEPTH} levels) or were links or "
             "special files",
         )
-    return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE_FILE).exists())
+    return DirectorySummary(
+        size=max_bytes - remaining_bytes, is_complete=not (directory / NOTE_FILE).exists()
+    )
 
 
-def keep_essential(folder: Path) -> FolderSummary:
+def keep_essential(directory: Path) -> DirectorySummary:
     """Remove all files except the essential ones. Truncate the files in LOGS to `MAX_LOG_BYTES`."""
     size = 0
-    with os.scandir(folder) as top:
+    with os.scandir(directory) as top:
         for entry in [*top]:
             if entry.is_dir(follow_symlinks=False) and entry.name == "verifier":
                 for path in [*Path(entry.path).iterdir()]:
@@ -128,17 +138,17 @@ def keep_essential(folder: Path) -> FolderSummary:
                         _remove(path)
             elif entry.name not in ESSENTIAL:
                 _remove(Path(entry.path))
-    for entry, _ in _entries(folder):
+    for entry, _ in _entries(directory):
         if entry.is_file(follow_symlinks=False):
             if entry.name in LOGS and entry.stat(follow_symlinks=False).st_size > MAX_LOG_BYTES:
                 os.truncate(entry.path, MAX_LOG_BYTES)
             size += entry.stat(follow_symlinks=False).st_size
-    return FolderSummary(size=size, is_complete=False, is_essential_only=True)
+    return DirectorySummary(size=size, is_complete=False, is_essential_only=True)
 
 
 def _measure(jobs: Path) -> dict[Path, int]:
-    """Return the bytes of each entry of `jobs` and of each entry of a step folder, by path. The bytes of a
-    trial folder, `jobs/STEP/TRIAL`, include all entries below it."""
+    """Return the bytes of each entry of `jobs` and of each entry of a step directory, by path. The bytes of a
+    trial directory, `jobs/STEP/TRIAL`, include all entries below it."""
     sizes: Counter[Path] = Counter()
     for entry, _ in _entries(jobs):
         parts = Path(entry.path).relative_to(jobs).parts
@@ -148,14 +158,14 @@ def _measure(jobs: Path) -> dict[Path, int]:
     return sizes
 
 
-def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yield each entry below a folder with its depth. Links are not followed, and directories deeper than
+def _entries(directory: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
+    """Yield each entry below a directory with its depth. Links are not followed, and directories deeper than
     MAX_DEPTH are not read."""
-    pending = [(str(folder), 1)]
+    pending = [(str(directory), 1)]
     while pending:
-        directory, depth = pending.pop()
+        path, depth = pending.pop()
         try:
-            with os.scandir(directory) as iterator:
+            with os.scandir(path) as iterator:
                 entries = [*iterator]
         except OSError:  # The directory was removed, or its path is too long for the kernel.
             continue

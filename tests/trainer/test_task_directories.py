@@ -1,4 +1,4 @@
-"""Tests the one-line errors for task folders that cannot be loaded."""
+"""Tests the one-line errors for task directories that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -16,68 +16,70 @@ pytestmark = in_sandbox
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "task.toml").unlink(), "no task.toml"),
-        (lambda folder: (folder / "instruction.md").unlink(), "no instruction.md"),
-        (lambda folder: (folder / "instruction.md").write_text(" \n"), "instruction.md is empty"),
-        (lambda folder: (folder / "task.toml").write_text("[agent\n"), "task.toml: "),
+        (lambda directory: (directory / "task.toml").unlink(), "no task.toml"),
+        (lambda directory: (directory / "instruction.md").unlink(), "no instruction.md"),
+        (lambda directory: (directory / "instruction.md").write_text(" \n"), "instruction.md is empty"),
+        (lambda directory: (directory / "task.toml").write_text("[agent\n"), "task.toml: "),
         (
-            lambda folder: (folder / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'),
+            lambda directory: (directory / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'),
             "task.toml: agent.timeout_sec: ",
         ),
         (
-            lambda folder: (folder / "tests" / "test.sh").unlink(),
+            lambda directory: (directory / "tests" / "test.sh").unlink(),
             "no tests/test.sh; a task without a verifier cannot be graded",
         ),
         (
-            lambda folder: shutil.rmtree(folder / "environment"),
+            lambda directory: shutil.rmtree(directory / "environment"),
             "no Dockerfile and no [environment].docker_image",
         ),
         (
-            lambda folder: (folder / "environment" / "Dockerfile").write_text("FROM a\nRUN pip install x\n"),
+            lambda directory: (directory / "environment" / "Dockerfile").write_text(
+                "FROM a\nRUN pip install x\n"
+            ),
             "Dockerfile:2: the sandbox cannot",
         ),
         (
-            lambda folder: (folder / "environment" / "docker-compose.yaml").write_text("{}"),
+            lambda directory: (directory / "environment" / "docker-compose.yaml").write_text("{}"),
             "the sandbox cannot run several services",
         ),
         (
-            lambda folder: (folder / "task.toml").write_text('[agent]\nuser = "alice"\n'),
+            lambda directory: (directory / "task.toml").write_text('[agent]\nuser = "alice"\n'),
             "the sandbox has only root",
         ),
-        (lambda folder: (folder / "task.toml").write_text("[environment]\ngpus = 1\n"), "no GPU"),
+        (lambda directory: (directory / "task.toml").write_text("[environment]\ngpus = 1\n"), "no GPU"),
         (
-            lambda folder: (folder / "task.toml").write_text(
+            lambda directory: (directory / "task.toml").write_text(
                 '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
             ),
             "no allow list",
         ),
         (
-            lambda folder: (folder / "task.toml").write_text(
+            lambda directory: (directory / "task.toml").write_text(
                 '[[environment.mcp_servers]]\nname = "search"\nurl = "http://a/mcp"\n'
                 'transport = "streamable-http"\nheaders = { X-Team = "b" }\n'
             ),
             "the MCP server 'search' has headers, which Terminus-2 does not send",
         ),
         (
-            lambda folder: (folder / "trajectory.json").write_text("{}"),
+            lambda directory: (directory / "trajectory.json").write_text("{}"),
             "trajectory.json: Terminus-2 cannot begin with an earlier trajectory",
         ),
         (
-            lambda folder: (folder / "tests" / ".harborignore").write_text("*.sh\n"),
+            lambda directory: (directory / "tests" / ".harborignore").write_text("*.sh\n"),
             "Required task input is excluded by .harborignore: tests/test.sh",
         ),
     ],
 )
-def test_a_broken_task_folder_gives_a_one_line_error(tmp_path: Path, change: object, message: str) -> None:
-    folder = variant(tmp_path)
-    change(folder)  # type: ignore[operator]
+def test_a_broken_task_directory_gives_a_one_line_error(tmp_path: Path, change: object, message: str) -> None:
+    directory = variant(tmp_path)
+    change(directory)  # type: ignore[operator]
     with pytest.raises(ConfigError) as error:
-        harbor_tasks(folder.parent)
-    assert message in str(error.value) and str(folder) in str(error.value)
+        harbor_tasks(directory.parent)
+    assert message in str(error.value) and str(directory) in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_each_broken_folder_has_an_error_line(tmp_path: Path) -> None:
+def test_each_broken_directory_has_an_error_line(tmp_path: Path) -> None:
     for name in ("a", "b", "good"):
         shutil.copytree(HELLO, tmp_path / name)
     (tmp_path / "a" / "task.toml").unlink()
@@ -86,10 +88,10 @@ def test_each_broken_folder_has_an_error_line(tmp_path: Path) -> None:
         harbor_tasks(tmp_path)
     lines = str(error.value).splitlines()
     assert lines[0].startswith(str(tmp_path / "a")) and lines[1].startswith(str(tmp_path / "b"))
-    assert lines[2] == "2 of 3 task folders cannot be run; fix or remove them"
+    assert lines[2] == "2 of 3 task directories cannot be run; fix or remove them"
 
 
-def test_folders_with_the_same_error_share_a_line(tmp_path: Path) -> None:
+def test_directories_with_the_same_error_share_a_line(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         shutil.copytree(HELLO, tmp_path / name)
         (tmp_path / name / "task.toml").unlink()
@@ -97,4 +99,4 @@ def test_folders_with_the_same_error_share_a_line(tmp_path: Path) -> None:
         harbor_tasks(tmp_path)
     line, count = str(error.value).splitlines()
     assert line.startswith(f"{tmp_path / 'a'}: no task.toml") and line.endswith("(and 2 more)")
-    assert count.startswith("3 of 3 task folders")
+    assert count.startswith("3 of 3 task directories")

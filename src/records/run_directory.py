@@ -1,4 +1,4 @@
-"""Find, check, lock and create the folder of a run. All checks precede the first write to the run."""
+"""Find, check, lock and create the directory of a run. All checks precede the first write to the run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from src.records import checkpoints
 from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
-from src.records.options import RunFolderOptions
-from src.records.private_folder import make_parents, make_private, resolved
+from src.records.options import RunDirectoryOptions
+from src.records.private_directory import make_parents, make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_store import any_graded
 
@@ -57,12 +57,12 @@ EVALUATED = "evaluated"  # only config.json of an evaluation has this key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFolder:
-    """The folder of a run, and the state from which the run starts."""
+class RunDirectory:
+    """The directory of a run, and the state from which the run starts."""
 
     path: Path
     checkpoint: Checkpoint | None  # the run continues from it; None: the run starts from the beginning
-    delete_first: bool  # whether the folder has an old run that is to be deleted
+    delete_first: bool  # whether the directory has an old run that is to be deleted
     resumed: bool = False  # whether the files of earlier processes are used
 
     @property
@@ -70,14 +70,14 @@ class RunFolder:
         """The number of training steps before the checkpoint; 0 without a checkpoint."""
         return 0 if self.checkpoint is None else self.checkpoint.batch
 
-    def at_last_checkpoint(self) -> RunFolder:
+    def at_last_checkpoint(self) -> RunDirectory:
         """Return the same run, resumed from its last checkpoint."""
-        return RunFolder(
+        return RunDirectory(
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
-    def create(self, config: RunFolderOptions) -> None:
-        """Create the folder and config.json. If `delete_first` is set, the old run is deleted first."""
+    def create(self, config: RunDirectoryOptions) -> None:
+        """Create the directory and config.json. If `delete_first` is set, the old run is deleted first."""
         if self.delete_first:
             deleted = self.path.with_name(f".{self.path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
@@ -93,19 +93,19 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
-def run_path(config: RunFolderOptions, *, name: str) -> Path:
+def run_path(config: RunDirectoryOptions, *, name: str) -> Path:
     """Return `log_path`, or else `logs_dir`/`name`, with symbolic links resolved."""
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
 @contextmanager
 def lock_run_dir(path: Path) -> Generator[None]:
-    """Lock the folder while the block runs. Raises ConfigError if another process uses the folder.
+    """Lock the directory while the block runs. Raises ConfigError if another process uses the directory.
 
-    Raises StorageError if the lock file cannot be written.
-    The lock file is next to the folder, because the folder may be deleted. If the folder exists and its
-    parent is not writable, the lock file is in the folder. The kernel releases the lock when the process
-    ends. On a file system without locks, a warning is logged.
+    Raises StorageError if the lock file cannot be written. The lock file is next to the directory, because
+    the directory may be deleted. If the directory exists and its parent is not writable, the lock file is in
+    the directory. The kernel releases the lock when the process ends. On a file system without locks, a
+    warning is logged.
     """
     try:
         make_parents(path)
@@ -125,7 +125,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
             ) from error
         except OSError as error:
             logger.warning(
-                "%s: the file system does not support locks (%s); do not use the folder in two processes",
+                "%s: the file system does not support locks (%s); do not use the directory in two processes",
                 path,
                 error,
             )
@@ -134,28 +134,28 @@ def lock_run_dir(path: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
-    """Return the run folder that `config` selects.
+def find_run_directory(config: RunDirectoryOptions, *, name: str) -> RunDirectory:
+    """Return the run directory that `config` selects.
 
-    Raises ConfigError if the folder cannot be used, or has a run that is neither resumed nor deleted.
+    Raises ConfigError if the directory cannot be used, or has a run that is neither resumed nor deleted.
     """
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
-        return RunFolder(path=path, checkpoint=None, delete_first=False)
+        return RunDirectory(path=path, checkpoint=None, delete_first=False)
     if not path.is_dir():
-        raise ConfigError(f"log_path {path} is not a folder; give another log_path")
+        raise ConfigError(f"log_path {path} is not a directory; give another log_path")
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
     if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet
-        return RunFolder(path=path, checkpoint=None, delete_first=False)
+        return RunDirectory(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
         behavior = _prompt_user(path)
     if behavior == "delete":
-        return RunFolder(path=path, checkpoint=None, delete_first=True)
+        return RunDirectory(path=path, checkpoint=None, delete_first=True)
     if behavior == "resume":
         _check_same_run(path, config)
-        return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
+        return RunDirectory(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
     raise ConfigError(
         f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
         "or give another log_path"
@@ -177,12 +177,12 @@ def require_run(path: Path, saved: Mapping[str, Any]) -> None:
     """Raise ConfigError if the config.json in `path` with the content `saved` is that of an evaluation."""
     if EVALUATED in saved:
         raise ConfigError(
-            f"{path} is the folder of an evaluation, not of a run; to continue the evaluation, give its "
+            f"{path} is the directory of an evaluation, not of a run; to continue the evaluation, give its "
             f"options and log_path={path} to python -m src.evaluate"
         )
 
 
-def _check_same_run(path: Path, config: RunFolderOptions) -> None:
+def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
     saved = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     require_run(path, saved)
     present = json.loads(json.dumps(chz.asdict(config)))

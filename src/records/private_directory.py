@@ -1,9 +1,10 @@
-"""Folders that only this user can read. A run's folder contains conversations, and a server's folder contains
-an API key.
+"""Directories that only this user can read. A run's directory contains conversations, and a server's
+directory contains an API key.
 
-In a folder that every user can write to, such as the temporary folder, another user may have created an entry
-of the same name. An existing entry must therefore be a folder of this user or of root, and not a symbolic
-link. A new folder in such a folder is private. The folder that `make_private` creates is always private.
+In a directory that every user can write to, such as the temporary directory, another user may have created an
+entry of the same name. An existing entry must therefore be a directory of this user or of root, and not a
+symbolic link. A new directory in such a directory is private. The directory that `make_private` creates is
+always private.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private(path: Path) -> None:
-    """Create the folder, readable by this user only. The umask has no effect.
+    """Create the directory, readable by this user only. The umask has no effect.
 
-    An existing folder keeps its mode; a warning is logged if other users can read it.
+    An existing directory keeps its mode; a warning is logged if other users can read it.
     """
     make_parents(path)
     try:
@@ -42,7 +43,7 @@ def make_private(path: Path) -> None:
 def resolved(path: Path) -> Path:
     """Resolve symbolic links.
 
-    Raises ConfigError if `require_own` rejects an entry of a folder that every user can write to.
+    Raises ConfigError if `require_own` rejects an entry of a directory that every user can write to.
     """
     path = path.expanduser().absolute()
     for entry in (*reversed(path.parents), path):
@@ -53,25 +54,25 @@ def resolved(path: Path) -> Path:
 
 
 def make_parents(path: Path) -> None:
-    """Create the parent folders of `path`. A new folder in a folder that every user can write to is
+    """Create the parent directories of `path`. A new directory in a directory that every user can write to is
     private."""
-    for folder in [*reversed(resolved(path).parents)][1:]:
+    for directory in [*reversed(resolved(path).parents)][1:]:
         with suppress(FileExistsError):
-            folder.mkdir(mode=PRIVATE if _is_open_to_all(folder.parent) else 0o777)
+            directory.mkdir(mode=PRIVATE if _is_open_to_all(directory.parent) else 0o777)
     resolved(path)  # another process may have created a parent meanwhile
 
 
 def require_own(path: Path) -> None:
-    """Raise ConfigError if `path` is not a folder of this user or of root, or is a symbolic link."""
+    """Raise ConfigError if `path` is not a directory of this user or of root, or is a symbolic link."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise ConfigError(
-            f"{path} is a symbolic link in a folder that every user can write to; "
+            f"{path} is a symbolic link in a directory that every user can write to; "
             "give another log_path or logs_dir"
         )
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
-            f"{path} belongs to another user or is not a folder; give another log_path or logs_dir"
+            f"{path} belongs to another user or is not a directory; give another log_path or logs_dir"
         )
 
 
@@ -85,5 +86,5 @@ def write_private(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _is_open_to_all(folder: Path) -> bool:
-    return bool(folder.stat().st_mode & stat.S_IWOTH)
+def _is_open_to_all(directory: Path) -> bool:
+    return bool(directory.stat().st_mode & stat.S_IWOTH)

@@ -1,6 +1,6 @@
-"""Load Harbor task folders and check them before a run starts.
+"""Load Harbor task directories and check them before a run starts.
 
-A task folder contains task.toml, instruction.md, tests/test.sh and, unless task.toml names an image,
+A task directory contains task.toml, instruction.md, tests/test.sh and, unless task.toml names an image,
 environment/Dockerfile or environment/docker-compose.yaml. solution/solve.sh is optional.
 """
 
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.options import require_task_folder
+from src.envs.options import require_task_directory
 from src.envs.sandbox.dockerfile import USE_DOCKER, USE_SANDBOX, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
@@ -49,45 +49,45 @@ NOT_FOR_SANDBOX = {  # fields of Harbor's EnvironmentConfig that the sandbox can
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedTasks:
-    """The tasks of a folder, in the order of their names, and one line for each warning about them."""
+    """The tasks of a directory, in the order of their names, and one line for each warning about them."""
 
     tasks: list[Task]
     warnings: list[str]
 
 
 def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
-    """Load and check the tasks of a folder. A folder with a task.toml is one task.
+    """Load and check the tasks of a directory. A directory with a task.toml is one task.
 
-    Subfolders whose names begin with a dot or an underscore are skipped. Raises ConfigError with one line for
-    each reason why a task cannot be run.
+    Subdirectories whose names begin with a dot or an underscore are skipped. Raises ConfigError with one line
+    for each reason why a task cannot be run.
     """
-    directory = require_task_folder(directory)
+    directory = require_task_directory(directory)
     if (directory / "task.toml").is_file():
-        folders = [directory]
+        task_dirs = [directory]
     else:
-        folders = sorted(
+        task_dirs = sorted(
             path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
         )
-    if not folders:
-        raise ConfigError(f"{directory} contains no task folders; give a folder of task folders")
+    if not task_dirs:
+        raise ConfigError(f"{directory} contains no task task_dirs; give a directory of task task_dirs")
     tasks: list[Task] = []
-    refused: dict[str, list[Path]] = {}  # reason -> folders
+    refused: dict[str, list[Path]] = {}  # reason -> task_dirs
     warnings: dict[str, list[str]] = {}  # warning -> task ids
-    for folder in folders:
+    for task_dir in task_dirs:
         try:
-            task, task_warnings = load_task(folder, check=check)
+            task, task_warnings = load_task(task_dir, check=check)
             tasks.append(task)
             for warning in task_warnings:
                 warnings.setdefault(warning, []).append(task.id)
         except ConfigError as error:
-            refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
+            refused.setdefault(str(error).removeprefix(str(task_dir)), []).append(task_dir)
     if refused:
         lines = [
             f"{first}{reason}" + (f" (and {len(others)} more)" if others else "")
             for reason, (first, *others) in refused.items()
         ]
-        if (count := len(folders) - len(tasks)) > 1:
-            lines.append(f"{count} of {len(folders)} task folders cannot be run; fix or remove them")
+        if (count := len(task_dirs) - len(tasks)) > 1:
+            lines.append(f"{count} of {len(task_dirs)} task directories cannot be run; fix or remove them")
         raise ConfigError("\n".join(lines))
     lines = [
         f"{warning} ({len(names)} of {len(tasks)} tasks: {_listed(names)})"
@@ -96,47 +96,47 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
     return LoadedTasks(tasks=tasks, warnings=lines)
 
 
-def load_task(folder: Path, *, check: Check) -> tuple[Task, list[str]]:
+def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
     """Return a task and the warnings of `check`. Raises ConfigError if the task is invalid or refused."""
-    if not (folder / "task.toml").is_file():
-        raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
-    _require_single_step_on_linux(folder)
-    _refuse_mcp_headers(folder)
-    if (folder / "trajectory.json").is_file():
+    if not (directory / "task.toml").is_file():
+        raise ConfigError(f"{directory}: no task.toml; is this a Harbor task directory?")
+    _require_single_step_on_linux(directory)
+    _refuse_mcp_headers(directory)
+    if (directory / "trajectory.json").is_file():
         raise ConfigError(
-            f"{folder}/trajectory.json: Terminus-2 cannot begin with an earlier trajectory; "
+            f"{directory}/trajectory.json: Terminus-2 cannot begin with an earlier trajectory; "
             f"{USE_HARBOR} and an agent that can"
         )
-    if not (folder / "instruction.md").is_file():
-        raise ConfigError(f"{folder}: no instruction.md; is this a Harbor task folder?")
-    if not (folder / "tests" / "test.sh").is_file():
-        raise ConfigError(f"{folder}: no tests/test.sh; a task without a verifier cannot be graded")
+    if not (directory / "instruction.md").is_file():
+        raise ConfigError(f"{directory}: no instruction.md; is this a Harbor task directory?")
+    if not (directory / "tests" / "test.sh").is_file():
+        raise ConfigError(f"{directory}: no tests/test.sh; a task without a verifier cannot be graded")
     try:
-        task = HarborTask(folder)
+        task = HarborTask(directory)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{folder}/task.toml: {error}") from error
+        raise ConfigError(f"{directory}/task.toml: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{folder}/task.toml: {where + ': ' if where else ''}{first['msg']}") from error
+        raise ConfigError(f"{directory}/task.toml: {where + ': ' if where else ''}{first['msg']}") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{directory}: {' '.join(str(error).split())}") from error
     if not task.instruction.strip():
-        raise ConfigError(f"{folder}: instruction.md is empty")
-    warnings = check(folder, task.config)
-    return Task(id=folder.name, path=folder, instruction=task.instruction), warnings
+        raise ConfigError(f"{directory}: instruction.md is empty")
+    warnings = check(directory, task.config)
+    return Task(id=directory.name, path=directory, instruction=task.instruction), warnings
 
 
-def _require_single_step_on_linux(folder: Path) -> None:
+def _require_single_step_on_linux(directory: Path) -> None:
     """Refuse tasks with [[steps]] and Windows tasks. `load_task` calls this function before it checks for
     missing files, because such tasks have other files."""
     try:
-        config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder}/task.toml: {error}") from error
+        raise ConfigError(f"{directory}/task.toml: {error}") from error
     if config.get("steps"):
         raise ConfigError(
-            f"{folder}: a task with [[steps]] cannot be trained on; "
+            f"{directory}: a task with [[steps]] cannot be trained on; "
             f"make each step a task of its own, or {USE_HARBOR}"
         )
     environment = config.get("environment")
@@ -145,19 +145,19 @@ def _require_single_step_on_linux(folder: Path) -> None:
         and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value
     ):
         raise ConfigError(
-            f"{folder}: [environment].os = windows, but trials run on Linux only; "
+            f"{directory}: [environment].os = windows, but trials run on Linux only; "
             f"{USE_HARBOR} on a Windows host"
         )
 
 
-def _refuse_mcp_headers(folder: Path) -> None:
+def _refuse_mcp_headers(directory: Path) -> None:
     """Refuse MCP servers with HTTP headers, which Terminus-2 does not forward."""
-    environment = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8")).get("environment")
+    environment = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8")).get("environment")
     servers = environment.get("mcp_servers") if isinstance(environment, dict) else None
     for server in servers if isinstance(servers, list) else ():
         if isinstance(server, dict) and server.get("headers"):
             raise ConfigError(
-                f"{folder}/task.toml: the MCP server {server.get('name')!r} has headers, which Terminus-2 "
+                f"{directory}/task.toml: the MCP server {server.get('name')!r} has headers, which Terminus-2 "
                 f"does not send; remove them, or {USE_HARBOR} and an agent that sends them"
             )
 
@@ -181,30 +181,30 @@ def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     )
 
 
-def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
+def check_for_sandbox(directory: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
     """Raise ConfigError if the sandbox cannot run the task. Return warnings if the task or its verifier runs
     without the network that it probably needs, or without the programs of its image."""
     environment = config.environment
     if environment.gpus or environment.tpu is not None:
-        raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
+        raise ConfigError(f"{directory}: the sandbox has no GPU or TPU; {USE_DOCKER}")
     for section, user in (("agent", config.agent.user), ("verifier", config.verifier.user)):
         if user not in ROOT_USERS:
             raise ConfigError(
-                f"{folder}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}"
+                f"{directory}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}"
             )
     modes = (environment.network_mode, config.agent.network_mode, config.verifier.network_mode)
     if NetworkMode.ALLOWLIST in modes:
         raise ConfigError(
-            f"{folder}: the sandbox has a public network or none, but no allow list; {USE_DOCKER}"
+            f"{directory}: the sandbox has a public network or none, but no allow list; {USE_DOCKER}"
         )
     for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
         if mode not in (None, environment.network_mode):
             raise ConfigError(
-                f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
+                f"{directory}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
             )
-    plans = [read_build_plan(folder / "environment", environment)]
+    plans = [read_build_plan(directory / "environment", environment)]
     verifier_environment = environment
-    if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
+    if definition := resolve_verifier_environment_definition(config, TaskPaths(directory)):
         plans.append(read_build_plan(definition.directory, definition.config))
         verifier_environment = definition.config
     kwargs = options.get("kwargs")
@@ -215,11 +215,11 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     ]
     if NetworkAccess.REFUSED in networks:
         raise ConfigError(
-            f"{folder}: the task or network=true requires a public network, which a sandbox on this "
+            f"{directory}: the task or network=true requires a public network, which a sandbox on this "
             f"machine cannot have: {why_no_network()}; {USE_DOCKER}"
         )
     warnings = sorted({warning for plan in plans if (warning := image_warning(plan))})
-    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder, is_installed)):
+    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(directory, is_installed)):
         dockerfile = "environment/Dockerfile" if definition is None else "tests/Dockerfile"
         warnings.append(
             f"tests/test.sh needs the internet for `{needed}` and has no network, so these tasks probably "
@@ -233,14 +233,14 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     return warnings
 
 
-def verifier_needs(folder: Path, has_package: Callable[[str], bool]) -> str | None:
+def verifier_needs(directory: Path, has_package: Callable[[str], bool]) -> str | None:
     """Return the first command of tests/test.sh that needs the internet, or None.
 
     The returned text is the result of `needs_network`, or `apt-get install` with the packages for which
     `has_package` is false.
     """
     try:
-        script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
+        script = (directory / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     for words in commands(script):
@@ -251,10 +251,10 @@ def verifier_needs(folder: Path, has_package: Callable[[str], bool]) -> str | No
     return None
 
 
-def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
+def check_for_containers(directory: Path, config: TaskConfig, *, options: Mapping[str, object]) -> list[str]:
     """Raise ConfigError if the task has no image, no Dockerfile and no docker-compose.yaml, or if Harbor's
     environment refuses the task. Return a warning if the verifier needs the internet and has no network."""
-    environment = folder / "environment"
+    environment = directory / "environment"
     if config.environment.docker_image is None and not any(
         (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")
     ):
@@ -263,19 +263,19 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
         EnvironmentFactory.create_environment_from_config(
             config=EnvironmentConfig.model_validate(dict(options)),
             environment_dir=environment,
-            environment_name=folder.name,
+            environment_name=directory.name,
             session_id="check",
-            trial_paths=TrialPaths(trial_dir=folder / "never-made"),
+            trial_paths=TrialPaths(trial_dir=directory / "never-made"),
             task_env_config=config.environment.model_copy(deep=True),
             network_policy=config.environment.resolve_baseline(),
         )
     except (ValueError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
         reason = reason.replace("EnvironmentType.DOCKER environment", "Harbor's Docker environment")
-        raise ConfigError(f"{folder}: {reason}; {USE_SANDBOX}") from error
+        raise ConfigError(f"{directory}: {reason}; {USE_SANDBOX}") from error
     mode = config.verifier.network_mode or config.environment.network_mode
     # The packages of the image are unknown.
-    if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder, lambda package: False)):
+    if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(directory, lambda package: False)):
         return [
             f"tests/test.sh needs the internet for `{needed}`, but task.toml sets no-network, "
             "so these tasks may get the reward 0"

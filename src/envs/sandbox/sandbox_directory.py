@@ -37,7 +37,7 @@ SHARED_TEMPORARY = Path("/tmp")
 
 
 def root_directory() -> Path:
-    """Return the parent of all run directories of this user.
+    """Return the parent of all sandbox directories of this user.
 
     The parent is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users. If that
     directory cannot be created or used, or if ~/.cache is a link, belongs to another user or is writable by
@@ -107,7 +107,7 @@ def _temporary_root(mode: int) -> Path:
 
 
 @cache
-def run_directory(label: str) -> Path:
+def sandbox_directory(label: str) -> Path:
     """Create, lock and return the directory of the run `label`. It is removed when this process exits. If
     the process is killed, a later run removes it.
     """
@@ -123,8 +123,8 @@ def run_directory(label: str) -> Path:
 
 
 @contextmanager
-def temporary_run_directory() -> Generator[Path]:
-    """Yield a locked run directory that is removed afterwards, for sandboxes that test the machine."""
+def temporary_sandbox_directory() -> Generator[Path]:
+    """Yield a locked sandbox directory that is removed afterwards, for sandboxes that test the machine."""
     directory = _locked_directory(f"probe-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield directory

@@ -1,4 +1,4 @@
-"""All trainers of a user share one root of run directories, to which no other user can write."""
+"""All trainers of a user share one root of sandbox directories, to which no other user can write."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.sandbox import run_directory as module
-from src.envs.sandbox.run_directory import (
+from src.envs.sandbox import sandbox_directory as module
+from src.envs.sandbox.sandbox_directory import (
     live_run_labels,
     remove_ended_runs,
     root_directory,
-    run_directory,
-    temporary_run_directory,
+    sandbox_directory,
+    temporary_sandbox_directory,
 )
 from tests.security.sandboxes import NOBODY, ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 
-HOLD_DIRECTORY = (  # holds the run directory argv[1] until its stdin is closed
-    "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); "
+HOLD_DIRECTORY = (  # holds the sandbox directory argv[1] until its stdin is closed
+    "import sys; from src.envs.sandbox.sandbox_directory import sandbox_directory; "
+    "sandbox_directory(sys.argv[1]); "
     "print('held', flush=True); sys.stdin.read()"
 )
 
@@ -50,8 +51,8 @@ def test_trainers_with_different_environments_share_the_root(variable: str, tmp_
     assert label not in live_run_labels()
 
 
-def test_other_users_cannot_list_or_change_run_directories() -> None:
-    for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
+def test_other_users_cannot_list_or_change_sandbox_directories() -> None:
+    for directory in (root_directory(), sandbox_directory(f"modes-{os.getpid()}")):
         status = directory.stat()
         assert status.st_uid == os.geteuid()
         assert stat.S_IMODE(status.st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
@@ -83,7 +84,7 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert root_directory() != directory_of_nobody
 
 
-def test_a_temporary_run_directory_is_removed() -> None:
-    with temporary_run_directory() as directory:
+def test_a_temporary_sandbox_directory_is_removed() -> None:
+    with temporary_sandbox_directory() as directory:
         assert directory.name in live_run_labels()
     assert not directory.exists()
