@@ -11,6 +11,13 @@ from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions,
 from src.records.options import LogsOptions
 from src.rollouts.options import RolloutOptions
 
+RESULTS_FILE = "results.json"
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether `path` is the directory of a finished evaluation or a file, such as its results.json."""
+    return (path / RESULTS_FILE).is_file() or path.is_file()
+
 
 @chz.chz
 class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions):
@@ -86,7 +93,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
             "base_url and checkpoint exclude each other; for a checkpoint of skyrl-tx use skyrl_tx_url",
         )
         require(
-            self.compare_with is None or Path(self.compare_with).expanduser().exists(),
+            self.compare_with is None or is_finished(Path(self.compare_with).expanduser()),
             f"compare_with={self.compare_with} is not the directory of a finished evaluation; with base_url, "
             "only finished evaluations can be compared; give such a directory",
         )

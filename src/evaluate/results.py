@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import TrajectoryGroup
-from src.evaluate.config import EvaluateConfig
+from src.evaluate.config import RESULTS_FILE, EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
@@ -21,7 +21,6 @@ from src.records.atomic_io import RUN_AGAIN, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document, unchanged
 
-RESULTS_FILE = "results.json"
 SUCCESS_SPLIT = {"success_write": "need a writing action", "success_nowrite": "need none"}
 
 

@@ -31,11 +31,10 @@ from src.envs.base import TaskSource, close_quietly
 from src.envs.options import EnvironmentOptions
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
-from src.evaluate.config import CompareConfig, EvaluateConfig
+from src.evaluate.config import RESULTS_FILE, CompareConfig, EvaluateConfig, is_finished
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import evaluate
 from src.evaluate.results import (
-    RESULTS_FILE,
     compare,
     read_results,
     report,
@@ -234,7 +233,7 @@ async def _unchecked() -> None:
 def finished_or_policy(text: str) -> str | Mapping[str, Any]:
     """Return the results of the finished evaluation at the path `text`, or `text` if it names a policy."""
     path = Path(text).expanduser()
-    return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
+    return read_results(path) if is_finished(path) else text
 
 
 def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:

@@ -7,6 +7,7 @@ import secrets
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from src.envs.sandbox import sandbox_directory as module
 from src.envs.sandbox.sandbox_directory import (
     live_run_labels,
     remove_ended_runs,
+    remove_tree,
     root_directory,
     sandbox_directory,
     temporary_sandbox_directory,
@@ -82,6 +84,24 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch
     directory_of_nobody.mkdir()
     os.chown(directory_of_nobody, int(NOBODY), int(NOBODY))
     assert root_directory() != directory_of_nobody
+
+
+@needs_root
+def test_a_tree_without_permissions_is_removed() -> None:
+    """Root needs no permissions, so another user removes the tree."""
+    with tempfile.TemporaryDirectory() as root:
+        tree = Path(root) / "tree"
+        (tree / "a" / "b").mkdir(parents=True)
+        for path in (Path(root), *Path(root).rglob("*")):
+            os.chown(path, int(NOBODY), int(NOBODY))
+        for path in (tree / "a" / "b", tree / "a"):
+            path.chmod(0)
+        os.seteuid(int(NOBODY))
+        try:
+            remove_tree(tree)
+        finally:
+            os.seteuid(0)
+        assert not tree.exists()
 
 
 def test_a_temporary_sandbox_directory_is_removed() -> None:

@@ -353,6 +353,10 @@ def test_copies_of_a_task_are_compared_as_one_task(tmp_path, capsys):
             ONE_POLICY,
         ),
         (
+            [*SERVER, "base_url=http://h/v1", "compare_with=/tmp"],  # exists, but is no evaluation
+            ONE_POLICY.replace("=base", "=/tmp"),
+        ),
+        (
             [*SERVER, "checkpoint=/no/such"],
             "error: /no/such is neither a tinker:// path nor a run directory with a checkpoint; "
             "give one of them",

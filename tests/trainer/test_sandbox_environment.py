@@ -10,6 +10,7 @@ from harbor.models.task.config import EnvironmentConfig
 
 from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.environment import command_script
 from src.envs.sandbox.task_requirements import NetworkAccess, network_access
 from tests.security.sandboxes import environment
 
@@ -109,6 +110,11 @@ async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) ->
     } == set()
     assert (tmp_path / "back" / "sub" / "file").stat().st_mode & 0o7000 == 0
     assert list(outside.iterdir()) == []
+
+
+def test_variables_that_a_shell_cannot_export_are_omitted() -> None:
+    script = command_script("true", cwd="/", environment={"naïve": "1", "a.b": "1", "A_1": "x y"})
+    assert script == "cd -- / 2>/dev/null || cd /\nexport A_1='x y'\ntrue\n"
 
 
 async def test_a_dockerfile_is_built(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import stat
 import sys
@@ -21,6 +22,7 @@ from src.envs.registry import open_task_source
 from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
 from src.envs.service.service_env import REFUSAL, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool
+from src.envs.service.tau2_worker import JudgeError, require_verdicts
 from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from src.evaluate.failure_patterns import Pattern, patterns
 from tests.fakes.policy import FakePolicy
@@ -121,6 +123,14 @@ def test_tasks_that_need_a_missing_judge_are_skipped_and_counted(
         source = open_task_source(config(home), byte_chat())
     assert [task.id for task in source.train] == ["retail/save-train", "retail/broken-train"]
     assert "1 of 3 tasks need a judge (judge_model, judge_base_url) and are skipped" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"reasoning": None}, {"expectedOutcome": 1}, {"metExpectation": "yes"}])
+def test_a_verdict_with_a_value_of_another_type_is_refused(changes: dict[str, object]):
+    verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": True}
+    require_verdicts(json.dumps({"results": [verdict]}), num_assertions=1)
+    with pytest.raises(JudgeError, match="has 1 verdicts, of which 0 are valid"):
+        require_verdicts(json.dumps({"results": [verdict | changes]}), num_assertions=1)
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("yes", 1.0), ("garbage", None)])

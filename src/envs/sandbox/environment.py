@@ -410,7 +410,7 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     lines += [
         f"export {name}={shlex.quote(value)}"
         for name, value in environment.items()
-        if re.fullmatch(r"[A-Za-z_]\w*", name)
+        if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
     ]
     return "\n".join([*lines, command]) + "\n"
 

@@ -191,16 +191,19 @@ def remove_ended_runs() -> list[str]:
 
 def remove_tree(directory: Path) -> None:
     """Remove a directory tree without following links. Permissions that are missing for this are added."""
+    retried: set[str] = set()
 
     def allow_and_retry(function: object, path: str, error: BaseException) -> None:
         if isinstance(error, FileNotFoundError):
             return
-        parent = os.path.dirname(path)
-        for protected in (parent, path):
+        if path in retried:
+            raise error
+        retried.add(path)
+        for protected in (path,) if path == str(directory) else (os.path.dirname(path), path):
             if not os.path.islink(protected):
                 os.chmod(protected, 0o700)
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            shutil.rmtree(path, onexc=allow_and_retry)
         else:
             os.unlink(path)
 

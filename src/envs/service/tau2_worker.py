@@ -314,7 +314,9 @@ def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
     try:
         verdicts = json.loads(judge_reply)["results"]
         is_valid = [
-            type(verdict["metExpectation"]) is bool and verdict.keys() >= {"expectedOutcome", "reasoning"}
+            type(verdict["metExpectation"]) is bool
+            and isinstance(verdict["expectedOutcome"], str)
+            and isinstance(verdict["reasoning"], str)
             for verdict in verdicts
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
