@@ -1,4 +1,4 @@
-"""Train from Python: start a server, train on a message environment, and print the result.
+"""Train from Python: start a server, train on the environment of examples/count_up.py, and print the result.
 
 .venv/bin/python -m examples.python_api [STEPS]
 """

@@ -2,7 +2,7 @@
 
 ServerError                 500 server
 |-- UserError (ValueError)  400 user     the request cannot be served; the message says what to do
-|   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
+|   |-- NotFoundError       404 user     no such session, model, sampler, checkpoint, run or download
 |   |-- NoRouteError        404 user     no such method and path
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
 |   |-- ForbiddenError      403 user     the route is for the operator's API key only, or the Origin,
@@ -13,12 +13,13 @@ ServerError                 500 server
 |-- CapacityError           429 server   slots, memory or a quota are used up for now; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   no future has this request id, or a heartbeat names no open session
-|-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
+|-- SamplerError            500 server   the external sampler cannot be reached, refuses a request, or sent a
+|   |                                    reply that this server cannot use
 |   `-- AdapterLostError    500 server   the external sampler has lost an adapter
 `-- ConfigError (ValueError)             invalid option or model directory; the server prints one line
                                         and exits with status 2
 
-Other subclasses of `ServerError` belong to one module or protocol and are defined there, for example
+Other subclasses of `ServerError` are defined in the module to which they belong, for example
 `engine.engine.WithdrawnError`.
 """
 

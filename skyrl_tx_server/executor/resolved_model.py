@@ -85,8 +85,8 @@ def with_limits(
 
 
 def use_float32_products(dtype: np.dtype) -> None:
-    """Compute products of float32 factors in float32 on a GPU. By default, NVIDIA GPUs round the factors to
-    TF32."""
+    """If `dtype`, the dtype of the model, is float32, compute products of float32 factors in float32 on a
+    GPU. By default, NVIDIA GPUs round the factors to TF32."""
     if on_gpu() and dtype == np.float32:
         jax.config.update("jax_default_matmul_precision", "highest")
 

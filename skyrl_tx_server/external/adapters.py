@@ -2,8 +2,9 @@
 
 The operation `SaveSampler` writes a snapshot in PEFT format. The external sampler loads the adapter at once
 and unloads it when the snapshot is dropped. If the adapter was unloaded or lost in the meantime, the next
-sample loads it again. If a checkpoint has no adapter in PEFT format on disk, for example because an earlier
-process saved it, the adapter is written and loaded before the next sample that uses the checkpoint.
+sample loads it again. A server deletes the adapters of an earlier process when it starts. If a checkpoint has
+no adapter in PEFT format on disk, the adapter is written and loaded before the next sample that uses the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Number of tokens whose logprobs were compared and accepted. The key is True for samples whose temperature
-scales the logits (any temperature except 0 and 1), and False for all other samples."""
+"""Number of tokens whose logprobs `ExternalSampling` has compared with those of this server and accepted. The
+key is True for samples whose temperature scales the logits (any temperature except 0 and 1), and False for
+all other samples."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -143,7 +145,7 @@ class ExternalAdapters:
     def _make_room(self) -> None:
         """While more than `max_loaded` adapters are loaded, unload the least recently used adapters that no
         sample uses. The adapter files of a checkpoint are also deleted, because they can be written again.
-        The files of a snapshot in memory are kept."""
+        The adapter files of other snapshots are kept."""
         unused = [
             adapter
             for adapter in self._adapters.values()

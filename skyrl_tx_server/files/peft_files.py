@@ -176,7 +176,7 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
     if np.any(padding):
         raise UserError(
             f"{directory}: {name} has rank {rank}, but experts of this server have rank {rank_per_expert} "
-            "(rank // num_experts_per_tok); merge the adapter with peft instead"
+            "(rank // num_experts_per_tok, but at least 1); merge the adapter with peft instead"
         )
     return kept if rank_axis == 0 else kept / np.float32(rank / rank_per_expert)
 

@@ -5,12 +5,14 @@ source of the answers:
 
     policy=model     a model of a Tinker or an OpenAI-compatible endpoint; the default with model_name
     policy=typed     the user; the default at a terminal without model_name and answers=
-    policy=scripted  the lines of answers=FILE or, with data=, the reference answers; otherwise the default
+    policy=scripted  the lines of answers=FILE or, with data=, the reference answers; the default if none of
+                     the other two is the default
 
 Only policy=model needs a server for the answers.
 
-Exit status: 0, 1 (the connection to the model failed, no trial could be graded, or the environment raised an
-error in each graded trial), 2 (wrong options, or no server at the default address), 130 (interrupted).
+Exit status: 0, 1 (the connection to the model or the start of the environment failed, no trial could be
+graded, or the environment raised an error in each graded trial), 2 (an error that the user can correct, for
+example in an option, a file or the address of a server), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -261,7 +263,8 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
-    """Return the conversation of a trial with its reward, or the reason why the trial was not graded."""
+    """Return the reward of a trial, with `with_messages` after its conversation, or the reason why the trial
+    was not graded."""
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(

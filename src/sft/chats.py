@@ -87,7 +87,8 @@ class ChatMessage(BaseModel):
 
 
 def _with_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool unchanged, so that the template renders its keys in their order."""
+    """Raise ValueError for a tool that is not an OpenAI schema. Return any other tool unchanged, so that the
+    template renders its keys in their order."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError('not an OpenAI schema: {"type": "function", "function": {"name": ..., ...}}')

@@ -18,7 +18,7 @@ def _refuse(message: str) -> Handler:
     return refuse
 
 
-_ACCOUNTS = "this server has no accounts and does not implement this call"
+_ACCOUNTS = "this server has no user accounts and does not implement this call"
 _FLAG = "this server does not implement this call; the reply to client/config tells the SDK not to use it"
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"

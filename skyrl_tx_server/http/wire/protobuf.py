@@ -1,7 +1,7 @@
 """Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
 All other bodies of the Tinker API are JSON. Arrays are little-endian bytes. An undefined logprob of a prompt
-token is NaN; a position without top-k tokens has `NO_LOGPROB`.
+token is NaN; a position without top-k tokens has `operations.NO_LOGPROB`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
 """In a body of more bytes than this, the fields are counted before the body is parsed."""
 MAX_FIELDS = 200_000
-"""Maximum number of fields in a request. A datum with one chunk of tokens and no provenance spans has at
-most 28, and the SDK sends at most 1024 datums in a request."""
+"""Maximum number of fields in a request. A datum with one chunk of tokens, without notes on the origin of its
+tokens (`ProvenanceSpan`), has at most 28. The SDK sends at most 1024 datums in a request."""
 MAX_PACKED_BYTES = 1024
 """Maximum size of a packed list of numbers. The only such list in a request is the shape of a tensor."""
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
@@ -96,8 +96,9 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
 
 
 def _check_fields(body: bytes) -> None:
-    """Raise UserError for a body with too many fields. This check precedes parsing, because an empty message
-    has two bytes in the body but takes more than 50 bytes of memory when it is parsed."""
+    """Raise the UserErrors of `_count_fields` for a body of more than CHECKED_FROM_BYTES. This check precedes
+    parsing, because an empty message has two bytes in the body but takes more than 50 bytes of memory when it
+    is parsed."""
     if len(body) > CHECKED_FROM_BYTES:
         with contextlib.suppress(IndexError):  # a truncated body, which the parser reports
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
@@ -105,8 +106,8 @@ def _check_fields(body: bytes) -> None:
 
 def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count: int) -> int:
     """Return `count` plus the number of fields of the message at body[offset:end], including nested messages.
-    Raise UserError if there are too many or a packed list is too large, and IndexError if the body ends
-    within a varint."""
+    Raise UserError if there are too many, if a packed list is too large or if the body contains a group, and
+    IndexError if the body ends within a varint."""
     while offset < end:
         count += 1
         if count > MAX_FIELDS:

@@ -5,8 +5,9 @@ Differences from Docker:
 - The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install`
   succeeds for packages that the host has.
 - A public network, which is Harbor's default, reaches the internet, but neither the loopback addresses of the
-  host nor link-local addresses. If this machine cannot provide a public network, tasks that do not request
-  one explicitly run without a network, and tasks that request one are refused.
+  host nor link-local addresses. If this machine cannot provide a public network, a task
+  that explicitly requests one is refused, and so is every task with `network=True`. Other tasks then run
+  without a network.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
 This file is long because Harbor's abstract class is implemented by one class.
@@ -59,8 +60,9 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` names the run. The sandbox's files on the host are in the directory
-    of this run. `network=True` gives the sandbox the public network even if task.toml turns the network off.
+    Options besides Harbor's: `run_label` names the run. The files of the sandbox on the host are in
+    `sandbox_directory(run_label)`. `network=True` gives the sandbox the public network even if task.toml
+    turns the network off.
     """
 
     def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:

@@ -17,7 +17,8 @@ strategies in order:
 
 Any other answer is a message to the user or, in env=fleet, the final answer. If up to three closing brackets
 of JSON are missing, the parser adds them and counts the repair. JSON that ends inside a string or number is a
-parse failure, and no tool is called. DEBUG_PARSER=1 logs every parse.
+parse failure, and no tool is called. JSON may also have the key `parameters` in place of `arguments`, and
+arguments as JSON text. DEBUG_PARSER=1 logs every parse.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def parse(
     """Parse an answer with the first strategy that finds a call, valid or not.
 
     `tools` are the names of the known tools. The strategies `code` and `bare_name` find only calls of these
-    tools. The strategies `whole`, `fenced` and `embedded` also require a known tool if the JSON has a name
-    and no arguments. In all other cases, a call of an unknown tool is returned too, and the environment
-    reports the error.
+    tools. The strategies `whole`, `fenced` and `embedded` also require a known tool if the JSON is complete
+    and has a text as its name and no arguments. In all other cases, a call of an unknown tool is returned
+    too, and the environment reports the error.
 
     `text_parameters` maps each tool to the parameters whose values are text, so that
     `<parameter=id>123</parameter>` is not read as a number.
@@ -246,7 +247,8 @@ def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAn
 
 
 def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
-    """Parse calls in a form of `call_forms`. If a call cannot be read, no call is returned."""
+    """Return the calls that a function of `call_forms` has found. If a call cannot be read, return no call
+    and the problems."""
     problems = [call.problem for call in written.calls if call.problem]
     if problems:
         return ParsedAnswer(content=written.content, strategy=strategy, problem="; ".join(problems))
@@ -327,7 +329,7 @@ def _missing_brackets(text: str) -> str:
     """Return the brackets that close the text, or "" if no bracket is open.
 
     Raises ParseError if the text ends inside a string, if more than MAX_ADDED_BRACKETS brackets are open, or
-    if brackets are open after a digit at the end of the text, because the number may be incomplete.
+    if brackets are open and the text ends with a digit, because the number may be incomplete.
     """
     open_brackets: list[str] = []
     in_string = escaped = False
