@@ -60,7 +60,8 @@ class HttpOptions(TenantOptions):
     session_timeout_s: float = chz.field(
         default=300.0,
         metadata=positive(YEAR_S),
-        doc="End a session whose client has sent no heartbeat and no other request for this long",
+        doc="End a session whose client has sent no heartbeat, and no request for its models, samplers or "
+        "futures, for this long",
     )
     max_request_mb: int = chz.field(
         default=64,

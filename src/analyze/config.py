@@ -12,8 +12,8 @@ class AnalyzeConfig(Options):
     """Analysis"""
 
     runs: list[str] = chz.field(
-        doc="Directories of runs (src.train), of evaluations (src.evaluate), or of copies of dumped_evals/ or "
-        "of SkyRL's dumps; each further directory is compared with the first directory"
+        doc="Directories of runs (src.train), of evaluations (src.evaluate), or of copies of dumped_evals/ "
+        "or of SkyRL's dumps; each further directory is compared with the first directory"
     )
     write_to: str = chz.field(
         default="experiments.md",

@@ -39,8 +39,10 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
+from skyrl_tx_server.http.routes.downloads import archive_of
 from skyrl_tx_server.http.shares import LEAST_TOKENS, EngineShare
 from tests.fakes.server import fake_context, fake_engine
+from tests.fakes.versions import save_version
 from tests.security.tenants import (
     MODEL,
     OPERATOR_KEY,
@@ -606,6 +608,17 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})
         ).status_code == 404
+
+
+def test_other_users_cannot_read_an_archive(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, "m")
+    save_version(store, "tinker://run/weights/a", 1)
+    previous = os.umask(0o022)
+    try:
+        file = archive_of(store, "tinker://run/weights/a")[1]
+    finally:
+        os.umask(previous)
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_tenant_can_download_an_archive_of_its_checkpoint(tmp_path: Path) -> None:

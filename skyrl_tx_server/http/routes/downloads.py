@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import tarfile
@@ -162,8 +163,14 @@ def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.n
 
 
 def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the tar. Its bytes are reproducible, so that a download in several parts is consistent."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as directory, tarfile.open(target, "x") as tar:
+    """Write the tar, which only this user can read. Its bytes are reproducible, so that a download in several
+    parts is consistent."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with (
+        os.fdopen(descriptor, "wb") as stream,
+        tempfile.TemporaryDirectory(dir=target.parent) as directory,
+        tarfile.open(fileobj=stream, mode="w") as tar,
+    ):
         write_adapter(Path(directory), arrays, info.lora, info.base_model, "float32")
         normalize = partial(_reproducible, created_at=info.created_at)
         for name in FILES:

@@ -36,8 +36,8 @@ ALPHA_METADATA = "lora_alpha"
 MAX_ALPHA = 65536.0
 MAX_BETA = 1 - 2.0**-24  # the largest float32 below 1, because the optimizer computes in float32
 INPUT_HINTS = {
-    "mask": "set the weight (cross_entropy) or the advantage (all other losses, but not dro, which has no mask) "
-    "of masked tokens to 0",
+    "mask": "set the weight (cross_entropy) or the advantage (all other losses, but not dro, which has no "
+    "mask) of masked tokens to 0",
     "weights": "only cross_entropy takes weights; multiply the advantages by them",
     "clip_low_threshold": "pass the clip thresholds of the request in loss_fn_config",
     "clip_high_threshold": "pass the clip thresholds of the request in loss_fn_config",

@@ -40,11 +40,11 @@ from src.envs.sandbox.task_requirements import (
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run the task with `harbor run`"
 SANDBOX_ARGUMENTS = ("run_label", "network")
+"""The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 NOT_FOR_SANDBOX = {  # fields of Harbor's EnvironmentConfig that the sandbox cannot honour
     *("override_gpus", "override_tpu", "extra_allowed_hosts"),
     *("cpu_enforcement_policy", "memory_enforcement_policy"),
 }
-"""The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,9 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
             path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
         )
     if not task_dirs:
-        raise ConfigError(f"{directory} contains no task task_dirs; give a directory of task task_dirs")
+        raise ConfigError(f"{directory} contains no task directories; give a directory of task directories")
     tasks: list[Task] = []
-    refused: dict[str, list[Path]] = {}  # reason -> task_dirs
+    refused: dict[str, list[Path]] = {}  # reason -> task directories
     warnings: dict[str, list[str]] = {}  # warning -> task ids
     for task_dir in task_dirs:
         try:
