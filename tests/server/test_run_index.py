@@ -75,12 +75,12 @@ def test_a_rewritten_index_keeps_the_lines_of_other_servers(
     second.set_expiry(PATH, NOW - timedelta(hours=1))
     monkeypatch.setattr(run_index_module, "COMPACTION_SLACK", 0)
     for minutes in range(9):
-        first.set_expiry(OTHER, NOW + timedelta(minutes=minutes))
+        first.set_expiry(OTHER, NOW + timedelta(days=1, minutes=minutes))
     monkeypatch.undo()
     second.record_run(run_of("later"))
     for index in (second, RunIndex(tmp_path / "ledger.jsonl")):
         assert index.expired() == [PATH] and list(index.runs) == ["second", "later"]
-        assert index.expiries[OTHER] == NOW + timedelta(minutes=8)
+        assert index.expiries[OTHER] == NOW + timedelta(days=1, minutes=8)
     assert first.expired() == [PATH] and list(first.runs) == ["second", "later"]
 
 
