@@ -443,12 +443,12 @@ def rest_calls(
     calls.refused(
         "rest.copy_weights",
         lambda: rest.copy_weights(state_path, "project", weights_access_token="tml-x"),
-        "no accounts",
+        "no user accounts",
     )
     calls.refused(
         "rest.assign_session_project",
         lambda: rest.assign_session_project(session_id, "project"),
-        "no accounts",
+        "no user accounts",
     )
     calls.refused(
         "rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces"
