@@ -193,7 +193,7 @@ async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[Ta
         if config.kind == "scripted":
             policy_for = policy_for_scripted(config)
         elif config.kind == "typed":
-            policy_for = lambda task: typed(console)  # noqa: E731  one policy for each trial
+            policy_for = partial(_new_typed_policy, console)
         else:
             policy, chat = await model(config, stack)
             policy_for = partial(_same_policy, policy)
@@ -213,6 +213,11 @@ async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]
     limit_s = config.request_timeout_s
     async with deadline(limit_s, BackendError, f"no policy was opened in request_timeout_s={limit_s:g}"):
         return await server.open_policy(checkpoint), chat
+
+
+def _new_typed_policy(console: Console, task: Task) -> Policy:
+    """Return a policy for one trial, because the policy remembers which messages it has shown."""
+    return typed(console)
 
 
 def _same_policy(policy: Policy, task: Task) -> Policy:

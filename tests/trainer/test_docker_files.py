@@ -49,6 +49,19 @@ class FakeContainer:
         return (data[start : start + self._chunk_size] for start in range(0, len(data), self._chunk_size)), {}
 
 
+async def export(
+    monkeypatch: pytest.MonkeyPatch, container: object
+) -> tuple[FileChanges, list[tarfile.TarInfo]]:
+    """Return the changes that `DockerFiles` exports from the container, and the members of the archive."""
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    exported = io.BytesIO()
+    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
+    exported.seek(0)
+    with tarfile.open(fileobj=exported) as archive:
+        return changes, archive.getmembers()
+
+
 @pytest.mark.parametrize("chunk_size", [100, 512, 2**20])
 @pytest.mark.parametrize("tar_format", FORMATS)
 @pytest.mark.parametrize(
@@ -62,15 +75,10 @@ async def test_a_modified_directory_is_exported_without_its_files(
     container = FakeContainer(
         f"/app/{name}", tar_format=FORMATS[tar_format], headers=headers, chunk_size=chunk_size
     )
-    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
-    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
-    exported = io.BytesIO()
-    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
-    exported.seek(0)
-    with tarfile.open(fileobj=exported) as archive:
-        assert [(member.name, member.isdir(), member.mode) for member in archive] == [
-            (f"app/{name}", True, 0o755)
-        ]
+    changes, members = await export(monkeypatch, container)
+    assert [(member.name, member.isdir(), member.mode) for member in members] == [
+        (f"app/{name}", True, 0o755)
+    ]
     assert list(changes.carried) == [f"/app/{name}"]
 
 
@@ -118,15 +126,10 @@ async def test_many_files_of_a_directory_need_few_requests(
     }
     unchanged = dict.fromkeys(["/app/unchanged", "/app/sub/x", *(f"/app/x{number}" for number in range(20))])
     container = TreeContainer({**changed, **unchanged})
-    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
-    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
     if is_large:
         monkeypatch.setattr("src.envs.harbor.docker_files.MAX_DIRECTORY_BYTES", 110_000)
-    exported = io.BytesIO()
-    await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
-    exported.seek(0)
-    with tarfile.open(fileobj=exported) as archive:
-        assert sorted(f"/{member.name}" for member in archive) == sorted(changed)
+    _, members = await export(monkeypatch, container)
+    assert sorted(f"/{member.name}" for member in members) == sorted(changed)
     assert container.requests == (
         ["/app", "/app", "/app/old", "/app/sub", "/app/tree", "/app/z-link"]
         if is_large
@@ -142,13 +145,8 @@ async def test_programs_beside_a_python_of_the_image_are_not_exported(
     own = {"/app/venv": ADDED, "/app/venv/bin/python3": ADDED, "/app/venv/bin/activate": ADDED}
     other = {"/opt/tool": MODIFIED, "/opt/tool/bin/activate": MODIFIED}
     container = TreeContainer({**image, **programs, **own, **other})
-    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
-    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
-    exported = io.BytesIO()
-    await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
-    exported.seek(0)
-    with tarfile.open(fileobj=exported) as archive:
-        assert sorted(f"/{member.name}" for member in archive) == sorted([*own, *other])
+    _, members = await export(monkeypatch, container)
+    assert sorted(f"/{member.name}" for member in members) == sorted([*own, *other])
 
 
 async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +157,8 @@ async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.
         {"Type": "volume", "Destination": "/root"},
         {"Type": "bind", "Destination": "/mnt"},
     ]
-    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
-    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
-    exported = io.BytesIO()
-    changes = await DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {}).export(exported)
-    exported.seek(0)
-    with tarfile.open(fileobj=exported) as archive:
-        assert sorted(f"/{member.name}" for member in archive) == sorted(files)
+    changes, members = await export(monkeypatch, container)
+    assert sorted(f"/{member.name}" for member in members) == sorted(files)
     assert changes.emptied == ["/data"]  # /root has hidden files of the image, which are not carried over
     commands = await commands_of_unpack(monkeypatch, FileChanges(emptied=changes.emptied))
     assert commands == [("root", ["find", "/data", "-mindepth", "1", "-delete"])]
