@@ -2,8 +2,9 @@
 
     python -m scripts.quickstart.make_tasks [DIRECTORY]
 
-The Harbor task directories are the same in every run. Training tasks use the words of the demonstrations.
-Held-out tasks use words that occur nowhere else, and some held-out task types have no training task.
+The Harbor task directories are the same in every run. Training tasks use the pool of words from which the
+demonstrations of the supervised warm start are made. Held-out tasks use words that occur nowhere else, and
+some held-out task types have no training task.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ fi
 
 
 def instances(split: Pool, *, scale: int = 1) -> dict[str, Instance]:
-    """Return the instances of one split by task name, with `scale` times the usual number per task type."""
+    """Return the tasks of one split, by task name. `scale` multiplies the usual number of tasks per type."""
     # Training tasks are numbered from 1 and held-out tasks from 51, because their names are task ids and
     # must be unique.
     counts, offset = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)

@@ -40,7 +40,7 @@ INSTRUCTION_WORDS = frozenset(
 
 
 class Pool(StrEnum):
-    """One of the two pools of words, numbers, counts and file modes, which have no element in common."""
+    """One of two disjoint pools of words, numbers, counts and file modes."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"

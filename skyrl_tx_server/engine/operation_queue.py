@@ -1,5 +1,8 @@
-"""The queues of all operations except `Sample`. Each model has a queue, and so has each snapshot that a
-`DropSnapshot` frees. Tenants alternate."""
+"""The queues of all operations except `Sample`.
+
+Each model has a queue. Each snapshot of sampler weights that a `DropSnapshot` frees also has one. The tenants
+take turns: an operation of one tenant is followed by an operation of the next tenant that has any.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ class _ModelQueue:
 
 
 class OperationQueue:
-    """Chooses the next operation. The operations of a model run in submission order. The tenants
-    alternate, and the models of a tenant alternate (round robin)."""
+    """Chooses the next operation. The operations of a queue run in submission order. The tenants take turns,
+    and so do the queues of a tenant (round robin). A step is an operation with the progress of its
+    execution."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
@@ -51,8 +55,8 @@ class OperationQueue:
         return next((step for step in steps if may_run(step)), None)
 
     def rotate(self, op: Op) -> None:
-        """Move the tenant of `op` to the end of the tenants, and the model of `op` to the end of the tenant's
-        models."""
+        """Move the tenant of `op` to the end of the tenants, and the queue of `op` to the end of the tenant's
+        queues."""
         name = _queue_name(op)
         tenant = self._queues[name].tenant
         names = self._order.pop(tenant)
@@ -84,7 +88,8 @@ class OperationQueue:
                 del self._saves[step.op.weights]
 
     def is_being_saved(self, weights: str, before: int) -> bool:
-        """Whether an unfinished operation that was submitted before request `before` saves the snapshot."""
+        """Whether an unfinished operation saves the snapshot `weights` and was submitted before request
+        `before`."""
         return any(request_id < before for request_id in self._saves.get(weights, ()))
 
 

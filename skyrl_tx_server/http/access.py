@@ -1,10 +1,10 @@
-"""Refuse requests for unknown host names, and requests of web pages that are not allowed.
+"""Refuse requests to unknown host names, and requests that a web page sends without permission.
 
 A web page that a user of this machine visits can send requests to loopback addresses. The browser marks these
 requests with an `Origin` or a `Sec-Fetch-Site` header. If the host name of the page itself resolves to this
-machine (DNS rebinding), the browser considers the server part of the page's site. The page's host name is
-then in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither `Origin` nor
-`Sec-Fetch-Site`.
+machine (DNS rebinding), the browser treats such a request as a request to the page's own site, so these
+headers do not reveal it. The `Host` header does, because it contains the page's host name. The Tinker SDK,
+OpenAI's clients and curl send neither `Origin` nor `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostNames(Enum):
     """Which `Host` headers are accepted besides `allowed_hosts`."""
 
     ANY = "any"  # every name, because an API key protects the server
-    ADDRESSES = "addresses"  # `localhost` and every IP address, because DNS rebinding needs another name
+    ADDRESSES = "addresses"  # `localhost` and every IP address: DNS rebinding needs a name in a domain
     LOOPBACK = "loopback"  # only `localhost` and loopback addresses
 
 

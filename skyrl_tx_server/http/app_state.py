@@ -32,7 +32,7 @@ class HttpSettings:
     stalled_s: float = 120.0  # how long a body may pause, or wait for `BodyBudget`, before it is rejected
     sample_max_concurrent_requests: int = 256
     api_key: str | None = None  # the key of the operator; see `_check_key` in `http_handler`
-    access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
+    access: AccessPolicy = field(default_factory=AccessPolicy)  # the accepted `Host` and `Origin` headers
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
 

@@ -1,8 +1,8 @@
 """A model as pure functions over stacked weights.
 
-Training, prefill and decoding share `layer`, which takes attention as a callback. Weights (except
-`Weight.exact`) and activations have the dtype of the option `dtype`. Norms, rotary angles, softmax and logits
-are computed in float32.
+Training, prefill and decoding share `layer`, which takes attention as a callback. Activations have the dtype
+of the option `dtype`, and so have weights, except those with `Weight.exact`. Norms, rotary angles, softmax
+and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ COMPILER_OPTIONS = {
 }
 """Compiler options of all programs that run a model. Values are rounded to bfloat16 after every operation,
 not only at the ends of fusions, so training and sampling agree although XLA fuses their operations
-differently (scripts/check_bf16.py). On a GPU, cuBLAS computes matrix products and reads the weights of a
-layer in place in their stack. XLA's Triton products would first copy each layer out of its stack. XLA's dot
-merger would copy a matrix and an adapter into one matrix, to compute both products at once
-(scripts/check_gpu.py)."""
+differently (scripts/check_bf16.py). The weights of equal layers are stacked in one array. On a GPU, cuBLAS
+computes matrix products and reads the weights of a layer in place in this array. XLA's Triton products would
+first copy each layer out of the array. XLA's dot merger would copy a matrix and an adapter into one matrix,
+to compute both products at once (scripts/check_gpu.py)."""
 
 SAMPLING_OPTIONS = COMPILER_OPTIONS | {"xla_disable_hlo_passes": "rematerialization"}
 """Compiler options of the programs that use the KV cache. If a kernel writes the cache in place, XLA counts
@@ -66,8 +66,9 @@ class Remat(StrEnum):
     previous option."""
 
     NOTHING = "nothing"
-    # norms, rotary embedding, silu, products with LoRA's A and with `kv_b`, and routed experts; the outputs
-    # of attention and of the other projections are kept
+    # Recomputes norms, rotary embeddings, silu, products with LoRA's A, products with `kv_b` (the weight that
+    # expands the latent vectors of MLA) and routed experts. Keeps the outputs of attention and of the other
+    # projections.
     ACTIVATIONS = "activations"
     LAYERS = "layers"  # everything except the input of each layer
 
@@ -89,8 +90,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
             return draw(key, shape, leaf_dtype)
-        # Matrices are drawn as [in, out] and transposed. If they were drawn as [out, in], the same seed would
-        # give other weights.
+        # Matrices are drawn as [in, out] and then transposed. Do not draw them as [out, in], because
+        # a seed must always give the same weights.
         return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -121,9 +122,9 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Return x [B, T, D] after one layer of `stack`, and the second result of `attend`. `adapter` is the
-    adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch. None: the base
-    model."""
+    """Return x [B, T, D] after one layer of `stack`, and the second result of `attend`. `adapter` holds
+    the layer's LoRA matrices: one adapter for all sequences, or all LoRA slots and the slot index of each
+    sequence. None: the base model."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -140,8 +141,9 @@ def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, L
     """Split the weights of a stack into (weights to slice by layer, weights to pass whole). `layer` needs
     both.
 
-    The matrices of experts are passed whole unless they must be gathered. XLA would copy a slice of them, up
-    to a gigabyte per layer.
+    The matrices of experts are passed whole, because XLA would copy the slice of each layer (up to a
+    gigabyte). Exception: with an `fsdp` axis each layer's matrices are gathered from the devices, which needs
+    slices.
     """
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     sliced = {field: leaf for field, leaf in stack.items() if field not in whole}
@@ -223,16 +225,17 @@ def head_of(params: Params) -> jax.Array:
 
 
 def with_gathered_head(config: ModelConfig, params: Params) -> Params:
-    """Inside a program: return the weights with the head gathered along `fsdp`. A program that computes many
-    chunks of logits then gathers the head only once."""
+    """Return the weights with the head gathered along `fsdp`. Call it inside a compiled program that computes
+    several chunks of logits, so that the program gathers the head only once."""
     if not gathers(config):
         return params
     return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))
 
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` is one adapter for the
-    batch, or all LoRA slots with the indices of the batch. `adapter=None` means the base model."""
+    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` holds
+    one adapter for all sequences, or all LoRA slots and the slot index of each sequence. None: the base
+    model."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))

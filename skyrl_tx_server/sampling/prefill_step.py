@@ -47,8 +47,9 @@ class TileBatch:
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after the computation
     want_logprobs: ArrayLike  # [] bool, whether any tile needs the logprobs of `targets`
-    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last token before a sequence that begins
-    begins: ArrayLike  # [B] bool, by slot: whether a sequence begins
+    # By batch slot: the index in [N * T] of the last prompt token, and whether the first token is sampled.
+    lasts: ArrayLike  # [B] int32
+    begins: ArrayLike  # [B] bool
     sequence_adapters: LoraIndices  # one LoRA slot per sequence
 
 
@@ -148,11 +149,10 @@ def _first_tokens(
     is not computed.
 
     On a CPU without a mesh, the head is computed for only max(N, MIN_DECODE_WIDTH) of the B slots if at most
-    that many sequences begin. This is always the case if only one sequence begins after each prompt, because
-    every prompt whose last token is in the batch has at least one of the N tiles. On a GPU the head is
-    computed for all B slots. This takes little time on a GPU, and the additional branch would make the device
-    wait for the host. With a mesh the head is also computed for all B slots, because the slots are divided
-    over the devices.
+    that many sequences begin. Prompts that end in this batch have at least one of the N tiles each. If each
+    of them has only one sample, at most N sequences therefore begin. On a GPU the head is computed for all B
+    slots. This takes little time on a GPU, and the additional branch would make the device wait for the host.
+    With a mesh the head is also computed for all B slots, because the slots are divided over the devices.
     """
     begins, lasts = jnp.asarray(batch.begins), jnp.asarray(batch.lasts)
     indices, nothing = batch.sequence_adapters, (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape))

@@ -46,7 +46,8 @@ MIN_CHUNK_POSITIONS = 64
 MAX_CHUNK_LOGITS = 1 << 26
 """The head computes the loss positions of a batch in CHUNKS chunks, so that the logits of all positions are
 never in memory together. There are more chunks if a chunk would have more than MAX_CHUNK_LOGITS logits (256
-MiB in float32), and fewer if a chunk would have fewer than MIN_CHUNK_POSITIONS positions of each stream."""
+MiB in float32), and fewer if a chunk would have fewer than MIN_CHUNK_POSITIONS positions of each stream. A
+stream is one of the R token sequences of a micro-batch into which datums are packed."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +209,7 @@ def adam_from_arrays(
 def _loss_states(
     config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat
 ) -> jax.Array:
-    """Return the final hidden states [R, E, D] that the loss positions read."""
+    """Return the final hidden states [R, E, D] at the E loss positions of each of the R streams."""
     hidden = hidden_states(
         config,
         params,

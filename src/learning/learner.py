@@ -26,9 +26,10 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Sampler and trainer logprobs of the trained tokens of one forward_backward (in TIS: of one example)."""
+    """Logprobs of trained tokens by the sampler and by the trainer, for one forward_backward. `importance`
+    (TIS) also uses this record, for one example."""
 
-    sampled_logprobs: np.ndarray  # [N] float32; after `apply_tis`: the trainer's logprobs before the update
+    sampled_logprobs: np.ndarray  # [N] float32; with TIS (`tis`): the trainer's before the update
     trained_logprobs: np.ndarray  # [N] float32
 
 
@@ -36,9 +37,10 @@ class Learner:
     """Sends datums and optimizer steps to one training client.
 
     `update_scale` is the option `lora_alpha` divided by the server's alpha. It multiplies the learning rate
-    and divides the weight decay, so the decay per step does not change. Adam's step does not depend on the
-    size of the gradient. A larger learning rate of B therefore has the same effect on `alpha / rank * B @ A`
-    as an alpha that is larger by the same factor. The change of A has little effect while B is small.
+    and divides the weight decay, so the decay per step does not change. The adapter adds
+    `alpha / rank * B @ A` to a weight. Adam's step does not depend on the size of the gradient, so a larger
+    learning rate changes B as much as a larger alpha would change the product. The larger rate also changes A
+    faster, which has little effect on the product while B is small.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_s
     """Return the rate of one step: a linear warm-up to `highest` over `lr_warmup_steps`, then the schedule.
 
     The schedules `linear` and `cosine` would reach 0 one step after the last: 4 steps of `linear` without
-    warm-up have 1, 3/4, 1/2 and 1/4 of the rate. All substeps of a batch have the same rate.
+    warm-up have 1, 3/4, 1/2 and 1/4 of the rate. All substeps of a step have the same rate.
     """
     warmup = options.lr_warmup_steps
     if step <= warmup:

@@ -52,8 +52,8 @@ class StepBatch:
 class BatchCollector:
     """Collects the batch of each step.
 
-    It also keeps the state of failures and of the curriculum. A resumed run reads the state after
-    `steps_done` steps from the journal.
+    It also keeps the state of failures and of the curriculum. A resumed run reads from the
+    journal the state that existed after `steps_done` steps.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        With `uses_pipeline`, `on_group` is called with each group of the step, to which the reward rules have
-        been applied. Otherwise `on_group` is not called.
+        With `uses_pipeline`, `on_group` is called for each group of the step, after the reward rules have
+        been applied to the group. Otherwise `on_group` is not called.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.uses_pipeline:
@@ -216,7 +216,8 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        The plan of each step is made only once, because `_plan` also removes the files of unfinished trials.
+        The plan of each step is made only once, because `_plan` reads the rollouts on disk, which removes the
+        files of unfinished trials.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -285,7 +286,7 @@ class BatchCollector:
         if too many of the latest trials could not be graded, or if every training task is quarantined.
         """
         options, before = self._options, self._faults
-        if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures
+        if len({group.task.id for group in groups}) > 1:  # one task's failures may be the task's fault
             require_some_graded(groups, plan)
         self._faults = before.after(groups, options)
         self._curriculum = self._curriculum.after(groups)

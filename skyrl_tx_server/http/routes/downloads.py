@@ -1,14 +1,14 @@
 """Downloads of adapters in PEFT format, from URLs that are valid for an hour.
 
-The adapter is written in PEFT format when its URLs are first requested (`files.derived`). It consists of a
+The adapter is written in PEFT format when its URLs are first requested (`files/derived.py`). It consists of a
 configuration file and a weights file. SDKs up to 0.35 request both files in one tar.
 
 A URL contains its expiry time, the generation of the checkpoint and a signature. Every save of a checkpoint
 creates a new generation, which identifies the saved arrays. The signature is made with a secret of this
 process. A download therefore needs no API key. After a restart of the server the client must request new
 URLs. The URLs of a checkpoint reply 404 after the checkpoint is saved again or deleted. All files that
-a client downloads with the URLs of one reply therefore belong to the same generation. A download that has
-started completes, because the reply keeps the file open.
+a client downloads with the URLs of one reply therefore belong to the same generation. If the file is
+removed during a download, the download still completes, because the reply keeps the file open.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
 URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
-"""Derived files that were not requested for this time are removed."""
+"""A derived file is removed after this period without a request for it."""
 _SECRET = secrets.token_bytes(32)
 _NEW_URL = "request a new URL with get_external_weights_urls (SDK 0.35 and older: get_checkpoint_archive_url)"
 _ANY_TEXT = ("utf-8", "surrogatepass")
@@ -163,8 +163,8 @@ def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.n
 
 
 def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the tar, which only this user can read. Its bytes are reproducible, so that a download in several
-    parts is consistent."""
+    """Write the tar with mode 600. Its bytes are reproducible, so that a download in several parts is
+    consistent."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with (
         os.fdopen(descriptor, "wb") as stream,

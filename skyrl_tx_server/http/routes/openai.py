@@ -1,8 +1,9 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. In a stream, each event with new text belongs to one sample and follows a prefill batch or a
-decode dispatch; the external sampler gives one such event for the whole sample. If the client disconnects,
+checkpoint. In a stream, each event with new text belongs to one sample. The engine sends new text after
+each prefill batch and after each decode dispatch (a program that computes several decode steps). With
+`external_sampler`, the whole sample is one event. If the client disconnects,
 the slots of its samples are freed.
 """
 

@@ -1,6 +1,9 @@
-"""Sessions: a client creates a session, and the client's heartbeats keep the session open. A session ends
-when the client closes it, or after `session_timeout_s` without a heartbeat and without a request that creates
-or uses a model or sampler of the session or polls one of its futures. Requests to /v1 do not count."""
+"""Sessions: a client creates a session, and the client's heartbeats keep the session open.
+
+A session ends when the client closes it, or after `session_timeout_s` without activity. Activity is a
+heartbeat, a request that creates or uses a model or sampler of the session, or a poll of one of its futures.
+Requests to OpenAI's routes (`/v1`) are not activity.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ that it creates.
 Harbor can mount directories of the trial's directory into the container. An agent could then fill the host's
 disk, create links there and leave files that only root can remove. Here `/logs` is part of the container. If
 the task has a compose file, whose services may share `/logs`, each log directory is a volume of the trial's
-compose project. A thread downloads the files of `/logs` through the engine, within the same limits as for a
-sandbox (`file_copy`). Every service, network and volume is created with the labels of the run, so that a
-clean-up finds the objects that a killed trainer left.
+compose project. A thread downloads the files of `/logs` through the Docker engine. The limits of `file_copy`
+on sizes and numbers of files apply, as for a bubblewrap sandbox. Every service, network and volume is created
+with the labels of the run, so that a clean-up finds the objects that a killed trainer left.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
-        # The compose file of a task may mount the same logs elsewhere, through the variables that Harbor
-        # sets. These variables therefore name the volumes.
+        # The compose file of a task may use variables of Harbor to mount the log directories in other
+        # places. Here the values of these variables are names of volumes.
         volumes: Any = [
             {**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs
         ]

@@ -22,7 +22,7 @@ class Finding(BaseModel):
 
     name: str
     holds: bool
-    is_needed: bool  # whether every run needs this property; False: runs with certain options, or no run
+    is_needed: bool  # whether every run needs this property, and not only runs with certain options
     seen: str  # what the check observed
     seconds: float
 
@@ -37,7 +37,7 @@ class Capabilities(BaseModel):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether every required check that was run holds."""
+        """Whether every property that was checked and that every run needs holds."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
     def failed_check(self, name: str) -> Finding | None:
