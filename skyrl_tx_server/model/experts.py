@@ -156,11 +156,12 @@ def mix_experts(
     """Return the weighted sum [B, T, D] of the outputs of E experts for x [B, T, D]. `routed` is the result
     of `route` for x.
 
-    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1. If
-    `layer` is given, both weights are stacked over layers, and `layer` is the index of the layer. If `fsdp`
-    is a mesh axis, it divides the outputs of both weights: the outputs of `gate_up` are gathered, the outputs
-    of `down` stay divided. `modules` are the LoRA weights of both: one adapter (A [E, in, ...]), or all LoRA
-    slots and the LoRA slot of each sequence (A [slots, layers, E, ...]). None: no adapter."""
+    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1, and F
+    is the width of an expert. If `layer` is given, both weights are stacked over layers, and `layer` is the
+    index of the layer. If `fsdp` is a mesh axis, it divides the outputs of both weights: the outputs of
+    `gate_up` are gathered, the outputs of `down` stay divided. `modules` are the LoRA weights of both: one
+    adapter (A [E, in, ...]), or all LoRA slots and the LoRA slot of each sequence (A [slots, layers, E,
+    ...]). None: no adapter."""
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
     batch, length, _ = x.shape
@@ -252,7 +253,7 @@ class TileLayout:
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile
-    places: jax.Array  # [R] int32, index in [N * tile]; N * tile or more: in no tile
+    places: jax.Array  # [R] int32, index among the N * tile places; N * tile: the assignment is in no tile
     used: jax.Array  # [] int32, number of tiles with assignments
 
     def fill(self, inputs: jax.Array) -> jax.Array:

@@ -53,8 +53,9 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
 def packed_attention(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray
 ) -> jax.Array:
-    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment. A segment
-    consists of the positions with the same value of `segment_ids_BT`.
+    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment. H is the number
+    of query heads, and K is the number of key-value heads. A segment consists of the positions with the same
+    value of `segment_ids_BT`.
 
     A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
     backward pass recomputes its probabilities, so memory never holds all scores [T, T] at once.
@@ -76,7 +77,8 @@ def packed_attention(
 def within_segments(
     segment_ids_BT: jax.Array | np.ndarray,
 ) -> Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return `packed_attention` with these segment ids, for the argument `attend` of `hidden_states`."""
+    """Return `packed_attention` with these segment ids, as the argument `attend` of
+    `transformer.hidden_states`."""
     return lambda spec, q, k, v: packed_attention(spec, q, k, v, segment_ids_BT)
 
 

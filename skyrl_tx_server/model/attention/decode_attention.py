@@ -1,6 +1,6 @@
 """Attention in decode steps. In `attend_over_pages`, a GPU kernel reads the KV pages in place.
-`attend_over_segments` reads segments: copies of the pages, and the keys and values that the current dispatch
-has computed."""
+`attend_over_segments` reads segments: copies of the pages, and the keys and values that the current decode
+dispatch (one program call of several decode steps) has computed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def attend_over_segments(
     spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
 ) -> jax.Array:
     """Return attention of q [B, 1, H, hd] over the positions of all segments. There is one mask per segment.
-    The masks are True at visible positions and broadcast to [B, K, G, n], with G = H / K. Softmax is computed
-    in float32."""
+    The masks are True at visible positions and broadcast to [B, K, G, n]. K is the number of key-value heads,
+    and G = H / K is the number of query heads of each. Softmax is computed in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
@@ -59,7 +59,8 @@ class TokenRows:
     """The tokens of a decode step, one for each of B sequences."""
 
     positions: jax.Array  # [B] int32
-    is_written: jax.Array  # [B] bool, False for free slots and for sequences that ended before the dispatch
+    # [B] bool, False for free slots and for sequences that ended before the current decode dispatch
+    is_written: jax.Array
     tables: jax.Array  # [B, W] int32, the block tables of the sequences
 
 
@@ -76,8 +77,8 @@ def attend_over_pages(
 ) -> tuple[jax.Array, KVCache]:
     """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
     the positions up to and including these tokens, and the new cache. `heads` are q [B, 1, H, hd], k and v
-    [B, 1, K, hd]. `splits` are KV splits that cover at least these positions. A GPU kernel reads the pages in
-    place."""
+    [B, 1, K, hd]. `splits` are KV splits (parts of the pages of one or more sequences) that cover at least
+    these positions. A GPU kernel reads the pages in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
     if config.mesh is not None:

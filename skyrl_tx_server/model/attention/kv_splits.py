@@ -1,11 +1,11 @@
-"""KV splits: the sequences of a decode batch that share KV pages read them together (as in Hydragen, Juravsky
-et al., arXiv:2402.05099).
+"""KV splits: an attention kernel reads KV pages that several sequences of a decode batch share once for all
+of these sequences (as in Hydragen, Juravsky et al., arXiv:2402.05099).
 
 The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
 same pages in each of them, for example if they have the same prompt. A split is one part of up to R sequences
 that share this part. An attention kernel reads the part once for all of them. The division into parts depends
 only on the length of the sequence, so the result of a sequence does not depend on the other sequences. The
-host computes the splits once per decode dispatch.
+host computes the splits once per decode dispatch (one program call of several decode steps).
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def kv_splits_of(
 
 
 def _on_one_rank(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
-    """Return the splits of one rank. Arrays with the suffix N have one entry per part: up to `leader_N` in
-    the order of the sequences, from `begins_N` on in the order `order_N`, in which equal parts are adjacent.
-    The number of numpy calls does not depend on the number of sequences or parts."""
+    """Return the splits of one rank. Arrays with the suffix N have one entry per part. The entries of `row_N`
+    to `leader_N` have the order of the sequences. The entries of `begins_N` to `split_N` have the order
+    `order_N`, in which equal parts are adjacent. The number of numpy calls does not depend on the number of
+    sequences or parts."""
     batch, width = tables_BW.shape
     pages_B = -(-lengths_B // page)
     sizes_B = _pages_of_part(pages_B)

@@ -1,9 +1,9 @@
 """Attention in prefill. Each tile of a prompt attends to the KV pages of the prompt. These pages already hold
 the keys and values of the tile.
 
-Keys are always read in the same groups of pages, so attention is bit-identical for all batches and all
-boundaries of prefill chunks. Keys and values that decode steps compute differ from those of prefill in the
-last bits.
+Keys are always read in the same groups of pages and in the same order. The attention of a token is therefore
+bit-identical in every batch, and for every division of its prompt into prefill chunks. Keys and values that
+decode steps compute differ in the last bits from those that prefill computes.
 """
 
 from __future__ import annotations

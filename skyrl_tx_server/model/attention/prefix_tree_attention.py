@@ -1,4 +1,5 @@
-"""Attention over a stream of prefix trees (see `training.packing`), computed in pairs of blocks.
+"""Attention over a stream of prefix trees, computed in pairs of blocks. A stream consists of packed training
+sequences that share the tokens of common prefixes (see `training.packing`).
 
 The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
 The stream is divided into blocks of ATTENTION_TILE tokens. A pair of a query block and a key block is
@@ -45,8 +46,9 @@ def tree_attention(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd]. On a mesh each device
-    computes a share of the streams and heads."""
+    """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd], for R streams of T tokens
+    with H query heads and K key-value heads. On a mesh each device computes a share of the streams and
+    heads."""
     if spec.sliding_window is None:
         layout = replace(layout, positions=None)  # only a sliding window needs positions
     if config.mesh is None:

@@ -1,5 +1,6 @@
-"""Two Pallas kernels for GPUs, compiled by Triton, that compute the deltas of LoRA slots for one token per
-sequence: in decode steps, and in the head for first tokens in prefill.
+"""Two Pallas kernels for GPUs, compiled by Triton, that compute LoRA deltas for one token per sequence: in
+decode steps, and in the head for first tokens in prefill. Each sequence uses one LoRA slot, which is the
+index of an adapter in the stacked adapters.
 
 In a decode step, the products with the factors A and B read little memory. If one program multiplied over the
 whole input dimension, its latency would determine the time. The first kernel therefore divides the input
@@ -58,7 +59,7 @@ def lora_delta(
     For S LoRA slots and L layers, the factors are `a` [S, L, in, P * rank], `b` with one matrix
     [S, L, rank, out_part] for each part, and the float32 `scale` [S, L]. Sequence i uses slot `slots[i]`
     of layer `layer`. `order` [B] is a permutation of the sequences in which those of a slot are adjacent.
-    None: the sequences are processed in their own order. With `one_slot`, all elements of `slots` are equal.
+    None: the sequences are processed in the order of x. With `one_slot`, all elements of `slots` are equal.
     Products are summed in float32. x @ a and the scaled B are rounded to the dtype of B.
     """
     (batch, inputs), rank, widths = x.shape, b[0].shape[-2], [part.shape[-1] for part in b]

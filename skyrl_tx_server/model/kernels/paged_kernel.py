@@ -71,8 +71,8 @@ def paged_attention(
     """Return the attention [B, H, hd] of q [B, H, hd] over N KV pages with keys [N, K, hd, P] and values
     [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences. `lengths` [B] are the lengths of the
     sequences, and `splits` are KV splits that cover at least these lengths. The page size P is a power of
-    two. Keys and values after the end of a sequence may be NaN. The result of a sequence without a split is
-    zero."""
+    two. Keys and values after the end of a sequence may be NaN. The result of a sequence that is in no split
+    is zero."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)

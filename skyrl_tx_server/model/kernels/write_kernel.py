@@ -23,8 +23,9 @@ def write_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Write the key and the value of one token of each sequence to the KV pages of one layer, in place.
 
-    `keys` [L, N, K, hd, P] and `values` [L, N, K, P, hd] are the pages of all layers, and `layer` [1] int32
-    is the index of the layer to write. k and v [B, K, hd] are the new keys and values. `pages` [B] int32 are
+    `keys` [L, N, K, hd, P] and `values` [L, N, K, P, hd] are the N pages of all L layers, with K heads and P
+    positions per page. `layer` [1] int32 is the index of the layer to write. k and v [B, K, hd] are the new
+    keys and values. `pages` [B] int32 are
     the numbers of the pages that receive them. For a sequence with the page number -1, nothing is written.
     `places` [B] int32 are the positions of the tokens within these pages. NaNs in v are replaced by zeros,
     and infinities by the largest finite numbers.
