@@ -30,7 +30,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """N pages of every layer."""
+    """N pages of each of L layers, with K key-value heads."""
 
     keys: jax.Array  # [L, N, K, hd, PAGE], rotated; normalized if the family has a norm for keys
     values: jax.Array  # [L, N, K, PAGE, hd]

@@ -164,7 +164,7 @@ def to_host[Tree](tree: Tree) -> Tree:
         is_local = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
         return leaf if is_local else process_allgather(leaf, tiled=True)
 
-    # wait first, because JAX uses another thread to copy an array that is not ready
+    # Wait first: JAX passes the copy of an array that is not ready to another thread, which adds latency.
     return jax.device_get(jax.block_until_ready(jax.tree.map(gather, tree)))
 
 

@@ -79,7 +79,8 @@ class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): one latent vector per token represents the keys and
     values of all heads.
 
-    The names are those of Hugging Face's DeepseekV3Config, except `interleaved`, there `rope_interleave`.
+    The names are those of Hugging Face's DeepseekV3Config, except that `interleaved` is `rope_interleave`
+    there.
     """
 
     q_lora_rank: int | None  # None: queries are projected in one step
@@ -87,7 +88,7 @@ class LatentAttention:
     qk_nope_head_dim: int  # number of dimensions of a query and key that are not rotated
     qk_rope_head_dim: int  # number of rotated dimensions; all heads share the rotated key
     v_head_dim: int
-    interleaved: bool  # whether a rotary pair has adjacent dimensions, not dimension i of each half
+    interleaved: bool  # whether a rotary pair has adjacent dimensions; False: dimension i of each half
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +109,12 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: no context extension
     eos_token_ids: tuple[int, ...] = ()
-    sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
+    # One per layer, None for a layer without a window. The tuple is empty if no layer has a window.
+    sliding_windows: tuple[int | None, ...] = ()
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = None
-    """None: the model has no latent attention. Otherwise it has one KV head, [latent vector, rotated key]."""
+    """None: the model has no latent attention. Otherwise all query heads share one KV head, which consists of
+    the latent vector and the rotated key."""
     inputs_first: bool = False
     """Whether projections are stored as [inputs, outputs] on the device, and decode steps read LoRA factors
     in this layout, see `weight_layout.py`. Hugging Face stores [outputs, inputs]."""
@@ -180,7 +183,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
             f"max_context_length={length} exceeds the {config.context_length} tokens of this model, and its "
             "config.json already has rope_scaling: set a smaller max_context_length"
         )
-    if config.latent is not None:  # the scale of latent attention depends on `mscale_all_dim`
+    if config.latent is not None:  # its scale depends on `mscale_all_dim`, which only config.json can give
         raise ConfigError(f"yarn=true does not support {config.model_type}: set rope_scaling in config.json")
     own_length = config.max_position_embeddings
     original = TRAINING_LENGTHS.get((config.model_type, own_length), own_length)

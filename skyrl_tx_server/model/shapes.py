@@ -10,7 +10,8 @@ import numpy as np
 
 PAGE_SIZE = 64
 """The number of positions of a KV page."""
-MIN_SEGMENT = 256  # positions; the first of `segment_ends`, unless the context is shorter
+MIN_SEGMENT = 256
+"""The number of positions of the first segment (see `segment_ends`), unless the context is shorter."""
 MIN_DECODE_WIDTH = 4
 """The smallest width of a decode program, in sequences, unless a rank has fewer slots. A width of 1
 would change results, because a matrix product of one row differs in the last bits from products of several
@@ -18,7 +19,7 @@ rows."""
 ATTENTION_TILE = 128
 """The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
 are multiples of this number."""
-SMALLER_SHAPES = 2  # the maximum number of training lengths below the budget
+SMALLER_SHAPES = 2  # the maximum number of training lengths below the budget (see `train_shapes`)
 PREFILL_TILE = 64
 """The number of tokens of a tile in prefill. The part of a prompt after its cached prefix is divided into
 tiles."""
@@ -50,13 +51,15 @@ CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles=8)
 slightly faster per token."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles=16)
 """Every tile batch reads all weights. On an H200 this takes as long as the computation of 200 tokens
-(calculated for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
+(calculated for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured). A short tile batch therefore has 4 tiles,
+which are 256 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketShape:
-    """The shape of a micro-batch: streams of `length` tokens, each with `loss_positions` loss positions. The
-    loss positions outnumber the tokens, because sequences that share a token may have different targets."""
+    """The shape of a micro-batch: streams (packed training sequences) of `length` tokens, each with
+    `loss_positions` loss positions (entries of the targets and loss inputs). There are more loss positions
+    than tokens, because sequences that share a token may have different targets."""
 
     streams: int
     length: int
@@ -123,7 +126,8 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
     """Return the positions at which the segments of `decode_steps` end: MIN_SEGMENT, doubled up to the
-    maximum context in whole pages. The program is compiled for each number of segments.
+    maximum context in whole pages. A segment holds the cached keys and values of consecutive positions. The
+    program is compiled for each number of segments.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((256, 512, 1024, 2048), (256, 512, 1024, 2048), (128,))

@@ -1,8 +1,8 @@
 """A model as pure functions over stacked weights.
 
-Training, prefill and decoding share `layer`, which takes attention as a callback. Activations have the dtype
-of the option `dtype`, and so have weights, except those with `Weight.exact`. Norms, rotary angles, softmax
-and logits are computed in float32.
+Training, prefill and decoding share `layer`, which takes attention as a callback. Activations and weights
+have the dtype of the option `dtype`, except that weights with `Weight.exact` are float32. Norms, rotary
+angles, softmax and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-"""Compiler options of all programs that run a model. Values are rounded to bfloat16 after every operation,
-not only at the ends of fusions, so training and sampling agree although XLA fuses their operations
-differently (scripts/check_bf16.py). The weights of equal layers are stacked in one array. On a GPU, cuBLAS
-computes matrix products and reads the weights of a layer in place in this array. XLA's Triton products would
-first copy each layer out of the array. XLA's dot merger would copy a matrix and an adapter into one matrix,
-to compute both products at once (scripts/check_gpu.py)."""
+"""Compiler options of all programs that run a model. With the first option, values are rounded to bfloat16
+after every operation, not only at the ends of fusions, so training and sampling agree although XLA fuses
+their operations differently (scripts/check_bf16.py). The weights of equal layers are stacked in one array.
+With the second option, cuBLAS computes matrix products on a GPU and reads the weights of a layer in place in
+this array. XLA's Triton products would first copy each layer out of the array. The third option turns off
+XLA's dot merger, which would copy a matrix and an adapter into one matrix, to compute both products at once
+(scripts/check_gpu.py)."""
 
 SAMPLING_OPTIONS = COMPILER_OPTIONS | {"xla_disable_hlo_passes": "rematerialization"}
 """Compiler options of the programs that use the KV cache. If a kernel writes the cache in place, XLA counts
@@ -56,7 +57,7 @@ class Params:
     """The weights of a model."""
 
     embed: jax.Array  # [V, D]
-    layers: tuple[LayerParams, ...]  # one per stack
+    layers: tuple[LayerParams, ...]  # one per stack of consecutive equal layers
     final_norm: jax.Array  # [D]
     head: jax.Array | None  # [V, D]; None: the embedding is the head
 
@@ -90,8 +91,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, leaf_dtype)
         if not weight.inputs:
             return draw(key, shape, leaf_dtype)
-        # Matrices are drawn as [in, out] and then transposed. Do not draw them as [out, in], because
-        # a seed must always give the same weights.
+        # Matrices are drawn as [in, out] and then transposed. Do not draw them as [out, in]. This would
+        # change the models that scripts and tests create from fixed seeds.
         return draw(key, (*shape[:-2], shape[-1], shape[-2]), leaf_dtype).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -142,8 +143,8 @@ def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, L
     both.
 
     The matrices of experts are passed whole, because XLA would copy the slice of each layer (up to a
-    gigabyte). Exception: with an `fsdp` axis each layer's matrices are gathered from the devices, which needs
-    slices.
+    gigabyte). In programs that gather each layer's matrices along `fsdp` (see `gathers`), they are sliced,
+    because only one layer is gathered at a time.
     """
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     sliced = {field: leaf for field, leaf in stack.items() if field not in whole}

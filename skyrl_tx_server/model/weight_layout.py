@@ -2,12 +2,12 @@
 inputs] as in Hugging Face's files, or [inputs, outputs].
 
 XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs for
-weights [outputs, inputs]. LoRA slots store the factors as [inputs, outputs], so with the layout [outputs,
-inputs] a decode dispatch must transpose the factors. However, with the layout [inputs, outputs] and some
-numbers of inputs, XLA's order of summation depends on the number of rows. A completion would then depend on
-the other sequences of its batch. Therefore the server computes test products of the model's shapes when it
-starts. It uses the layout [inputs, outputs] only if the bits of these products are the same for all numbers
-of rows.
+weights [outputs, inputs]. LoRA slots (the stacked adapters of the sampler) store the factors as [inputs,
+outputs], so with the layout [outputs, inputs] every decode dispatch (a program call of several decode steps)
+must transpose the factors. However, with the layout [inputs, outputs] and some numbers of inputs, XLA's order
+of summation depends on the number of rows. A completion would then depend on the other sequences of its
+batch. Therefore the server computes test products of the model's shapes when it starts. It uses the layout
+[inputs, outputs] only if the bits of these products are the same for all numbers of rows.
 """
 
 from __future__ import annotations

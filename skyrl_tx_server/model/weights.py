@@ -49,7 +49,7 @@ KEY_VALUE_HEADS = "key-value heads"
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 LFS_POINTER = b"version https://git-lfs"
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""The dtypes that are read without scales, as safetensors names them."""
+"""The dtypes of tensors that are stored without quantization scales, as safetensors names them."""
 
 
 def resolve_model(base_model: str) -> Path:
@@ -157,8 +157,8 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
 
 
 def _advise_smaller_tensor_axis(config: ModelConfig, shape: MeshShape) -> str:
-    """Return the advice to use another mesh. Its tensor axis divides the key-value heads, and its number of
-    devices is the same.
+    """Return the advice to use a mesh whose tensor axis divides the key-value heads and which has as many
+    devices as `shape`.
 
     Key-value heads are not replicated, because each copy of a head would have its own adapter.
     """

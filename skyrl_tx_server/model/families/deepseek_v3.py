@@ -3,9 +3,9 @@
 Heads attend in the latent space. `c` is the latent vector of a token. The key of a head is `W_k c`,
 concatenated with a rotated key that all heads share. Since `q . W_k c = (W_k^T q) . c`, queries are
 multiplied by `W_k^T`, and all heads attend to one key-value head: `c`, concatenated with the rotated key. The
-value is the same vector. Of the attention output, only the part of `c` is used; it is multiplied by `W_v`.
-The cache stores this key-value head, once as key and once as value, instead of the keys and values of every
-head.
+value is the same vector. The part of the attention output that belongs to `c` is multiplied by `W_v`, and the
+other part is not used. The cache stores this key-value head, once as key and once as value, instead of the
+keys and values of every head.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ from skyrl_tx_server.model.mesh import Axes, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""Field -> weight. The weights belong to one layer or to a stack of L layers. In a stack, every weight has a
-leading axis L. The weights of one layer may contain the expert matrices of the whole stack, [L, E, out, in].
+"""Maps each field to its weight. The weights belong to one layer or to a stack of L layers. In a stack, every
+weight has a leading axis L. The weights of one layer may contain the matrices of the E experts of the whole
+stack, [L, E, out, in].
 In this case the entry STACK_INDEX is the index of the layer in the stack."""
 
 STACK_INDEX = "stack_index"
@@ -68,7 +69,7 @@ class Weight:
     inputs: int = 0  # number of inputs; 0: a vector
     experts: int = 0  # size of the leading expert axis; 0: no such axis
     exact: bool = False  # float32 in models of any dtype
-    switch: LoraTarget | None = None  # None: no adapter
+    switch: LoraTarget | None = None  # the option that trains its adapter; None: no adapter
     split: ShardAxis = ShardAxis.NEITHER
 
     @property
@@ -104,7 +105,8 @@ class Weight:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """Consecutive layers with the same kinds of weights and the same attention settings. Each field is
-    stacked over the layers. One scan runs the layers, except in unrolled decode programs."""
+    stacked over the layers. One scan runs the layers, except in unrolled decode programs, which contain every
+    layer separately."""
 
     layers: range
     weights: dict[str, Weight]

@@ -30,8 +30,9 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""Field of an adapted projection -> its LoRA factors, for one layer or stacked over layers. In a stack, every
-leaf, including `scale`, has a leading axis of layers. In LoRA slots, an axis of slots comes before it."""
+"""Maps the field of each adapted projection to its LoRA factors, for one layer or stacked over layers. In a
+stack, every leaf, including `scale`, has a leading axis of layers. In LoRA slots (the stacked adapters of the
+sampler), an axis of slots comes before the axis of layers."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,8 @@ class Adapter:
 
 
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return the stacks of the model, reduced to the projections that have adapters."""
+    """Return the stacks of the model (its groups of consecutive equal layers), reduced to the projections that
+    have adapters."""
     return tuple(
         replace(
             stack,
@@ -115,7 +117,8 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
 
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
-    """Return an adapter of zeros in host memory, for the base model, an empty gradient or initial moments."""
+    """Return an adapter of zeros in host memory, for the base model, as a zero gradient, or as the initial
+    moments of the optimizer."""
     return _make_adapter(config, lambda weight, layer_shape: _zeros(weight, config, layer_shape, max_rank))
 
 

@@ -1,13 +1,14 @@
 """LoRA arithmetic: the factors of a projection, and the deltas that are added to its output.
 
-In training, one adapter is applied to the whole batch. In sampling, each sequence may use a different LoRA
-slot, and the result of a sequence does not depend on the other sequences, except for the last bits on a GPU:
+In training, one adapter is applied to the whole batch. In sampling, several adapters are stacked in LoRA
+slots, and each sequence may use a different slot. The result of a sequence does not depend on the other
+sequences, except for the last bits on a GPU:
 
 - For one token per sequence on one GPU (decode steps, and the head for first tokens in prefill), a kernel
   reads the factors of the slots in use in place (`lora_kernel`).
 - For routed experts, each tile of tokens has one slot (`experts.mix_experts`).
-- For `kv_b` of latent attention on a GPU, also with one token per sequence, `apply_lora` computes one slot
-  after the other, as many slots as the program is compiled for.
+- For `kv_b` of latent attention on a GPU, `apply_lora` computes one slot after the other, also with one token
+  per sequence. It always computes the number of slots for which the program is compiled.
 - In all other cases, every slot in use is applied to the whole batch, and each sequence keeps only the result
   of its slot. A slot is read once, regardless of the number of sequences that use it. All products have the
   shape of the batch. On a CPU, a loop runs over the slots in use, and the number of these slots is an input
@@ -91,9 +92,9 @@ def adapter_counts(config: ModelConfig, num_lora_slots: int, *, decodes: bool) -
     program is compiled on a GPU: 1, SEVERAL and `num_lora_slots`. None: on other devices, programs do not
     depend on the number of slots in use.
 
-    SEVERAL is left out for decode programs on one GPU, because their time depends only on the slots in use.
-    With latent attention, SEVERAL is kept, because `apply_lora` computes the deltas of `kv_b` for all
-    `max_loras` slots.
+    SEVERAL is left out for decode programs on one GPU: their kernel reads only the slots in use, so a smaller
+    `max_loras` would not make them faster. With latent attention, SEVERAL is kept, because `apply_lora`
+    computes the deltas of `kv_b` for all `max_loras` slots.
     """
     if not on_gpu():
         return None
@@ -120,7 +121,8 @@ def apply_lora(
         )
 
     # The factors of the first slot are read outside the loop over slots, so that they are copied once per
-    # dispatch and not in every decode step. Most batches use only one slot.
+    # decode dispatch (a program call of several decode steps) and not in every decode step. Most batches use
+    # only one slot.
     result = compute(_in_slot(module, jnp.asarray(indices.distinct)[0]))
     if indices.max_loras is None:
         return jax.lax.fori_loop(1, indices.count, select, result)
@@ -162,8 +164,8 @@ def project(
     fused = shard_product(config, jnp.einsum(form, x, weight), by)
     fused = fused if bias is None else fused + bias
     if module is not None and on_gpu() and config.mesh is None:
-        # On a GPU, XLA adds this delta as a step of the matrix product with `weight`. If there were one delta
-        # for each part, XLA would copy each part.
+        # On a GPU, XLA adds one delta of all parts as a step of the matrix product with `weight`. If there
+        # were one delta for each part, XLA would copy each part.
         if uses_decode_kernel(config, x, module):
             return split_parts(fused + decode_delta(x, module), widths, 1)
         if module.indices is None or module.indices.max_loras == 1:
@@ -231,8 +233,8 @@ def low_rank_deltas(
     """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x.
 
     The factors have the layout [inputs, outputs]. `inputs_first` states that the bits of products with this
-    layout do not depend on the number of rows (see `weight_layout.py`). If it is False, the factors of LoRA
-    slots are transposed on a CPU if x has one token per sequence.
+    layout do not depend on the number of rows (see `weight_layout.py`). If it is False and x has one token
+    per sequence, the factors of LoRA slots are transposed on a CPU (see `_product_by_output`).
     """
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
@@ -250,7 +252,8 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) 
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
     uses_slot = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
     inner = jnp.einsum("bti,nir->btnr", x, a) * scale[:, None]
-    inner = jnp.where(uses_slot[:, None, :, None], inner, 0)  # also if a product of another slot is infinite
+    # A multiplication by a mask would give NaN if the product of another slot is infinite.
+    inner = jnp.where(uses_slot[:, None, :, None], inner, 0)
     parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
