@@ -151,7 +151,7 @@ def put(tree: Any, shardings: Any) -> Any:
     def put_local_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, sharding)
-        # device_put would compare the array between all processes
+        # device_put would first send the array to all processes, to check that it is equal in each of them.
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(put_local_parts, tree, shardings)

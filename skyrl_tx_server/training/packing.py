@@ -2,8 +2,8 @@
 tokens of this prefix. All arrays are in host memory.
 
 A stream is a forest of prefix trees in depth-first order: the shared prefix of two sequences occurs once, and
-only the other tokens of the second sequence follow. A token attends to itself and to the earlier tokens whose
-subtree contains it. The subtree of token j ends before index `subtree_end[j]`. For example, if
+only the remaining tokens of the second sequence follow. A token attends to itself and to the earlier tokens
+whose subtree contains it. The subtree of token j ends before index `subtree_end[j]`. For example, if
 `prefix_trees.MIN_SHARED` were 2, the prefix `a b` would be shared:
 
     data    a b c d        stream       a b c d e f | x y z | . .

@@ -1,5 +1,6 @@
-"""Groups sequences with common prefixes into prefix trees, and distributes the trees over streams of the
-bucket shapes. This module uses numpy only."""
+"""Groups sequences with common prefixes into prefix trees, and distributes the trees over streams. A stream
+is computed as one sequence of tokens. Its length is one of the few lengths (bucket shapes) for which training
+programs are compiled. This module uses numpy only."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ class TreeSequence:
     datum: int  # index of the datum
     tokens: np.ndarray  # [N] int32
     targets: np.ndarray  # [N, K] int32
-    inputs: np.ndarray  # [N, K + 2] float32: weights, sampler's logprob, advantage
+    inputs: np.ndarray  # [N, K + 2] float32: K weights, sampler's logprob, advantage
     trained: np.ndarray  # [N] bool, True at positions with a gradient
     num_targets: int | None  # targets per position; None: the datum has no target axis
     num_shared: int  # number of tokens of the prefix shared with the previous sequence
-    shares_loss: np.ndarray  # [num_shared] bool, True where targets and loss inputs are equal too
+    # [num_shared] bool, True where the targets and loss inputs equal those of the previous sequence
+    shares_loss: np.ndarray
 
     @property
     def new_tokens(self) -> int:

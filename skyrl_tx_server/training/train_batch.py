@@ -11,7 +11,9 @@ from skyrl_tx_server.training.losses import LossInputs
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """R streams of T tokens with E loss positions each. Padding is zero, except in `layout`.
+    """R streams of T tokens with E loss positions each. A stream consists of packed training sequences, and a
+    loss position is one entry of its targets and loss inputs (see `packing`). Padding is zero, except in
+    `layout`.
 
     With K targets per position, `targets` and `loss_inputs.weights` are [R, E, K],
     `loss_inputs.sampler_logprobs` and `loss_inputs.advantages` are [R, E, 1], and `loss_inputs.counts` is

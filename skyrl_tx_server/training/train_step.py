@@ -1,9 +1,9 @@
 """The training programs `forward`, `forward_backward` (which accumulates gradients) and `adam_step`.
 
 `forward` and `forward_backward` are compiled once for each pair of a training shape and a number of targets
-per position. `adam_step` is compiled once. Other losses, loss settings, adapter ranks or optimizer settings
-need no further compilation. Pass the batch, the loss and the optimizer settings as numpy arrays in host
-memory, because committed device arrays would compile the programs again.
+per position. `adam_step` is compiled once. A change of the loss, the loss settings, the adapter rank or the
+optimizer settings needs no further compilation. Pass the batch, the loss and the optimizer settings as numpy
+arrays in host memory, because JAX would compile the programs again for committed device arrays.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A pool of training models. The most recently used models are on the device, all others in host memory.
-A move between the device and host memory does not change the values of a model."""
+"""A pool of training models, which are adapters with their optimizer state. The most recently used models are
+on the device, all others in host memory. A move between the device and host memory does not change the values
+of a model."""
 
 from __future__ import annotations
 

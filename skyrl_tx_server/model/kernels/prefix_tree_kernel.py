@@ -42,8 +42,9 @@ TILE = 64
 def forward(
     layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention of q [R, T, H, hd] over k and v [R, T, K, hd] for R streams, as (outputs with the
-    shape of q, base-2 logarithms of the softmax denominators [R, H, T] float32)."""
+    """Return the attention of q [R, T, H, hd] over k and v [R, T, K, hd] for R streams of packed training
+    sequences, as (outputs with the shape of q, base-2 logarithms of the softmax denominators [R, H, T]
+    float32)."""
     batch, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
     tile = min(TILE, length // layout.num_key_blocks.shape[1])

@@ -44,8 +44,8 @@ class Adapter:
 
 
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return the stacks of the model (its groups of consecutive equal layers), reduced to the projections that
-    have adapters."""
+    """Return the stacks of the model, reduced to the projections that have adapters. A stack is a group of
+    consecutive equal layers."""
     return tuple(
         replace(
             stack,
