@@ -11,11 +11,15 @@ result. Only rank 0 reads and writes checkpoints.
     ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
                                 <-- no error ------
 
-If every rank raises a ServerError of the same type, only the current operation fails. The server stops if the
-summaries of a call differ between ranks (see `_Outcome.summary`), if a process is lost, or after a
-SequencesLostError or an error that is not a ServerError, because device states may have diverged. Rank 0
-reads plain text from the other ranks, never a pickle. The other ranks authenticate each message of rank 0
-(see `channel`) before they unpickle it. Messages to the user call a rank "process", as the option
+If every rank raises a ServerError of the same type, only the current operation fails. In the following cases
+the server stops, because device states may have diverged:
+
+- The summaries of a call differ between ranks (see `_Outcome.summary`).
+- A process is lost.
+- A call raises a SequencesLostError, or an error that is not a ServerError.
+
+Rank 0 reads plain text from the other ranks, never a pickle. The other ranks authenticate each message of
+rank 0 (see `channel`) before they unpickle it. Messages to the user call a rank "process", as the option
 `process_id` does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
@@ -59,8 +63,8 @@ FATAL = "!"
 
 
 class RankLostError(ServerError):
-    """A process was lost, had a fatal error (see `FATAL`), or ended a call with another summary than rank 0.
-    The server cannot continue."""
+    """A process was lost, had a fatal error (see `FATAL`), or ended a call with a summary that differs from
+    that of rank 0 (see `_Outcome.summary`). The server cannot continue."""
 
 
 class RankGroup(Protocol):
@@ -187,8 +191,8 @@ class RankZero:
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
         """Send the call to the other ranks and make it here with `make`. Return what `make` returns, or raise
-        its ServerError. Raises RankLostError if `make` raises a fatal error, or if a rank is lost or has
-        another summary than rank 0."""
+        its ServerError. Raises RankLostError in three cases: `make` raises a fatal error, a rank is lost, or
+        the summary of a rank differs from that of rank 0."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)

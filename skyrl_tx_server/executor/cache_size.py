@@ -1,4 +1,5 @@
-"""Chooses the numbers of slots and KV pages that fit into the available memory."""
+"""Chooses the number of slots (sequences that decode at the same time) and the number of KV pages that fit
+into the available memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and logs XLA programs as jax compiles them or reads them from the persistent cache."""
+"""Counts and logs the XLA programs that jax compiles or reads from the persistent cache."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def stats() -> dict[str, object]:
 
 
 def copied_layers_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of weights that a decode dispatch copies on each device: all layers without their
-    routed experts, or 0 if the program reads the layers in place."""
+    """Return the bytes of weights that a decode dispatch (a program call of several decode steps) copies on
+    each device: all layers without their routed experts, or 0 if the program reads the layers in place."""
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)

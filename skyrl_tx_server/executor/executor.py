@@ -182,9 +182,14 @@ class DeviceExecutor:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of the programs that most servers need.
 
-        The result omits the optimizer step, the rolled decode programs, the programs that score top-k and
-        target logprobs, and on a GPU the decode programs with top-k or top-p filters. It also omits the
-        training programs for sequences longer than a training batch and for several targets per position.
+        The result omits the following programs:
+
+        - the optimizer step
+        - the rolled decode programs, which have a loop over the layers
+        - the programs that score top-k and target logprobs
+        - on a GPU, the decode programs with top-k or top-p filters
+        - the training programs for sequences longer than a training batch, and for several targets per
+          position
         """
         return itertools.chain(self.sampler.runner.programs(), self._training_programs())
 
@@ -261,7 +266,8 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # again, because a yield may move the model to host memory
+            # Other operations that run during the yield may move the model to host memory.
+            model = self._models.get(op.model_id)
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,
@@ -324,7 +330,7 @@ class DeviceExecutor:
                 f"{op.path} has no optimizer state; load a training checkpoint made by save_state"
             )
         info, arrays = self._read(op.path)
-        # The seeds may differ, because SDKs up to 0.36 create the model without the seed.
+        # The seeds may differ, because SDKs up to 0.36 create the model without the checkpoint's seed.
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             differences = ", ".join(
                 f"{field.name} is {getattr(info.lora, field.name)} and {getattr(model.lora, field.name)}"
@@ -367,7 +373,8 @@ class DeviceExecutor:
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
         try:
-            self.adapters.put(op.weights, self._models.get(op.model_id).adapter)  # a yield may move the model
+            # Get the model again, because operations during a yield may have moved it to host memory.
+            self.adapters.put(op.weights, self._models.get(op.model_id).adapter)
         except ConflictError:
             # Sequences still use the snapshot of a deleted checkpoint with this name. If the new checkpoint
             # were kept, later samples of it would use the old snapshot.

@@ -43,9 +43,10 @@ ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
-"""Training keeps activations for the backward pass if the program of the `budget` shape then needs at most
-this share of the memory that remains after the reserved share and `fixed_bytes`, or no more memory than the
-program that recomputes the layers of the longest streams."""
+"""Training keeps activations for the backward pass in two cases. In the first case, the program that keeps
+them for the `budget` shape needs at most this share of the memory that remains after the reserved share and
+`fixed_bytes`. In the second case, it needs no more memory than the program that recomputes the layers of the
+longest streams."""
 ESTIMATE_MARGIN = 1.2
 """`minimum_training_bytes` multiplies its estimate by this factor. For Qwen3-4B, XLA reports that the
 training program with recomputed layers needs 1.1 times the estimate without the factor."""
@@ -134,8 +135,9 @@ def divide_memory(
 
 
 def fixed_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of the weights, of the layers that a decode dispatch copies, of the training models
-    and of the LoRA slots. Training programs and the KV cache share the remaining bytes."""
+    """Return the bytes of the weights, of the layers that a decode dispatch (a program call of several decode
+    steps) copies, of the training models and of the LoRA slots. Training programs and the KV cache share the
+    remaining bytes."""
     return (
         weights_bytes(model)
         + copied_layers_bytes(model)

@@ -26,7 +26,7 @@ class Limits:
     """Limits that depend on the memory of the device unless an option sets them."""
 
     max_models: int  # training models on the device
-    max_loras: int  # LoRA slots
+    max_loras: int  # LoRA slots: adapters that the sampler keeps on the device
     max_context_length: int  # in tokens; models with a shorter context keep their own limit
 
 

@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
-    """Compile `programs` (name, program) in a thread. A request that needs a program before the thread has
-    compiled it compiles the program itself.
+    """Compile `programs` (name, program) in a thread. If a request needs a program that the thread has not
+    compiled yet, the request compiles the program itself.
 
     The thread is not a daemon, so that a normal exit of Python waits for the current compilation: the exit
-    handlers of XLA would crash during a compilation. The command `python -m skyrl_tx_server` ends without
-    waiting.
+    handlers of XLA would crash during a compilation. The command `python -m skyrl_tx_server` does not wait,
+    because it exits with `os._exit`, which runs no exit handlers.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 
