@@ -1,6 +1,6 @@
 """The parts of the base-2 softmax that attention in training, prefill and decoding shares. The maximum is
-rounded up to an integer, so that rounding the softmax weights to bfloat16 gives the same relative errors
-whatever the order and the tile size in which keys are read (see `ceil_max`)."""
+rounded up to an integer, so that rounding the softmax weights to bfloat16 gives the same relative errors for
+all orders and tile sizes in which keys are read (see `ceil_max`)."""
 
 from __future__ import annotations
 

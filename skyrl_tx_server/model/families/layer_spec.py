@@ -27,8 +27,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 type LayerParams = dict[str, jax.Array]
 """Maps each field to its weight. The weights belong to one layer or to a stack of L layers. In a stack, every
 weight has a leading axis L. The weights of one layer may contain the matrices of the E experts of the whole
-stack, [L, E, out, in].
-In this case the entry STACK_INDEX is the index of the layer in the stack."""
+stack, [L, E, out, in]. In this case the entry STACK_INDEX is the index of the layer in the stack."""
 
 STACK_INDEX = "stack_index"
 

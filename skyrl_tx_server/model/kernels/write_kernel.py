@@ -25,10 +25,9 @@ def write_tokens(
 
     `keys` [L, N, K, hd, P] and `values` [L, N, K, P, hd] are the N pages of all L layers, with K heads and P
     positions per page. `layer` [1] int32 is the index of the layer to write. k and v [B, K, hd] are the new
-    keys and values. `pages` [B] int32 are
-    the numbers of the pages that receive them. For a sequence with the page number -1, nothing is written.
-    `places` [B] int32 are the positions of the tokens within these pages. NaNs in v are replaced by zeros,
-    and infinities by the largest finite numbers.
+    keys and values. `pages` [B] int32 are the numbers of the pages that receive them. For a sequence with the
+    page number -1, nothing is written. `places` [B] int32 are the positions of the tokens within these pages.
+    NaNs in v are replaced by zeros, and infinities by the largest finite numbers.
     """
     batch, kv_heads, head_dim = k.shape
     whole = pl.BlockSpec()
