@@ -1,5 +1,5 @@
-"""KV splits: if several sequences of a decode batch share KV pages, an attention kernel reads these pages once
-for all of them (as in Hydragen, Juravsky et al., arXiv:2402.05099).
+"""KV splits: if several sequences of a decode batch share KV pages, an attention kernel reads these pages
+once for all of them (as in Hydragen, Juravsky et al., arXiv:2402.05099).
 
 The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
 same pages in each of them, for example if they have the same prompt. A split is one part of up to R sequences
