@@ -12,7 +12,7 @@ from __future__ import annotations
 from skyrl_tx_server.config.huge_pages import restart_with_huge_pages
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # first, because a restart repeats the imports
+    restart_with_huge_pages()  # before the imports below, because the restart would repeat them
 
 import asyncio
 import logging
@@ -61,11 +61,13 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 5
 FUTURES_SETTLE_S = 4
-"""The maximum time, within `GRACEFUL_SHUTDOWN_S`, for which the server waits for the current work of the
-engine, which may be a long compilation."""
+"""When the server stops, it waits at most this time for the current work of the engine, which may be a long
+compilation. The time is shorter than `GRACEFUL_SHUTDOWN_S`, after which uvicorn cancels the open requests, so
+that these requests still get a reply."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
-"""The number of sampling requests that a client may have open if an external sampler is used."""
+"""The number of sampling requests that a client may have open if an external sampler, which is a vLLM or
+SGLang server, samples the completions."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
 """The server closes a connection that is idle for this time. The time is longer than the idle timeout of
@@ -90,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: ServerConfig) -> int:
-    """Print the memory plan, serve, or follow rank 0, as the options require. Return the exit status."""
+    """Depending on the options, print the memory plan, serve, or follow the process that serves (rank 0).
+    Return the exit status."""
     if config.dry_run:
         print(_dry_run(config))
         return 0
@@ -104,7 +107,8 @@ def _run(config: ServerConfig) -> int:
 
 
 def _follow(config: ServerConfig) -> int:
-    """Run a rank other than 0 until rank 0 stops. Return the exit status."""
+    """Make the same calls as rank 0, the process that serves HTTP, until rank 0 stops. Return the exit
+    status."""
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 

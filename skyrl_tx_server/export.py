@@ -54,7 +54,7 @@ class AdapterOptions:
     base_model_name: str | None = chz.field(
         default=None,
         doc="Hugging Face name or path of the base model, for adapter_config.json; default: the name of the "
-        "model on the server that saved the checkpoint, or the Hugging Face name of local/smollm2-135m",
+        "model on the server that saved the checkpoint (for local/smollm2-135m, its Hugging Face name)",
     )
 
 
@@ -177,8 +177,8 @@ def _run(command: str, argv: Sequence[str]) -> str:
 def _read(
     checkpoints_dir: str, path: str, *, base_hash: str | None
 ) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-    """Return the record and the arrays of the checkpoint `path`. The name of its base model is not checked.
-    Raise UserError if `base_hash` is given and is not the fingerprint of its base model."""
+    """Return the record and the arrays of the checkpoint `path`, whatever the name of its base model. Raise
+    UserError if `base_hash` is given and differs from the fingerprint of the base weights in the record."""
     root = Path(checkpoints_dir).expanduser()
     try:
         info = CheckpointStore(root, "").info(path)

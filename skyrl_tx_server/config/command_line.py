@@ -94,9 +94,13 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     """Return `argv` with `name=value` in place of flags, and with the API keys from the environment and from
     api_key_file. The command line and the file take precedence over the environment.
 
-    The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
-    `argv` contains both api_key and api_key_file, if the file cannot be read, contains no key or has more
-    than MAX_KEY_BYTES bytes, or if a key from the environment or the file is `none` or `null`.
+    The keys are removed from `environ`, so that child processes do not inherit them.
+
+    Raises ConfigError in the following cases:
+
+    - `argv` contains both api_key and api_key_file.
+    - The file cannot be read, contains no key, or has more than MAX_KEY_BYTES bytes.
+    - A key from the environment or from the file is `none` or `null`.
     """
     argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
     values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
@@ -268,8 +272,8 @@ def print_help(text: str) -> None:
 
 
 def _with_none(argument: str) -> str:
-    """Return `argument`. Replace its value by None if the value is empty, `none` or `null`, in upper or lower
-    case."""
+    """Return `argument`, with None in place of a value that is empty, `none` or `null` (in upper or lower
+    case)."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in _NONE else argument
 

@@ -115,7 +115,10 @@ class EngineOptions(TenantOptions):
         "XLA_CLIENT_MEM_FRACTION takes precedence",
     )
     decode_steps_per_dispatch: int = chz.field(
-        default=16, metadata=positive(64), doc="Decode steps per dispatch, at most 64 (the size of a KV page)"
+        default=16,
+        metadata=positive(64),
+        doc="Decode steps that one program call (a decode dispatch) computes, at most 64 (the size of a KV "
+        "page); each step samples one token for every sequence of the decode batch",
     )
     train_share: float | None = chz.field(
         default=None,
@@ -213,10 +216,13 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias` if `alias` is not None. Otherwise, the name is local/<name
-    without .gguf> for a GGUF file, and local/<last part of the path> for a directory and for a `base_model`
-    that does not have exactly one slash. `-` replaces `:` in these names. Any other `base_model` is a hub id
-    and is the name."""
+    """Return the org/name by which clients refer to a model: `alias` if it is not None, otherwise
+
+    - for a GGUF file: local/<name of the file without .gguf>, with `-` in place of `:`
+    - for a directory, and for a `base_model` that does not have exactly one slash: local/<last part of the
+      path>, with `-` in place of `:`
+    - otherwise: `base_model`, which is a hub id
+    """
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()

@@ -16,7 +16,7 @@ REQUEST = "glibc.malloc.hugetlb=1"
 
 def restart_with_huge_pages() -> None:
     """Restart this program with `REQUEST` in its environment. Does nothing if the user has set the variable,
-    and on other systems than Linux."""
+    or if the system is not Linux."""
     if sys.platform != "linux" or VARIABLE in os.environ:
         return
     os.environ[VARIABLE] = REQUEST

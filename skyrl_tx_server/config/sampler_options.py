@@ -43,9 +43,9 @@ class SamplerOptions(BoundedOptions):
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
-        doc="Mean difference of logprobs per token, in nats, over the last 64 compared samples, above which "
-        "the server logs a warning; a request fails if the sample that is compared before its reply differs "
-        "by more than ten times this limit",
+        doc="The server logs a warning if the mean difference of logprobs per token, in nats, over the last "
+        "64 compared samples is above this limit; a request fails if the sample that is compared before its "
+        "reply differs by more than ten times this limit",
     )
 
     @chz.validate
