@@ -1,10 +1,10 @@
-"""The adapters of the external sampler.
+"""The adapters of the external sampler, which is a vLLM or SGLang server that samples the completions.
 
-The operation `SaveSampler` writes a snapshot in PEFT format. The external sampler loads the adapter at once
-and unloads it when the snapshot is dropped. If the adapter was unloaded or lost in the meantime, the next
-sample loads it again. A server deletes the adapters of an earlier process when it starts. If a checkpoint has
-no adapter in PEFT format on disk, the adapter is written and loaded before the next sample that uses the
-checkpoint.
+The operation `SaveSampler` writes a sampler snapshot, which is a copy of a model's adapter, in PEFT format.
+The external sampler loads the adapter at once and unloads it when the snapshot is dropped. If the adapter was
+unloaded or lost in the meantime, the next sample loads it again. If a checkpoint has no adapter in PEFT
+format on disk, the adapter is written and loaded before the next sample that uses the checkpoint. When this
+server starts, it deletes the adapters that an earlier process wrote.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class ExternalAdapters:
 
     def _make_room(self) -> None:
         """While more than `max_loaded` adapters are loaded, unload the least recently used adapters that no
-        sample uses. The adapter files of a checkpoint are also deleted, because they can be written again.
-        The adapter files of other snapshots are kept."""
+        sample uses. The adapter files of a checkpoint are also deleted, because they can be written again
+        from the checkpoint. The adapter files of a snapshot that is not on disk are kept."""
         unused = [
             adapter
             for adapter in self._adapters.values()

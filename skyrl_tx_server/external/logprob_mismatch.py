@@ -1,5 +1,5 @@
-"""The difference between the logprobs of an external sampler and of the engine, in nats per token over recent
-samples."""
+"""The difference between the logprobs of an external sampler (a vLLM or SGLang server) and of this server's
+engine, in nats per token over recent samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WINDOW = 64
 MIN_SAMPLES = 8
 """Minimum number of compared samples for a warning."""
 OTHER_MODEL_FACTOR = 10
-"""A sample counts as sampled by another model if its mean difference is above this factor times the limit."""
+"""A sample counts as sampled by another model if its mean difference is above this factor times the limit
+(`sampler_check_limit`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +27,8 @@ class LogprobDiff:
 
     num_tokens: int
     absolute: float  # the sum of |ours - theirs|
-    # the sum of r - 1 - log r with r = exp(ours - theirs): a never negative estimate of KL(theirs || ours),
-    # unbiased for samples at temperature 1 without top-k and top-p (Schulman 2020)
+    # the sum of r - 1 - log r with r = exp(ours - theirs). Each term is a nonnegative estimate of
+    # KL(theirs || ours), unbiased for samples at temperature 1 without top-k and top-p (Schulman 2020).
     kl: float
     largest: float  # the maximum of |ours - theirs|
 

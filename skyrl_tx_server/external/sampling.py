@@ -45,8 +45,8 @@ from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_s
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 MIN_AGREED_TOKENS = 16
-"""The number of tokens of a snapshot, or of the base model, whose logprobs must be compared and accepted
-before samples are returned without a prior comparison. See `_check`."""
+"""Samples are returned without a prior comparison of logprobs only after this many tokens of their snapshot,
+or of the base model, were compared and accepted. See `_check`."""
 
 
 class ExternalSampling:
@@ -230,7 +230,8 @@ class ExternalSampling:
         `sampler_check` of all samples.
 
         With wrong settings, the external sampler may return correct logprobs at temperature 0 or 1 and wrong
-        logprobs at other temperatures. Samples of these two kinds are therefore counted separately.
+        logprobs at other temperatures. The accepted tokens are therefore counted separately for samples at
+        temperature 0 or 1 and for all other samples.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < MIN_AGREED_TOKENS:

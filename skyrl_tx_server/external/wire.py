@@ -1,7 +1,8 @@
 """The requests to vLLM and SGLang and their replies, in the formats of vLLM 0.33 and SGLang 0.5.23.
 
-A request contains every setting that affects a sample, so that a generation_config.json of the external
-sampler has no effect. A reply without a token id or logprob is an error.
+The vLLM or SGLang server is called the external sampler. A request contains every setting that affects a
+sample, so that the default settings in the model's generation_config.json have no effect. A reply without a
+token id or logprob is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SamplingRequest:
     prompt: list[int]
     num_samples: int
     max_tokens: int
-    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if `stop_at_eos`
+    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if `settings.stop_at_eos`
     settings: SamplingSettings
 
 
@@ -132,7 +133,8 @@ class Sglang:
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """Return False if a seed is set, because SGLang uses it only in deterministic mode. Return False also
-        if `stop_token_ids` replace the end-of-sequence tokens, because SGLang would stop at both."""
+        if `stop_token_ids` replace the end-of-sequence tokens and do not contain all of them, because SGLang
+        would also stop at the missing ones."""
         adds_stop_tokens = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos

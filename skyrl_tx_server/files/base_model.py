@@ -89,8 +89,8 @@ def fingerprint(directory: Path) -> str:
 
 def check_tokenizer(model_dir: Path, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer.json of the directory is not valid or has more tokens than the
-    model. The padding token does not count, because prompts do not contain it. A model without this file
-    can be trained and sampled, but cannot produce text."""
+    model. The padding token does not count, because prompts do not contain it. Accept a directory without
+    tokenizer.json: its model can be trained and sampled with token ids, but not with text."""
     path, settings = model_dir / "tokenizer.json", model_dir / "tokenizer_config.json"
     if not path.is_file():
         return

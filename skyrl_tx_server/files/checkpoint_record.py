@@ -56,7 +56,8 @@ def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
 
 
 def is_on_disk(weights: str) -> bool:
-    """Return whether these sampler weights are a checkpoint. Other weights exist in memory only."""
+    """Return whether `weights`, the name of sampler weights, is the path of a checkpoint. Sampler weights
+    with any other name exist in memory only."""
     return weights.startswith(SCHEME)
 
 

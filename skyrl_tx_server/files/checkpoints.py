@@ -194,10 +194,12 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Write the checkpoint and return after it is durable.
 
-        Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the files cannot
-        be written, NotFoundError if the path belongs to another tenant, and UserError if a quota would be
-        exceeded, or if the path is invalid or contains a symbolic link. An error leaves all checkpoints
-        unchanged.
+        Raises one of these errors, which leave all checkpoints unchanged:
+
+        - ConflictError: the name is taken, and `overwrite` is not set.
+        - NotFoundError: the path belongs to another tenant.
+        - ServerError: the files cannot be written.
+        - UserError: a quota would be exceeded, or the path is invalid or contains a symbolic link.
         """
         self._check_own(path)
         with _WRITE_LOCK:

@@ -73,8 +73,8 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of `path`.
 
-    Raises ConfigError if it is not a GGUF file, has an unsupported version or type, is damaged, or ends
-    before the end of a tensor.
+    Raises ConfigError if it is not a GGUF file, is damaged, ends before the end of a tensor, or has a
+    version, a metadata type or a tensor type that is not supported.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

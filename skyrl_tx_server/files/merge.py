@@ -18,7 +18,8 @@ from skyrl_tx_server.files.json_file import write_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
-"""Tensors with this suffix keep their dtype, because bfloat16 cannot distinguish the scores of experts."""
+"""The router of DeepSeek-V3 adds these biases to the scores of the experts. They keep their dtype, because
+bfloat16 would round different biases to the same value."""
 
 
 def write_merged(
@@ -27,8 +28,8 @@ def write_merged(
     """Write `base` + `deltas` into the directory `output`. The addition is in float32. `dtype=None` keeps
     the dtype of each tensor, except that FP8 weights become bfloat16.
 
-    A tied head with its own delta is untied: config.json gets `tie_word_embeddings: false`, and
-    `lm_head.weight` becomes the embedding + the delta.
+    A head that is tied to the embedding and has a delta is untied: config.json gets
+    `tie_word_embeddings: false`, and `lm_head.weight` becomes the embedding + the delta.
     """
     is_tied = HEAD not in base.files or _read(base.directory / "config.json").get("tie_word_embeddings")
     unties = HEAD in deltas and is_tied

@@ -53,7 +53,7 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
     """Return alpha / rank * B @ A of each module, [out, in] float32, by the Hugging Face name of its weight.
-    `rank` is the rank of A and B."""
+    `rank` is the rank of A and B, which for experts may be less than the rank of the adapter."""
     by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):

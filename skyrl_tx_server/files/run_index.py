@@ -75,7 +75,7 @@ class RunIndex:
         self._tenant: str | None = None  # None: the runs of all tenants
         self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # owner -> runs by id, oldest first
         self._run_bytes: dict[str, int] = {}  # owner -> bytes of the lines of the owner's runs
-        # ("run", "expiry" or "public"; run id or path) -> bytes of the newest line
+        # (kind of the fact: "run", "expiry" or "public"; run id or path) -> bytes of its newest line
         self._line_bytes: dict[tuple[str, str], int] = {}
         self._sizes = _Sizes()
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete the checkpoint
@@ -119,7 +119,7 @@ class RunIndex:
         return expires_at is not None and expires_at <= datetime.now(UTC)
 
     def expiring_generation(self, path: str) -> str | None:
-        """Return the generation that expires; None: any generation."""
+        """Return the only generation of the checkpoint that expires; None: every generation expires."""
         return self._expiring.get(path)
 
     # --- adding facts
