@@ -93,8 +93,8 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 async def housekeep(state: AppState) -> None:
     """Reload the keys of the tenants if their file has changed. Remove expired sessions and checkpoints,
-    results whose grace period is over, and derived files (`files.derived`) that were not used for
-    `downloads.KEEP_UNUSED_FOR`."""
+    results that were delivered some time ago (`Retention.grace_s`), and derived files (`files.derived`) that
+    were not used for `downloads.KEEP_UNUSED_FOR`."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):

@@ -37,7 +37,8 @@ _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """The limits of the request bodies of a route. The option `max_request_mb` also limits `max_bytes`."""
+    """The limits of the request bodies of a route. The option `max_request_mb` is a second limit on their
+    size."""
 
     max_bytes: int = 1 << 20  # after decompression
     json: JsonBounds = CONTROL_BOUNDS

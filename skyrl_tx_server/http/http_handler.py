@@ -42,7 +42,7 @@ _OPENAI_PREFIX = "/v1/"
 
 @dataclass(kw_only=True, slots=True)
 class StartupState:
-    """Holds the application state after the engine has started. Earlier requests get a 503."""
+    """Holds the application state after the engine has started. A request before the start gets a 503."""
 
     state: AppState | None = None
 

@@ -32,8 +32,9 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """End the operation after its current or next prefill batch or decode dispatch. To withdraw an
-        operation that has not started, or one that the external sampler serves, cancel its future too."""
+        """End the operation after its current or next prefill batch or decode dispatch (a program call that
+        computes several decode steps). To withdraw an operation that has not started, or one that an external
+        sampler (a vLLM or SGLang server) serves, cancel its future too."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:

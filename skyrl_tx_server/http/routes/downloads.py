@@ -4,11 +4,12 @@ The adapter is written in PEFT format when its URLs are first requested (`files/
 configuration file and a weights file. SDKs up to 0.35 request both files in one tar.
 
 A URL contains its expiry time, the generation of the checkpoint and a signature. Every save of a checkpoint
-creates a new generation, which identifies the saved arrays. The signature is made with a secret of this
-process. A download therefore needs no API key. After a restart of the server the client must request new
-URLs. The URLs of a checkpoint reply 404 after the checkpoint is saved again or deleted. All files that
-a client downloads with the URLs of one reply therefore belong to the same generation. If the file is
-removed during a download, the download still completes, because the reply keeps the file open.
+creates a new generation, which identifies the saved arrays. The signature proves that this server issued the
+URL, so a download needs no API key. It is made with a secret that the process creates at its start, so the
+client must request new URLs after a restart of the server. The URLs of a checkpoint reply 404 after the
+checkpoint is saved again or deleted. All files that a client downloads with the URLs of one reply therefore
+belong to the same generation. If a file is removed during its download, the download still completes, because
+the reply keeps the file open.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.n
 
 
 def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the tar with mode 600. Its bytes are reproducible, so that a download in several parts is
-    consistent."""
+    """Write the tar with mode 600. Its bytes are reproducible, so that the parts of a download belong
+    together even if the tar is removed and written again between two range requests."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with (
         os.fdopen(descriptor, "wb") as stream,

@@ -42,10 +42,14 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(state: AppState, request: Request) -> Reply:
-    """Withdraw a request. A waiting operation never starts. A running sample operation ends after its current
-    or next prefill batch or decode dispatch, or at once if the external sampler serves it. Any other running
-    operation finishes, and its result is kept only for the grace period of delivered results (see
-    `engine.futures`)."""
+    """Withdraw a request. What happens to its operation depends on the state of the operation:
+
+    - A waiting operation never starts.
+    - A running sample operation ends after its current or next prefill batch or decode dispatch (a program
+      call that computes several decode steps), or at once if an external sampler serves it.
+    - Any other running operation finishes, and its result is kept only for the grace period of delivered
+      results (see `engine.futures`).
+    """
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.finish(ignored=("type",))

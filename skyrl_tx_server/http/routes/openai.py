@@ -1,10 +1,10 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. In a stream, each event with new text belongs to one sample. The engine sends new text after
-each prefill batch and after each decode dispatch (a program that computes several decode steps). With
-`external_sampler`, the whole sample is one event. If the client disconnects,
-the slots of its samples are freed.
+checkpoint. In a stream, each event with new text belongs to one sample. The engine sends new text after each
+prefill batch and after each decode dispatch (a program call that computes several decode steps). If an
+external sampler (option `sampler_url`) samples the completions, each sample is one event with its whole text.
+If the client disconnects, the slots of its samples are freed.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ async def _complete_reply(
     results = await wait_for_results(state, request, ops)
     if results is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    # in a thread, because a reply with many tokens takes seconds
+    # in a thread, because converting many tokens to text takes seconds and would block the event loop
     return await asyncio.to_thread(_complete_response, header, reply_format, ops, results)
 
 

@@ -48,8 +48,8 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
 
 
 def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
-    """Return the tokens of all chunks of a ModelInput as an array [P] int32. Raise UserError for a chunk that
-    is not text, and for a token outside the vocabulary."""
+    """Return the tokens of all chunks of a ModelInput as one flat int32 array. Raise UserError for a chunk
+    that is not text, and for a token outside the vocabulary."""
     fields = JsonReader(body, where)
     parts = [np.zeros(0, np.int64)]
     for chunk_body in fields.items("chunks"):

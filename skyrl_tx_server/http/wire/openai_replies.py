@@ -93,7 +93,7 @@ type ReplyFormat = ChatFormat | TextFormat
 
 
 class Choices:
-    """Makes the chunks of all choices of a streamed reply."""
+    """Makes the chunks of all choices of a streamed reply. A choice is one sample."""
 
     def __init__(self, header: Header, reply_format: ReplyFormat, op: Sample) -> None:
         self._header = header

@@ -173,8 +173,8 @@ def _sampling(
     options.finish(ignored=("include_obfuscation",))
     return SamplingRequest(
         model=fields.text("model"),
-        # OpenAI's `stop` adds to the end-of-sequence tokens, but Tinker's `stop` replaces them. `params`
-        # therefore has no `stop`.
+        # `params` has no `stop`, because `parse_sampling_params` applies the rule of Tinker, whose `stop`
+        # replaces the end-of-sequence tokens. OpenAI's `stop` adds to them.
         settings=replace(
             settings,
             stop_strings=stop_strings,

@@ -44,8 +44,9 @@ MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
 """In a body of more bytes than this, the fields are counted before the body is parsed."""
 MAX_FIELDS = 200_000
-"""Maximum number of fields in a request. A datum with one chunk of tokens, without notes on the origin of its
-tokens (`ProvenanceSpan`), has at most 28. The SDK sends at most 1024 datums in a request."""
+"""Maximum number of fields in a request, including those of nested messages. A datum with one chunk of
+tokens, without notes on the origin of its tokens (`ProvenanceSpan`), has at most 28 fields. The SDK sends at
+most 1024 datums in a request, which have less than 30,000 fields."""
 MAX_PACKED_BYTES = 1024
 """Maximum size of a packed list of numbers. The only such list in a request is the shape of a tensor."""
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)

@@ -26,8 +26,9 @@ from skyrl_tx_server.http.wire.tensors import parse_cells
 
 MAX_SAMPLES_PER_REQUEST = 4096
 MIN_TEMPERATURE = 1e-6
-"""The minimum temperature of a random sample. With much smaller temperatures, the rounding errors of logits
-that are divided by the temperature are so large that `logprobs_mode=processed` gives infinite logprobs."""
+"""The minimum temperature of a random sample. With `logprobs_mode=processed`, the logits are divided by the
+temperature. At temperatures such as 1e-9, the rounding errors of the divided logits are so large that
+logprobs become infinite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +171,9 @@ def check_stops(strings: Sequence[str], token_ids: Sequence[int]) -> None:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Return the matrix of tokens to score, with int32 values. Raise UserError if it is invalid. It has one
-    row for each prompt position except the first. The value -1 means no token."""
+    """Return `targets`, the matrix of tokens to score, with int32 values. The matrix has one row for each
+    prompt position except the first. The value -1 means no token. Raise UserError if the matrix is
+    invalid."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(
