@@ -28,9 +28,9 @@ class HttpOptions(TenantOptions):
     api_key: str | None = chz.field(
         default=None,
         repr=False,
-        doc="Key, beginning with tml-, that requests must have, except requests with the key of a tenant, "
-        "health checks and downloads from a URL that the server issued. If neither api_key nor "
-        "api_keys_file is set, every client that reaches the port is accepted. Pass the key in the "
+        doc="Key of the operator, beginning with tml-. Every request must have this key or the key of a "
+        "tenant, except health checks and downloads from a URL that the server issued. If neither api_key "
+        "nor api_keys_file is set, every client that reaches the port is accepted. Pass the key in the "
         "environment variable SKYRL_TX_API_KEY or by api_key_file",
     )
     api_key_file: str | None = chz.field(
@@ -40,10 +40,10 @@ class HttpOptions(TenantOptions):
     )
     allowed_hosts: str | None = chz.field(
         default=None,
-        doc="Host names, separated by commas, that a server without api_key and api_keys_file accepts in the "
-        "Host header besides the value of host, localhost and loopback addresses. If host is not a loopback "
-        "address, the server also accepts the name of the machine and all IP addresses. A server with keys "
-        "accepts all host names",
+        doc="Host names, separated by commas, that the server accepts in the Host header of requests. It "
+        "always accepts the value of host, localhost and loopback addresses. If host is not a loopback "
+        "address, it also accepts the name of the machine and all IP addresses. A server with api_key or "
+        "api_keys_file accepts all host names",
     )
     allowed_origins: str | None = chz.field(
         default=None,

@@ -15,7 +15,7 @@ class TenantOptions(BoundedOptions):
         default=None,
         doc="File with the API keys of the tenants; a tenant cannot see the sessions, models and checkpoints "
         "of another tenant. python -m skyrl_tx_server.keys writes the file. If this option is set, the "
-        "holder of api_key is the operator, who sees those of all tenants",
+        "holder of api_key is the operator, who sees the sessions, models and checkpoints of all tenants",
     )
     tenant_max_sessions: int = chz.field(
         default=1000, metadata=positive(1_000_000), doc="Sessions that one tenant may have open"

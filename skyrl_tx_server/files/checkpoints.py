@@ -6,8 +6,9 @@ the record names. The arrays are written and fsynced first under a new name. The
 record contains the size and SHA-256 of the arrays file. A directory without a record contains no checkpoint.
 Records of other programs and symbolic links below the root are refused.
 
-The name of the arrays file contains the generation of the checkpoint: 32 random hex digits. Derived files
-(see `derived`) belong to one generation, so they never come from an earlier save.
+The name of the arrays file contains the generation of the checkpoint, 32 random hex digits. Every save
+creates a new generation. Derived files (see `derived`) belong to one generation, so they never come from an
+earlier save.
 
 This file is long because saving, reading and deleting depend on the same order of file operations.
 """
@@ -84,8 +85,8 @@ class CheckpointStore:
         quota_bytes: int | None = None,
         tenant_quota: TenantOptions | None = None,
     ) -> None:
-        """`base_model_hash` is the `fingerprint` of the base weights. None, here or in a checkpoint, matches
-        all weights. `quota_bytes=None` means no quota.
+        """`base_model_hash` is the `fingerprint` of the base weights. If it is None here or in the record of
+        a checkpoint, fingerprints are not compared. `quota_bytes=None` means no quota.
 
         `tenant_quota` limits the checkpoints of each tenant. It does not apply to the operator.
         """

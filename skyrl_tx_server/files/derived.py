@@ -41,7 +41,8 @@ class DerivedFiles:
         try:
             make(temporary)
             while True:
-                # `exist_ok=True` would raise an error if another thread removes the directory meanwhile.
+                # `mkdir(exist_ok=True)` would raise an error if another thread removed the directory during
+                # the call.
                 with contextlib.suppress(FileExistsError):
                     target.parent.mkdir()
                 try:

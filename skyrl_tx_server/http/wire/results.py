@@ -81,7 +81,7 @@ def _json_float(value: float) -> float | str:
 
 
 def _nullable(values: np.ndarray) -> list[float | str | None]:
-    """Return logprobs, with None for undefined ones."""
+    """Return logprobs as JSON values. An undefined logprob, which is NaN in `values`, becomes None."""
     return [None if math.isnan(value) else _json_float(value) for value in values.tolist()]
 
 
