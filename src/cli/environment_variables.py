@@ -11,6 +11,8 @@ from pathlib import Path
 
 from dotenv import load_dotenv
 
+from src.envs.options import WITHOUT_TAU2
+
 
 def load_environment(argv: Sequence[str]) -> None:
     """Set environment variables from the file `.env` in the working directory and, if `argv` has
@@ -38,15 +40,19 @@ def set_library_variables() -> None:
 def with_locations_from_environment(
     argv: Sequence[str], *, names: Collection[str] = ("skyrl_tx_url", "tau2_home")
 ) -> list[str]:
-    """Return `argv` with tau2_home from TAU2_HOME and, if `argv` has backend=skyrl-tx, with skyrl_tx_url from
-    SKYRL_TX_URL.
+    """Return `argv` with tau2_home from TAU2_HOME, if the environment reads it, and, if `argv` has
+    backend=skyrl-tx, with skyrl_tx_url from SKYRL_TX_URL.
 
     An option is added only if it is in `names` and not in `argv`, and its environment variable is not empty.
     `names` must contain only options that the program has.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
-    defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
-    present = {argument.partition("=")[0] for argument in argv}
+    pairs = [argument.partition("=") for argument in argv]
+    # SkyRL names the environment environment.env_class.
+    environments = [value for name, _, value in pairs if name.rpartition(".")[2] in ("env", "env_class")]
+    reads_tau2 = bool(environments) and environments[-1] not in WITHOUT_TAU2
+    defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME") if reads_tau2 else None}
+    present = {name for name, _, _ in pairs}
     added = {
         name: value for name, value in defaults.items() if value and name in names and name not in present
     }

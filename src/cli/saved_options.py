@@ -13,6 +13,7 @@ import chz
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
+from src.envs.options import WITHOUT_TAU2
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.records.run_directory import CONFIG_FILE, SUPERVISED, require_run
@@ -130,10 +131,13 @@ def _pairs(changes: list[str], command: str) -> dict[str, str]:
 def _saved(run: str) -> dict[str, Any]:
     path = Path(run).expanduser().resolve() / CONFIG_FILE
     try:
-        return present_options(json.loads(path.read_text(encoding="utf-8")))
+        options = present_options(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
         raise ConfigError(f"{path}: {reason}; give the directory of a run") from error
+    if options.get("env") in WITHOUT_TAU2:  # version 0.1 saved TAU2_HOME for every environment
+        options.pop("tau2_home", None)
+    return options
 
 
 def option_text(value: object) -> str:

@@ -35,6 +35,7 @@ INSTEAD_OF_TEST_DATA = {
     "harbor": "eval_tasks in training, or tasks in an evaluation",
     "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",
 }
+WITHOUT_TAU2 = ("harbor", "fleet", "openenv", DATA)  # environments that do not read tau2_home
 
 
 @chz.chz
@@ -266,6 +267,11 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
         doc="Directory of Sierra's tau2-bench that scripts/setup_tau.sh made (env=tau_bench); None: the "
         "environment variable TAU2_HOME",
     )
+
+    @chz.validate
+    def _environment_reads_tau2_home(self) -> None:
+        if self.env in WITHOUT_TAU2:
+            self.require_env("tau_bench", "tau2_home")
 
 
 @chz.chz

@@ -277,6 +277,7 @@ def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> Non
         "train_data",
         "checkpoint",
         "skyrl_tx_url",
+        "tau2_home",
     ):
         identity.pop(option, None)
         if saved is not None:

@@ -64,6 +64,14 @@ def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> Non
     assert resumed.max_steps == 9 and resumed.eval_tasks is None and resumed.max_tokens == 100
 
 
+def test_a_run_of_version_0_1_with_an_unused_tau2_home_resumes(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tau2_home": "/tau2"}))
+    assert parse(resumed_arguments(str(tmp_path), [])).tau2_home is None
+    assert parse_as(EvaluateConfig, evaluated_arguments(str(tmp_path), [])).tau2_home is None
+
+
 def test_a_directory_without_a_run_gives_a_one_line_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

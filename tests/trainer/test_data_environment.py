@@ -454,6 +454,15 @@ def test_a_missing_file_gives_a_one_line_error(tmp_path: Path, name):
         (["tasks_dir=.", "reward=exact"], "reward is for env=data, not env=harbor; remove reward"),
         (["env=tau_bench", "data=a.jsonl"], "data is for env=data, not env=tau_bench; remove data"),
         (["data=a.jsonl", "reward=exact", "train_data=b.jsonl"], "train_data is not for env=data; use data"),
+        *(
+            (["tau2_home=tau2", *others], f"tau2_home is for env=tau_bench, not env={env}; remove tau2_home")
+            for env, others in (
+                ("data", ["data=a.jsonl", "reward=exact"]),
+                ("harbor", ["tasks_dir=."]),
+                ("fleet", ["env=fleet", "train_data=a.jsonl"]),
+                ("openenv", ["env=openenv"]),
+            )
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, message):

@@ -255,7 +255,10 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench.lost, bench.played = (), 0
-    # The second call continues the evaluation. The server may have another address.
+    # The second call continues the evaluation. The server may have another address. Version 0.1 saved the
+    # value of TAU2_HOME for every environment.
+    path = bench.path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tau2_home": "/tau2"}))
     await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32

@@ -201,8 +201,10 @@ def test_a_signal_during_parsing_prints_no_traceback(monkeypatch):
 
 def test_the_variable_tau2_home_sets_the_option(monkeypatch):
     monkeypatch.setenv("TAU2_HOME", "/tau")
-    assert with_locations_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
-    assert with_locations_from_environment(["tau2_home=/mine"]) == ["tau2_home=/mine"]
+    for env in ("env=tau_bench", "environment.env_class=tau_bench", "env=mine:open_mine"):
+        assert with_locations_from_environment([env]) == [env, "tau2_home=/tau"]
+    for others in (["env=tau_bench", "tau2_home=/mine"], ["a=1"], ["env=data"], ["env=harbor"]):
+        assert with_locations_from_environment(others) == others
 
 
 @pytest.mark.parametrize(
