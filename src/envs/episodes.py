@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.core.errors import ConfigError
 from src.core.exception_origin import described
 from src.core.length_limits import LengthLimits
+from src.core.options import is_default
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs.base import Trial
 from src.envs.message_env import EpisodeSettings, MessageEnv, run_episode
@@ -27,6 +28,8 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 
 logger = logging.getLogger(__name__)
+
+TASK_FILES = ("train_data", "test_data", "tasks_dir")  # options that name files of tasks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,8 @@ class EnvSpec:
     # Plays the environment as an agent that does nothing, closes the environment, and returns the reward.
     # None: the reward of such an agent cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
+    # The options of TASK_FILES that the factory reads. A run that sets another one is refused.
+    reads: Collection[str] = ()
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
 
@@ -121,8 +126,15 @@ class EpisodeTasks:
 def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
     """Return the task source of `spec` with the options of the run.
 
-    Raises ConfigError if two tasks share an id. Also raises the errors of `split`.
+    Raises ConfigError if two tasks share an id, or if an option of TASK_FILES is set that is not in
+    `spec.reads`. Also raises the errors of `split`.
     """
+    for name in TASK_FILES:
+        if name not in spec.reads and not is_default(config, name):
+            raise ConfigError(
+                f"env={config.env} does not read {name}; remove it, or, if the factory reads it, add "
+                f'reads=["{name}"] to its EnvSpec'
+            )
     require_unique_ids([*spec.tasks, *spec.held_out])
     train, held_out = split(
         spec, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed

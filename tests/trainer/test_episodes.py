@@ -337,6 +337,14 @@ def test_rows_of_one_file_have_different_content_hashes():
     assert content_hash(first) != content_hash(second) == content_hash(replace(second, row={}))
 
 
+@pytest.mark.parametrize("option", ["train_data", "test_data", "tasks_dir"])
+def test_an_option_that_the_environment_does_not_read_is_refused(option: str):
+    options = config(f"{option}=files")
+    assert episodes(options, toy_chat(), replace(TEN_TASKS, reads=[option])).train
+    with pytest.raises(ConfigError, match=rf"^env={ENV.partition('=')[2]} does not read {option}; remove it"):
+        episodes(options, toy_chat(), TEN_TASKS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -84,7 +84,8 @@ def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
         assert isinstance(question, Question)
         return DataEnv(question, reward, system=system, max_answers=max_answers)
 
-    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, close=reward.close))
+    spec = EnvSpec(tasks=tasks, held_out=held_out, make=make, reads=["test_data"], close=reward.close)
+    return episodes(config, chat, spec)
 
 
 def check_data(config: EnvironmentOptions) -> None:

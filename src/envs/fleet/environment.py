@@ -162,7 +162,14 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     def make(task: Task, seed: int) -> ServiceEnv:
         return ServiceEnv(FleetEpisode(task, seed, settings), parallel_tool_calls=parallel_tool_calls)
 
-    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, noop_reward=do_nothing))
+    spec = EnvSpec(
+        tasks=tasks,
+        held_out=held_out,
+        make=make,
+        noop_reward=do_nothing,
+        reads=("train_data", "test_data"),
+    )
+    return episodes(config, chat, spec)
 
 
 def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:

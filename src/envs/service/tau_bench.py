@@ -20,7 +20,7 @@ import chz
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.episodes import EnvSpec, episodes
+from src.envs.episodes import TASK_FILES, EnvSpec, episodes
 from src.envs.message_env import MessageEnv
 from src.envs.options import EnvironmentOptions
 from src.envs.service import tau2, toy_retail
@@ -144,6 +144,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
             held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
             make=make,
             noop_reward=do_nothing,
+            reads=TASK_FILES,
             close=close,
         ),
     )
