@@ -205,7 +205,10 @@ async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[Ta
 async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]:
     """Return the policy of `policy=model` and its chat format. `stack` closes the connection."""
     if config.base_url is not None:
-        endpoint = await stack.enter_async_context(connect_endpoint(config.base_url, config.model_name))
+        connecting = connect_endpoint(
+            config.base_url, config.model_name, heartbeat_timeout_s=config.heartbeat_timeout_s
+        )
+        endpoint = await stack.enter_async_context(connecting)
         return EndpointPolicy(endpoint), endpoint_chat()
     checkpoint = sampler_path(config.checkpoint)
     chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)

@@ -22,10 +22,9 @@ import chz
 from pydantic import TypeAdapter
 
 from src.config import tasks_name
-from src.core.errors import BackendError, ConfigError
+from src.core.errors import ConfigError
 from src.core.log_setup import logging_to_file
 from src.core.option_aliases import present_options
-from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
 from src.envs.options import EnvironmentOptions
@@ -82,18 +81,10 @@ async def open_policy_and_tasks(
     environment = environment_of(config)
     await asyncio.to_thread(check_environment, environment)
     if config.base_url is not None:
-        limit_s = config.heartbeat_timeout_s
-        async with AsyncExitStack() as stack:
-            async with deadline(
-                limit_s,
-                BackendError,
-                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}; check "
-                "that the endpoint is running at this address",
-            ):
-                endpoint = await stack.enter_async_context(
-                    connect_endpoint(config.base_url, config.model_name)
-                )
-            watchdog = await stack.enter_async_context(watching(_unchecked, config))
+        connecting = connect_endpoint(
+            config.base_url, config.model_name, heartbeat_timeout_s=config.heartbeat_timeout_s
+        )
+        async with connecting as endpoint, watching(_unchecked, config) as watchdog:
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield PolicyAndTasks(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return

@@ -21,6 +21,7 @@ from typing import Any
 import openai
 
 from src.core.errors import BackendError, ConfigError, boundary
+from src.core.process import deadline
 from src.core.token_ids import TokenIds
 from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat, Message
@@ -182,18 +183,24 @@ class EndpointPolicy:
 
 
 @asynccontextmanager
-async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndpoint]:
+async def connect_endpoint(
+    base_url: str, model: str, *, heartbeat_timeout_s: float
+) -> AsyncGenerator[ChatEndpoint]:
     """Connect to an endpoint.
 
     Raises ConfigError if the endpoint rejects the API key or does not serve the model, and BackendError if it
-    does not answer or fails to list its models. A tinker:// path is not checked, and no model is checked if
-    the endpoint lists no models or does not have the route /models.
+    does not list its models within `heartbeat_timeout_s`. A tinker:// path is not checked, and no model is
+    checked if the endpoint lists no models or does not have the route /models.
     """
+    too_slow = (
+        f"{base_url} did not answer within heartbeat_timeout_s={heartbeat_timeout_s:g}; check that the "
+        "endpoint is running at this address"
+    )
     async with _client(base_url) as client:
+        models = client.with_options(max_retries=0, timeout=None).models
         try:
-            served = [
-                model.id async for model in client.with_options(max_retries=0, timeout=10).models.list()
-            ]
+            async with deadline(heartbeat_timeout_s, BackendError, too_slow):
+                served = [model.id async for model in models.list()]
         except openai.NotFoundError:  # not every server has this route
             served = []
         except openai.AuthenticationError as error:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -116,7 +117,7 @@ async def test_an_unreachable_endpoint_is_reported_in_one_line():
         BackendError,
         match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
     ):
-        async with connect_endpoint("http://127.0.0.1:9/v1", "m"):
+        async with connect_endpoint("http://127.0.0.1:9/v1", "m", heartbeat_timeout_s=9):
             pass
 
 
@@ -136,7 +137,19 @@ async def test_a_refused_model_list_is_reported_with_its_status(monkeypatch, sta
     client = httpx2.AsyncClient(transport=transport)
     monkeypatch.setattr(openai, "AsyncOpenAI", partial(openai.AsyncOpenAI, http_client=client))
     with pytest.raises(error, match=message):
-        async with connect_endpoint("http://h/v1", "m"):
+        async with connect_endpoint("http://h/v1", "m", heartbeat_timeout_s=9):
+            pass
+
+
+async def test_heartbeat_timeout_s_alone_limits_the_model_list(monkeypatch):
+    async def silent(request: httpx2.Request) -> httpx2.Response:
+        assert set(request.extensions["timeout"].values()) == {None}
+        return await asyncio.Future[httpx2.Response]()
+
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(silent))
+    monkeypatch.setattr(openai, "AsyncOpenAI", partial(openai.AsyncOpenAI, http_client=client))
+    with pytest.raises(BackendError, match=r"http://h/v1 did not answer within heartbeat_timeout_s=0\.01; "):
+        async with connect_endpoint("http://h/v1", "m", heartbeat_timeout_s=0.01):
             pass
 
 
