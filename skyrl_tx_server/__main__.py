@@ -40,7 +40,13 @@ from skyrl_tx_server.config.command_line import (
 )
 from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS
 from skyrl_tx_server.config.server_config import ServerConfig
-from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
+from skyrl_tx_server.distributed.multihost import (
+    SINGLE_RANK,
+    MultihostExecutor,
+    RankLostError,
+    RankZero,
+    WorkerRank,
+)
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
@@ -114,7 +120,7 @@ def _follow(config: ServerConfig) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects the exit
     config = _with_local_model(config)
-    follower = join(config, config, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
+    follower = join(config, config, _exit_lost)
     logger.info(
         "process %d of %d follows %s", config.process_id, config.num_processes, config.coordinator_address
     )
@@ -138,10 +144,20 @@ def _dry_run(config: ServerConfig) -> str:
     from skyrl_tx_server.executor.memory_plan import plan_memory
 
     config = _with_local_model(config)
+    rank: RankZero | WorkerRank = SINGLE_RANK
     if config.num_processes > 1:  # jax lists all devices only after all processes have connected
-        connect_processes = lead if config.process_id == 0 else join
-        connect_processes(config, config, lambda _: None)
-    plan = plan_memory(config)
+        rank = (
+            lead(config, config, lambda _: None)
+            if config.process_id == 0
+            else join(config, config, _exit_lost)
+        )
+    try:
+        plan = plan_memory(config)
+    finally:
+        # jax would abort a process if another one exits too early, for example 100 s before process 0.
+        rank.broadcast_from_rank0(lambda: None)
+        if isinstance(rank, RankZero):
+            rank.wait_for_exit()
     if not plan.fits:
         print(plan)
         raise ConfigError(
@@ -377,6 +393,10 @@ def _set_up_logging(config: ServerConfig) -> None:
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("skyrl_tx_server").setLevel(config.log_level.upper())
+
+
+def _exit_lost(reason: str) -> None:
+    _exit_now(_fail(RankLostError(reason), status=1))
 
 
 def _exit_now(status: int) -> None:

@@ -216,6 +216,12 @@ class RankZero:
         self._send(None)
         self._join_listeners(SHUTDOWN_S)
 
+    def wait_for_exit(self) -> None:
+        """Wait until the other ranks have exited by themselves, because jax ends them when rank 0 exits."""
+        self._closing = True
+        for listener in self._listeners:
+            listener.join()
+
     def _join_listeners(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for listener in self._listeners:

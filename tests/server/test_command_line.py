@@ -25,6 +25,7 @@ from skyrl_tx_server.config.command_line import help_text, parse, with_secrets
 from skyrl_tx_server.config.flags import OPTION_OF_FLAG, WITHOUT_EFFECT
 from skyrl_tx_server.config.renamed import RENAMED_OPTIONS
 from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.distributed.multihost import RankZero
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_plan import plan_memory
@@ -250,6 +251,30 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
     assert printed.startswith("memory plan for ") and printed.endswith("fits into memory\n")
     assert "KV cache of 640 tokens" in printed
     assert not checkpoints.exists()
+
+
+def test_process_0_of_a_dry_run_exits_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """jax would abort the other processes when process 0 exits, possibly before they have a plan."""
+    calls: list[str] = []
+
+    class FakeRankZero(RankZero):
+        def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
+            calls.append("broadcast")
+            return evaluate()
+
+        def wait_for_exit(self) -> None:
+            calls.append("wait")
+
+    def plan(config: ServerConfig) -> None:
+        calls.append("plan")
+        raise ConfigError("too few devices")
+
+    monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous.lead", lambda *_: FakeRankZero())
+    monkeypatch.setattr("skyrl_tx_server.executor.memory_plan.plan_memory", plan)
+    (tmp_path / "key").write_text("k" * 32)
+    options = [*TWO_PROCESSES, f"cluster_key_file={tmp_path / 'key'}", "dry_run=true"]
+    assert main([f"base_model={FIXTURES / 'tied'}", *options]) == 2
+    assert calls == ["plan", "broadcast", "wait"]
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,3 +293,16 @@ def test_an_early_stop_of_process_0_ends_the_other_processes(start_pair: _PairSt
     pair = start_pair(lambda worker: worker.broadcast_from_rank0(lambda: 1))
     pair.rank0.stop()
     assert isinstance(pair.end.get(timeout=60), RankLostError)
+
+
+def test_process_0_waits_until_the_other_processes_have_exited() -> None:
+    ours, theirs = channels()
+    lost = SimpleQueue[str]()
+    rank0 = RankZero({1: ours}, lost.put)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(rank0.wait_for_exit)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        theirs.close()
+        waiting.result(60)
+    assert lost.empty()
