@@ -18,7 +18,9 @@ from src.analyze.doctor.__main__ import main
 from src.analyze.doctor.problems import PROBLEMS, Finding, ProblemName, problem_finding
 from src.analyze.doctor.run_checks import CheckedRun, run_findings
 from src.cli.agent_trainer import command_line
+from src.cli.command_line import parse
 from src.loop.outcome import agent_trainer
+from src.records.run_directory import find_run_directory
 from tests.fakes.server import fake_context, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,13 +161,16 @@ def test_a_check_passes_if_one_of_its_conditions_is_not_met(tmp_path: Path, chan
 @pytest.mark.parametrize(
     "options", [{"dynamic_sampling": "filter"}, {"max_staleness": 1}, {"remove_constant_reward_groups": True}]
 )
-def test_larger_groups_are_advised_if_dynamic_sampling_is_excluded(
+def test_a_new_run_is_advised_where_dynamic_sampling_is_excluded(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     run = run_of(
         tmp_path / "run", options={"group_size": 6, **options}, env__all__by_group__frac_mixed=[0.1] * 9
     )
-    assert problems(run)[ProblemName.GROUPS_ALIKE].command.endswith(" group_size=12")
+    command = problems(run)[ProblemName.GROUPS_ALIKE].command
+    assert command == f"agent-trainer resume {run} group_size=12 log_path={run}-group_size-12"
+    config = parse(command_line("resume", shlex.split(command)[2:])[1:])
+    assert not find_run_directory(config, name="").resumed
 
 
 def test_a_failed_allocation_is_found_in_the_logs(tmp_path: Path) -> None:
@@ -198,7 +203,9 @@ def test_a_machine_needs_one_kind_of_sandbox(
         monkeypatch.setattr(machine_checks, name, lambda name=name: "absent" if name in missing else None)
     path = run_of(tmp_path / "run")
     assert problems(path) == {}  # this environment needs no sandbox
-    (path / "config.json").write_text(json.dumps(CONFIG | {"tasks_dir": "tasks"}))
+    (path / "config.json").write_text(json.dumps(CONFIG | {"env": "harbor", "environment_type": "modal"}))
+    assert problems(path) == {}  # the trials do not run on this machine
+    (path / "config.json").write_text(json.dumps(CONFIG | {"env": "harbor", "tasks_dir": "tasks"}))
     assert set(problems(path)) == ({ProblemName.NO_SANDBOX} if len(missing) == 2 else set())
 
 

@@ -49,6 +49,7 @@ PLACEHOLDERS = {
     "higher_rate": "TWICE_THE_RATE",
     "lower_rate": "HALF_THE_RATE",
     "more_mixed_groups": "dynamic_sampling=filter",
+    "new_run": "",
     "more_tokens": "max_tokens=TWICE_THE_TOKENS",
     "base_model": "MODEL",
 }
@@ -68,8 +69,9 @@ PROBLEMS: dict[ProblemName, Problem] = {
         sign=f"the mean of `env/all/by_group/frac_mixed` over the last {RECENT_STEPS} steps is below "
         f"{MIN_MIXED_GROUPS:.0%}",
         meaning="In most groups all rewards are equal: the tasks are too hard or too easy. Such groups have "
-        "zero advantages and train nothing, except with `advantage_estimator=reinforce++`.",
-        command="agent-trainer resume {run} {more_mixed_groups}",
+        "zero advantages and train nothing, except with `advantage_estimator=reinforce++`. A run keeps its "
+        "`group_size`; a command with another `group_size` starts a new run in another `log_path`.",
+        command="agent-trainer resume {run} {more_mixed_groups} {new_run}",
     ),
     ProblemName.NO_UPDATE: Problem(
         sign=f"`optim/num_substeps` is 0 in more than {MAX_WITHOUT_UPDATE:.0%} of the last {RECENT_STEPS} "
@@ -77,7 +79,7 @@ PROBLEMS: dict[ProblemName, Problem] = {
         meaning="In these steps all rewards of every group were equal, or the filters and masks left nothing "
         "to train, so the weights did not change. Choose easier or harder tasks or a reward with more "
         "values, or sample further tasks in such a step.",
-        command="agent-trainer resume {run} {more_mixed_groups}",
+        command="agent-trainer resume {run} {more_mixed_groups} {new_run}",
     ),
     ProblemName.KL_RISING: Problem(
         sign=f"`optim/kl_sample_train_v2` or `optim/kl_policy_base` has values for at least {MIN_STEPS} "
@@ -155,6 +157,6 @@ def problem_table() -> str:
     """Return the table of problems in Markdown, for docs/how-to/troubleshooting.md."""
     rows = ["| problem | sign | meaning | command |", "|---|---|---|---|"]
     for name, problem in PROBLEMS.items():
-        command = problem.command.format_map(PLACEHOLDERS)
+        command = problem.command.format_map(PLACEHOLDERS).strip()
         rows.append(f"| {name} | {problem.sign} | {problem.meaning} | `{command}` |")
     return "\n".join(rows) + "\n"

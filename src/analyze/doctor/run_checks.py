@@ -43,6 +43,7 @@ from src.records.tracking import recorded
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 CUT = (StopReason.LENGTH, StopReason.CONTEXT_LENGTH)
 KL_LIMITS = {"optim/kl_sample_train_v2": MAX_SAMPLER_KL, "optim/kl_policy_base": MAX_BASE_KL}
+LOCAL = ("auto", "docker", "sandbox")  # values of environment_type whose trials run on this machine
 MAX_SHOWN = 200  # maximum number of characters of an error message in a finding
 
 
@@ -75,14 +76,16 @@ class CheckedRun:
         return [trial for trial in self.trials if trial.step > last_step - RECENT_STEPS]
 
     @property
-    def more_mixed_groups(self) -> str:
-        """The option that gives more groups with differing rewards: `dynamic_sampling`, or a larger group if
-        the run has set `dynamic_sampling` or an option that excludes it."""
+    def more_mixed_groups(self) -> dict[str, str]:
+        """The placeholders of a command that gives more groups with differing rewards: `dynamic_sampling`, or
+        a new run with larger groups if the run has set `dynamic_sampling` or an option that excludes it."""
         excluding = ("stream_groups", "max_staleness", "domain_mixture", "remove_constant_reward_groups")
         is_set = self.options.get("dynamic_sampling", "off") != "off"
         if is_set or any(self.options.get(name) for name in excluding):
-            return f"group_size={2 * int(self.options.get('group_size') or 8)}"
-        return "dynamic_sampling=filter"
+            size = 2 * int(self.options.get("group_size") or 8)
+            new_run = f"log_path={self.path}-group_size-{size}"
+            return {"more_mixed_groups": f"group_size={size}", "new_run": new_run}
+        return {"more_mixed_groups": "dynamic_sampling=filter", "new_run": ""}
 
     def scaled_rate(self, factor: float) -> str:
         return f"{float(self.options.get('learning_rate') or 1e-4) * factor:g}"
@@ -91,7 +94,8 @@ class CheckedRun:
 def run_findings(run: CheckedRun) -> list[Finding]:
     """Return the findings of all checks that concern the run."""
     findings = [check(run) for check in CHECKS]
-    if run.options.get("tasks_dir"):  # Harbor tasks run in sandboxes
+    is_local = run.options.get("environment_type", "auto") in LOCAL
+    if run.options.get("env", "harbor") == "harbor" and is_local:
         findings.append(sandbox())
     return findings
 
@@ -134,7 +138,7 @@ def groups(run: CheckedRun) -> Finding:
         ProblemName.GROUPS_ALIKE,
         "; ".join([measured, *parts]),
         run=str(run.path),
-        more_mixed_groups=run.more_mixed_groups,
+        **run.more_mixed_groups,
     )
 
 
@@ -147,9 +151,7 @@ def updates(run: CheckedRun) -> Finding:
     measured = f"{num_without} of the last {len(recent)} steps did not change the weights"
     if num_without <= MAX_WITHOUT_UPDATE * len(recent):
         return Finding(name="updates", measured=measured)
-    return problem_finding(
-        ProblemName.NO_UPDATE, measured, run=str(run.path), more_mixed_groups=run.more_mixed_groups
-    )
+    return problem_finding(ProblemName.NO_UPDATE, measured, run=str(run.path), **run.more_mixed_groups)
 
 
 def kl(run: CheckedRun) -> Finding:
