@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from src.cli.command_line import HELP
 from src.cli.saved_options import (
     chat_arguments,
     evaluated_arguments,
@@ -46,7 +47,7 @@ LAUNCHER = "scripts.run_skyrl_tx"  # exists only in a checkout; starts the serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by the command. Return 0 for help, or 2 for a missing or invalid command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("--help", "-h", "help"):
+    if not arguments or arguments[0] in HELP:
         print(help_text())
         return 0 if arguments else 2
     try:
@@ -59,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
     """Return the module of a command and its arguments. Raises ConfigError for an unknown command or run."""
+    first_help = next((index for index, argument in enumerate(arguments) if argument in HELP), None)
+    if first_help is not None and name in (*RUN_COMMANDS, "resume"):
+        module = MODULES["train" if name == "resume" else name][0]
+        if name == "resume" and first_help > 0:
+            module = program_of(arguments[0])
+        return [module, *arguments[first_help:]]
     if name in RUN_COMMANDS and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
         return _for_run(arguments, RUN_COMMANDS[name], name, MODULES[name][0])
     if name in MODULES:
@@ -67,8 +74,6 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
         raise ConfigError(f"unknown command {name!r}; commands are {', '.join([*MODULES, 'resume'])}")
     if not arguments:
         raise ConfigError("resume needs the directory of a run: agent-trainer resume RUN [key=value ...]")
-    if arguments[0] in ("--help", "-h"):
-        return ["src.train", "--help"]
     return _for_run(arguments, resumed_arguments, "resume", program_of(arguments[0]))
 
 

@@ -105,6 +105,13 @@ def test_every_command_is_a_module_that_exists() -> None:
     assert all(name in help_text() for name in (*MODULES, "resume"))
 
 
+def test_the_commands_of_a_run_search_their_help(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    for run in ([], [str(tmp_path)]):
+        for module, name in (("src.train", "resume"), ("src.evaluate", "evaluate")):
+            assert command_line(name, [*run, "--help", "lora"]) == [module, "--help", "lora"]
+
+
 def test_the_console_script_is_declared() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["agent-trainer"].partition(":")
