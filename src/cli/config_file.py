@@ -58,6 +58,7 @@ def _arguments(options: Mapping[object, object], *, prefix: str) -> Iterator[str
         if not isinstance(value, Mapping):
             yield f"{name}={option_text(value)}"
         elif name in chz.chz_fields(TrainerConfig):
-            yield f"{name}={','.join(f'{part}={option_text(item)}' for part, item in value.items())}"
+            pairs = [f"{part}={option_text(item)}" for part, item in value.items()]
+            yield f"{name}={option_text(pairs)}"
         else:  # a group of SkyRL's options
             yield from _arguments(value, prefix=f"{name}.")

@@ -145,9 +145,12 @@ def option_text(value: object) -> str:
 
     >>> option_text(None), option_text(True), option_text(["a", "b"]), option_text(2e-4)
     ('none', 'true', 'a,b', '0.0002')
+    >>> option_text(["a,b", "c"])  # chz splits a text at its commas, but reads a Python list
+    "['a,b', 'c']"
     """
     if isinstance(value, list):
-        return ",".join(option_text(item) for item in value)
+        items = [option_text(item) for item in value]
+        return repr(items) if any("," in item for item in items) else ",".join(items)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -52,7 +52,8 @@ def run_of(path: Path, **changes: str) -> TrainerConfig:
 
 
 def test_resume_restores_every_option_of_a_run(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
+    config = run_of(tmp_path / "run", eval_tasks="['a,b', 'c*']")
+    assert config.eval_tasks == ["a,b", "c*"]
     resumed = parse(resumed_arguments(str(tmp_path / "run"), []))
     assert resumed == chz.replace(config, behavior_if_log_dir_exists="resume")
     assert find_run_directory(resumed, name="other").path == tmp_path / "run"

@@ -33,6 +33,15 @@ def test_every_kind_of_value_is_read(tmp_path: Path):
     assert config.environment_options == {"domain": "toy_retail", "num_workers": "2"}
 
 
+def test_a_comma_in_an_item_of_a_list_does_not_split_the_item(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "env: tau_bench\neval_tasks: ['a,b', \"it's\", c]\nenvironment_kwargs: {system: 'x,y', n: 2}\n"
+    )
+    config = parse(with_config_files([*OWN_SERVER, f"config={tmp_path / 'run.yaml'}"]))
+    assert config.eval_tasks == ["a,b", "it's", "c"]
+    assert config.environment_options == {"system": "x,y", "n": "2"}
+
+
 def test_arguments_take_precedence_over_the_file(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(TEXT)
     arguments = with_config_files(["seed=1", f"config={tmp_path / 'run.yaml'}", "learning_rate=1e-3"])
