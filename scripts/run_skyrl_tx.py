@@ -61,7 +61,14 @@ from scripts.recipe_options import (
 )
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from skyrl_tx_server.files.model_source import PACKAGED
-from src.cli.command_line import help_words, parse, parse_as, print_help, with_present_names
+from src.cli.command_line import (
+    help_words,
+    parse,
+    parse_as,
+    print_help,
+    require_known,
+    with_present_names,
+)
 from src.cli.config_file import with_config_files
 from src.cli.environment_variables import set_library_variables
 from src.cli.saved_options import (
@@ -115,7 +122,9 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
-        argv = with_present_names(argv, [*chz.chz_fields(_config_class(argv)), *ACTIONS])
+        known = [*chz.chz_fields(_config_class(argv)), *ACTIONS]
+        argv = with_present_names(argv, known)
+        require_known([argument for argument in argv if "=" in argument], known)
         argv = with_absolute_paths(argv, ROOT)  # the paths in configuration files and under names of SkyRL
     except ConfigError as error:
         return fail(str(error))

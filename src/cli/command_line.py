@@ -15,8 +15,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from types import UnionType
-from typing import Literal, Union, get_args, get_origin
+from typing import Literal, Self, Union, get_args, get_origin
 
 import chz
 from chz.tiepin import type_repr
@@ -32,6 +33,17 @@ HELP = ("--help", "-h", "help")
 HELD_OUT = re.compile(r"val|test|dev|held")
 
 
+class FileArgument(str):
+    """A `key=value` argument from the file `path`, which error messages name."""
+
+    path: Path
+
+    def __new__(cls, text: str, *, path: Path) -> Self:
+        argument = super().__new__(cls, text)
+        argument.path = path
+        return argument
+
+
 def parse(argv: Sequence[str]) -> TrainerConfig:
     """Return the trainer's configuration. Raises ConfigError for every mistake."""
     return parse_as(TrainerConfig, argv)
@@ -44,17 +56,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
     """
     known = list(chz.chz_fields(kind))
     argv = with_present_names(argv, known)
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        if not equals:
-            guess = nearest(argument.lstrip("-"), known) or "key"
-            raise ConfigError(f"{argument!r} is not key=value; write {guess}=VALUE, or --help")
-        if name in REFUSED and name not in known:
-            raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
-        if name not in known:
-            guess = nearest(name.lstrip("-"), known)
-            advice = f"; did you mean {guess}?" if guess else "; --help lists all options"
-            raise ConfigError(f"unknown option {name!r}{advice}")
+    require_known(argv, known)
     try:
         return chz.Blueprint(kind).make_from_argv([_with_none(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
@@ -64,6 +66,22 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
         raise ConfigError(_bad_value(kind, str(error), argv)) from error
     except ValueError as error:  # a validator has raised it
         raise ConfigError(str(error)) from error
+
+
+def require_known(argv: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for an argument that is not `name=value` with a name in `known`."""
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        where = f"config={argument.path}: " if isinstance(argument, FileArgument) else ""
+        if not equals:
+            guess = nearest(argument.lstrip("-"), known) or "key"
+            raise ConfigError(f"{argument!r} is not key=value; write {guess}=VALUE, or --help")
+        if name in REFUSED and name not in known:
+            raise ConfigError(f"{where}{name} cannot be honoured: {REFUSED[name]}")
+        if name not in known:
+            guess = nearest(name.lstrip("-"), known)
+            advice = f"; did you mean {guess}?" if guess else "; --help lists all options"
+            raise ConfigError(f"{where}unknown option {name!r}{advice}")
 
 
 def with_present_names(argv: Sequence[str], known: Collection[str]) -> list[str]:
@@ -196,10 +214,9 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 def _renamed(argument: str) -> str:
     """Replace a former name or value by the present one, and print a notice if the argument changes."""
     present = present_argument(argument)
-    if present != argument:
-        print(
-            f"note: write {present} instead of {argument}; the former name will be removed", file=sys.stderr
-        )
+    if present == argument:
+        return argument
+    print(f"note: write {present} instead of {argument}; the former name will be removed", file=sys.stderr)
     return present
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import chz
 import yaml
 
+from src.cli.command_line import FileArgument
 from src.cli.saved_options import option_text
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
@@ -36,7 +37,7 @@ def with_config_files(argv: Sequence[str]) -> list[str]:
     return [*from_files, *(argument for argument in argv if not argument.startswith(CONFIG))]
 
 
-def read_options(path: Path) -> list[str]:
+def read_options(path: Path) -> list[FileArgument]:
     """Return the options of a file as `key=value` arguments. Raises ConfigError for an invalid file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -49,7 +50,7 @@ def read_options(path: Path) -> list[str]:
         raise ConfigError(f"{where}: the file is not YAML ({problem}); correct it") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"config={path} is not a mapping; write one `option: value` per line")
-    return list(_arguments(content, prefix=""))
+    return [FileArgument(text, path=path) for text in _arguments(content, prefix="")]
 
 
 def _arguments(options: Mapping[object, object], *, prefix: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import run_skyrl_tx
 from src.cli.command_line import parse
 from src.cli.config_file import with_config_files
 from src.core.errors import ConfigError
@@ -65,3 +66,19 @@ def test_a_mistake_in_the_file_gives_a_one_line_error(tmp_path: Path, capsys, te
         with_config_files([f"config={path}"])
     assert main([f"config={path}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", [main, run_skyrl_tx.main])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1\n", "unknown option 'learning_rat'; did you mean learning_rate?"),
+        ("min_p: 1\n", "min_p cannot be honoured: "),
+    ],
+)
+def test_an_unknown_option_of_a_file_is_reported_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program, text: str, message: str
+):
+    (tmp_path / "run.yaml").write_text(text)
+    assert program(["model_name=m", f"config={tmp_path / 'run.yaml'}"]) == 2
+    assert f": config={tmp_path / 'run.yaml'}: {message}" in capsys.readouterr().err
