@@ -20,7 +20,8 @@ INFORMATION = frozenset({"--version", "--help", "-V"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
 REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
-# Program -> subcommands that need the network. An empty set means that the subcommand is not checked.
+# Program -> subcommands, of one or two words, that need the network. An empty set means that the subcommand
+# is not checked.
 INSTALLERS = {
     "curl": frozenset[str](),
     "wget": frozenset[str](),
@@ -28,7 +29,12 @@ INSTALLERS = {
     "npx": frozenset[str](),
     "pip": frozenset({"install", "download"}),
     "pipx": frozenset({"install", "run"}),
-    "uv": frozenset({"add", "sync", "pip", "tool", "python"}),
+    "uv": frozenset(
+        {
+            *("add", "sync", "pip install", "pip sync", "pip compile"),
+            *("tool install", "tool run", "tool upgrade", "python install", "python upgrade"),
+        }
+    ),
     "npm": frozenset({"install", "i", "ci", "add"}),
     "pnpm": frozenset({"install", "i", "add"}),
     "yarn": frozenset({"install", "add"}),
@@ -66,7 +72,8 @@ def needs_network(words: Sequence[str]) -> str | None:
     plain = [argument for argument in arguments if not argument.startswith("-")]
     if verbs is None or not plain or set(arguments) & INFORMATION:
         return None
-    if verbs and plain[0] not in verbs:
+    verb = next((verb for verb in (" ".join(plain[:2]), plain[0]) if verb in verbs), None)
+    if verbs and verb is None:
         return None
     if "--no-index" in arguments or "--offline" in arguments:
         return None
@@ -81,7 +88,7 @@ def needs_network(words: Sequence[str]) -> str | None:
         and not any(REMOTE.match(argument) or "$" in argument for argument in plain)
     ):
         return None
-    return f"{program} {plain[0]}" if verbs else program
+    return f"{program} {verb}" if verbs else program
 
 
 APT_OPTIONS_WITH_VALUE = {
