@@ -222,7 +222,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
         "loads without optimizer",
     ),
     "samples with stale weights": ({}, "samplers are fresh"),
-    "leaks weights to other tenants": ({"after": leak_weights}, "tenants"),
+    "leaks weights to other models": ({"after": leak_weights}, "models are separate"),
     "ignores the seed": ({"before": sampling(seed=None)}, "seeds"),
     "ignores the temperature": ({"before": sampling(temperature=1.0)}, "temperature"),
     "ignores top_k": ({"before": sampling(top_k=-1)}, "top_k"),

@@ -23,8 +23,8 @@ from src.evaluate.probe.optimizer_checks import (
     check_learning_rate,
     check_load_with_optimizer,
     check_load_without_optimizer,
+    check_separate_models,
     check_sums,
-    check_tenants,
     check_weight_decay,
 )
 from src.evaluate.probe.sampling_checks import (
@@ -52,7 +52,7 @@ REQUIRED: dict[str, Callable[[Probe], str]] = {
     "stop tokens": check_stops,
     "context limit": check_context,
     "loads with optimizer": check_load_with_optimizer,
-    "tenants": check_tenants,
+    "models are separate": check_separate_models,
     "refuses the unknown": check_unknown_is_refused,
 }
 # Properties that only runs with certain options require, and top_k, which no run requires.

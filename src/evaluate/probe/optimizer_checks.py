@@ -190,7 +190,7 @@ def check_load_without_optimizer(probe: Probe) -> str:
     )
 
 
-def check_tenants(probe: Probe) -> str:
+def check_separate_models(probe: Probe) -> str:
     probe.one_step()
     client, other_client = probe.client(seed=1), probe.client(seed=2)
     probe.step(other_client, [1.0])
