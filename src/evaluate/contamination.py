@@ -18,6 +18,7 @@ from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document, unchanged
 
 HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
+CONTENTS_FILE = "task_contents.json"  # in the directory of an evaluation: task id -> content hash
 NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
 CONTENT_DIRECTORIES = ("environment", "tests")  # the instruction and these directories define a task
 
@@ -69,6 +70,23 @@ def content_hashes(tasks: Sequence[Task]) -> dict[str, str]:
 
 def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
     replace_text(log_path / HASHES_FILE, json.dumps(dict(trained), indent=1) + "\n")
+
+
+def require_same_content(log_path: Path, hashes: Mapping[str, str]) -> None:
+    """Record the content hashes of the tasks of an evaluation.
+
+    Raises ConfigError if a task had another content when the evaluation in `log_path` was started, because
+    its finished trials would be counted for the new content.
+    """
+    path = log_path / CONTENTS_FILE
+    saved = read_document(path, TypeAdapter(Hashes), unchanged) if path.is_file() else {}
+    changed = [task_id for task_id, content in hashes.items() if saved.get(task_id, content) != content]
+    if changed:
+        raise ConfigError(
+            f"the content of {changed[0]} has changed since the evaluation in {log_path} was started; give "
+            "another log_path"
+        )
+    replace_text(path, json.dumps({**saved, **hashes}, indent=1) + "\n")
 
 
 def read_hashes(log_path: Path) -> dict[str, str]:

@@ -31,7 +31,13 @@ from src.envs.options import EnvironmentOptions
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
 from src.evaluate.config import RESULTS_FILE, CompareConfig, EvaluateConfig, is_finished
-from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
+from src.evaluate.contamination import (
+    HASHES_FILE,
+    content_hashes,
+    read_hashes,
+    require_held_out,
+    require_same_content,
+)
 from src.evaluate.evaluation import evaluate
 from src.evaluate.results import (
     compare,
@@ -155,6 +161,7 @@ async def run_one(
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         stack.enter_context(lock_run_dir(directory))
         prepare_directory(directory, name, config)
+        require_same_content(directory, await asyncio.to_thread(content_hashes, tasks))
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))

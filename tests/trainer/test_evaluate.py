@@ -120,6 +120,20 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
+async def test_an_evaluation_does_not_continue_with_other_content(tmp_path):
+    bench = Bench(tmp_path, first_half, lost={(TASKS[7].id, member) for member in range(4)})
+    await bench.go("n_samples=4", "trial_attempts=1")
+    # As after a row was inserted in a file of questions: a task has the id of another one.
+    bench.tasks = [replace(TASKS[0], instruction="say 99"), *TASKS[1:]]
+    with pytest.raises(
+        ConfigError, match=r"the content of say-00 has changed since the evaluation in .*; giv"
+    ):
+        await bench.go("n_samples=4", "trial_attempts=1")
+    bench.tasks, bench.played = TASKS, 0
+    await bench.go("n_samples=4", "trial_attempts=1")
+    assert bench.played == 4  # the ungraded trials
+
+
 async def test_a_wrong_comparison_is_refused_before_any_trial(tmp_path):
     bench = Bench(tmp_path, first_half)
     with pytest.raises(ConfigError, match="none is neither a tinker:// path nor a run directory"):
