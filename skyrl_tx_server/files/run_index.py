@@ -4,7 +4,8 @@ restarts.
 Each line of `<checkpoints_dir>/ledger.jsonl` is a JSON object with one fact: a training run, the expiry time
 of a checkpoint, or whether a checkpoint is public. A line replaces earlier lines of the same kind about the
 same run or checkpoint, and unreadable lines are skipped. New lines are appended. When most lines are out of
-date, the file is rewritten and renamed into place. The lines of one tenant's runs take at most
+date, the file is rewritten and renamed into place. The first line of a rewritten file has a random id, by
+which other servers notice the new file. The lines of one tenant's runs take at most
 `MAX_RUN_BYTES`. Above this limit the oldest run is removed from the index; its checkpoints are kept.
 
 Several servers may use one directory. A server reads the new lines of the others before it rewrites the file,
@@ -20,6 +21,7 @@ import fcntl
 import json
 import logging
 import os
+import uuid
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
@@ -37,6 +39,8 @@ MAX_METADATA_BYTES = 16 << 10
 MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
 """The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
+MAX_HEADER_BYTES = 256
+"""More than the length of the first line of a rewritten file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,8 @@ class _Sizes:
     file: int = 0  # bytes of the whole file
     current: int = 0  # bytes of the lines that compaction would keep
     read: int = 0  # bytes of the lines that `_refresh` has applied
-    inode: int = 0  # of the file that `_refresh` has read
+    # inode and first line of the file that `_refresh` has read; a new file can get the inode of a deleted one
+    identity: tuple[int, bytes] = (0, b"")
 
 
 class RunIndex:
@@ -157,8 +162,9 @@ class RunIndex:
         sizes = self._sizes
         with contextlib.suppress(FileNotFoundError), self._file.open("rb") as lines:
             status = os.fstat(lines.fileno())
-            if status.st_ino != sizes.inode or status.st_size < sizes.read:
-                sizes.inode, sizes.file, sizes.current, sizes.read = status.st_ino, 0, 0, 0
+            identity = status.st_ino, lines.readline(MAX_HEADER_BYTES)
+            if identity != sizes.identity or status.st_size < sizes.read:
+                sizes.identity, sizes.file, sizes.current, sizes.read = identity, 0, 0, 0
                 for facts in (self._runs, self._run_bytes, self._line_bytes, self.expiries, self._expiring):
                     facts.clear()
                 self.public.clear()
@@ -256,6 +262,8 @@ class RunIndex:
         try:
             with self._locked(), new_file.open("w") as stream:
                 self._refresh()
+                # older servers read this line as a checkpoint that does not expire
+                stream.write(json.dumps({"path": "", "expires_at": None, "file_id": uuid.uuid4().hex}))
                 for fact in self._facts():
                     stream.write("\n" + json.dumps(fact))
                 stream.flush()

@@ -84,6 +84,26 @@ def test_a_rewritten_index_keeps_the_lines_of_other_servers(
     assert first.expired() == [PATH] and list(first.runs) == ["second", "later"]
 
 
+def test_a_rewritten_index_with_the_same_inode_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, same_inode = tmp_path / "ledger.jsonl", tmp_path / "old"
+    first, second = (RunIndex(file) for _ in range(2))
+    monkeypatch.setattr(run_index_module, "COMPACTION_SLACK", 0)
+    for rewrite in range(2):  # the first rewritten file replaces a file without a header
+        first.set_expiry(PATH, NOW - timedelta(hours=1))
+        assert second.expired() == [PATH]
+        same_inode.unlink(missing_ok=True)
+        same_inode.hardlink_to(file)
+        while file.samefile(same_inode):
+            first.set_expiry(PATH, NOW + timedelta(hours=1))
+        for run in range(9):  # the new file is larger than the part that `second` has read
+            first.record_run(run_of(f"{rewrite}-{run}"))
+        same_inode.write_bytes(file.read_bytes())
+        same_inode.replace(file)
+        assert second.expired() == [] and second.runs == first.runs
+
+
 def test_a_line_that_another_server_is_writing_is_read_later(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     RunIndex(file).set_public(PATH, True)
