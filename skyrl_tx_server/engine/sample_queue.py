@@ -278,6 +278,8 @@ class SampleQueue:
             if request is not None and not request.has_started and heap[0] not in plan.gained:
                 return request
             heapq.heappop(heap)
+            if request is not None:
+                request.is_in_heap = False
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
@@ -308,6 +310,9 @@ class SampleQueue:
             self._push(request)
 
     def _push(self, request: Request) -> None:
+        if request.is_in_heap:
+            return
+        request.is_in_heap = True
         heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
 
     def _stop_waiting(self, request: Request) -> None:

@@ -28,6 +28,7 @@ class Request:
     tenant: Tenant
     num_started: int = 0  # the sequences with an index below this number have or had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused sequences
+    is_in_heap: bool = False  # whether a heap of `Tenant.unstarted` contains the id of this request
     running: dict[int, int] = field(default_factory=dict)
     """Index of each sequence with a slot -> `SampleQueue.num_dispatches` when the sequence got the slot."""
 

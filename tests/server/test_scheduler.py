@@ -244,6 +244,18 @@ def test_free_slots_fill_before_decoding_unless_training_waits():
     ]
 
 
+def test_a_request_that_waits_for_training_is_queued_once():
+    samples = SampleQueue(max_partial_prefill_tokens=0, is_being_saved=lambda weights, request_id: False)
+    for request_id in (1, 2, 3):
+        samples.add(request_id, sample(), tenant="a")
+    for free_slots in (1, 2, 8) * 10:
+        prefills = samples.plan_prefills(free_slots, 8, reserved=[], deferred=None)
+        assert [prefill.request_id for prefill in prefills] == [1, 2, 3][:free_slots]
+        samples.start(prefills[0])
+        samples.requeue(prefills[0])
+    assert sorted(samples.tenants["a"].unstarted[False, False]) == [1, 2, 3]
+
+
 def test_requests_that_end_in_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
     first = next_work(scheduler, free_slots=4, num_running=0)
