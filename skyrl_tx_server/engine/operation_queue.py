@@ -92,8 +92,17 @@ class OperationQueue:
         `before`."""
         return any(request_id < before for request_id in self._saves.get(weights, ()))
 
+    def is_being_dropped(self, weights: str, before: int) -> bool:
+        """Whether an unfinished operation that was submitted before request `before` drops the snapshot."""
+        drops = self._queues.get(_snapshot_queue(weights))
+        return drops is not None and drops.steps[0].request_id < before
+
 
 def _queue_name(op: Op) -> str:
     """Return the queue name of `op`. A DropSnapshot has no model, so it waits in a queue of its snapshot."""
     assert not isinstance(op, Sample)
-    return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"
+    return _snapshot_queue(op.weights) if isinstance(op, DropSnapshot) else f"model {op.model_id}"
+
+
+def _snapshot_queue(weights: str) -> str:
+    return f"snapshot {weights}"

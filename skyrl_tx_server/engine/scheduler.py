@@ -19,7 +19,8 @@ Each rule has a test:
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
 - A `Sample` operation waits until its snapshot is saved. A `DropSnapshot` waits until its snapshot is saved
-  and no sequence of an earlier `Sample` operation of this snapshot waits for a slot.
+  and no sequence of an earlier `Sample` operation of this snapshot waits for a slot. A `SaveSampler` waits
+  until earlier operations have dropped the snapshot with its name.
 
 Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant:
 - In each decode dispatch, a tenant is charged one unit for each of its running sequences. It is also charged
@@ -266,6 +267,8 @@ class Scheduler:
                 return not any(
                     request_id < step.request_id for request_id in waiting
                 ) and not self._operations.is_being_saved(weights, step.request_id)
+            case SaveSampler(weights=weights):
+                return not self._operations.is_being_dropped(weights, step.request_id)
             case _:
                 return True
 

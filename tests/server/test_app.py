@@ -24,7 +24,14 @@ from tinker.proto import request_conv
 
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.futures import Retention
-from skyrl_tx_server.engine.operations import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
+from skyrl_tx_server.engine.operations import (
+    DropSnapshot,
+    ForwardBackward,
+    OptimStep,
+    Sample,
+    SaveSampler,
+    UnloadModel,
+)
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
@@ -315,6 +322,31 @@ async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: F
     assert op_types == ["CreateModel", "OptimStep", "SaveWeights", "SaveSampler", "Sample"]
     other_op_type = await http.post("save_weights", json={"model_id": model_id, "seq_id": 1, "path": "x"})
     assert (other_op_type.status_code, "seq_id 1" in other_op_type.text) == (400, True)
+
+
+async def test_a_sampler_keeps_its_weights(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    session_id = await open_session(http)
+    snapshot = {"model_id": await make_model(http, session_id), "sampling_session_seq_id": 0}
+    await result(http, await post(http, "save_weights_for_sampler", seq_id=1, **snapshot))
+    again = await http.post("save_weights_for_sampler", json={"seq_id": 2, **snapshot})
+    assert (again.status_code, "exists already" in again.text) == (400, True)
+    assert len(engine.of_type(SaveSampler)) == 1
+    assert (await http.get(f"samplers/{session_id}:sample:0")).status_code == 200
+
+
+async def test_a_snapshot_whose_saving_failed_is_freed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    snapshot = {"model_id": model_id, "sampling_session_seq_id": 0}
+    model = engine.models.pop(model_id)
+    failed = await result(http, await post(http, "save_weights_for_sampler", seq_id=1, **snapshot))
+    assert "error" in failed
+    assert (await http.get(f"samplers/{session_id}:sample:0")).status_code == 404
+    engine.models[model_id] = model
+    await result(http, await post(http, "save_weights_for_sampler", seq_id=2, **snapshot))
+    assert (await http.get(f"samplers/{session_id}:sample:0")).status_code == 200
+    assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"{session_id}:sample:0")]
+    assert isinstance(engine.executed[-1], SaveSampler)
 
 
 async def test_a_model_whose_creation_failed_does_not_exist(

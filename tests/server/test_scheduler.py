@@ -309,6 +309,18 @@ def test_dropping_a_snapshot_waits_for_its_save():
     assert run_steps(queue(optim("a"), save, DropSnapshot(weights="s"))) == [1, 2, 3]
 
 
+def test_saving_a_snapshot_waits_until_it_is_dropped():
+    drop, save = DropSnapshot(weights="s"), SaveSampler(model_id="a", weights="s")
+    scheduler = queue(optim("a"), sample("s"), drop, save, SaveSampler(model_id="b", weights="other"))
+    for request_id in (1, 5):
+        step = scheduler.next(free_slots=0, num_running=0)
+        assert isinstance(step, OperationStep) and step.request_id == request_id
+        scheduler.finish(step)
+    assert scheduler.next(free_slots=0, num_running=0) is None
+    scheduler.drop_request(2)
+    assert run_steps(scheduler) == [3, 4]
+
+
 def test_requeued_samples_keep_their_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
 

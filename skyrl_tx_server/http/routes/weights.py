@@ -16,6 +16,7 @@ from starlette.requests import Request
 from skyrl_tx_server.engine.futures import Outcome, RequestKey
 from skyrl_tx_server.engine.model_registry import Model
 from skyrl_tx_server.engine.operations import (
+    DropSnapshot,
     LoadWeights,
     LoraSpec,
     SaveExternal,
@@ -104,6 +105,11 @@ def _save_snapshot(
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
 
     def start() -> Future[WeightsSaved]:
+        if state.registry.find_sampler(sampler_id) is not None:
+            raise UserError(
+                f"sampler {sampler_id} exists already; give each sampler of a session its own "
+                f"sampling_session_seq_id"
+            )
         state.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
         for surplus in state.registry.free_surplus_snapshots():
             state.engine.submit(surplus)
@@ -112,6 +118,7 @@ def _save_snapshot(
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             state.registry.forget_sampler(sampler_id)
+            state.engine.submit(DropSnapshot(weights=sampler_id))  # free what was saved before the failure
 
     extra = {"sampling_session_id": sampler_id}
     return submit(
