@@ -143,11 +143,13 @@ class SampleQueue:
 
     # --- charges ---
 
-    def prefill_continues(self, request_id: int) -> None:
-        """Charge CHUNK_TOKENS tokens, an estimate, for a prefill chunk of a prompt that needs more chunks."""
-        if request_id in self.requests:
-            self._partial_prefills[request_id] += CHUNK_TOKENS
-            self._charge_prompt(request_id, CHUNK_TOKENS)
+    def prefill_continues(self, prefill: PrefillRequest) -> None:
+        """Charge CHUNK_TOKENS tokens, an estimate, for a prefill chunk of a prompt that needs more chunks.
+        Charge nothing for a paused sequence, as in `prefill_finished`."""
+        if prefill.request_id in self.requests:
+            tokens = 0 if prefill.paused else CHUNK_TOKENS
+            self._partial_prefills[prefill.request_id] += tokens
+            self._charge_prompt(prefill.request_id, tokens)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
         """Charge a computed prompt. `prompt_tokens` is the number of tokens that all its chunks computed, or

@@ -25,7 +25,8 @@ Each rule has a test:
 Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant:
 - In each decode dispatch, a tenant is charged one unit for each of its running sequences. It is also charged
   one unit for each PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A prefill chunk of an unfinished
-  prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens.
+  prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens. If the
+  prefix of a paused or preempted sequence is computed again, nothing is charged.
 - The account of a tenant is the number of its charged units plus SLOT_UNITS units for each of its sequences
   that has a slot. A free slot goes to the tenant with the smallest account. If a tenant without waiting
   requests submits one, its charge is raised to at least SLOT_UNITS units below the charge of the busy tenant
@@ -232,7 +233,7 @@ class Scheduler:
         """Note that a chunk of the prompt was computed and that the prompt has more chunks."""
         self.requeue([prefill])
         self._has_chunk = True
-        self._samples.prefill_continues(prefill.request_id)
+        self._samples.prefill_continues(prefill)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
         """Note that the sequences of a request have slots. `prompt_tokens` tokens of its prompt were

@@ -186,10 +186,29 @@ def test_waiting_samples_start_in_order_and_in_parts():
 def test_the_chunks_of_a_prompt_are_charged_once(num_chunks: int, tokens: int, charged: int) -> None:
     queue = SampleQueue(max_partial_prefill_tokens=10_000, is_being_saved=lambda weights, request_id: False)
     queue.add(1, long_sample(1, prompt_tokens=tokens), tenant="a")
+    (prefill,) = queue.plan_prefills(1, 1, reserved=[], deferred=None)
     for _ in range(num_chunks):
-        queue.prefill_continues(1)
+        queue.prefill_continues(prefill)
     queue.prefill_finished(1, prompt_tokens=tokens)
     assert queue.tenants["a"].charged == pytest.approx(charged / PROMPT_TOKENS_PER_UNIT)
+
+
+def test_a_prefix_that_is_computed_again_is_not_charged() -> None:
+    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_being_saved=lambda weights, request_id: False)
+    queue.add(1, long_sample(2, prompt_tokens=8192), tenant="a")
+    (prefill,) = queue.plan_prefills(2, 2, reserved=[], deferred=None)
+    queue.start(prefill)
+    queue.prefill_finished(1, prompt_tokens=8192)
+    queue.pause(queue.requests[1], 1)
+    (again,) = queue.plan_prefills(1, 2, reserved=[], deferred=None)
+    assert again.paused and again.first == 1
+    for _ in range(15):
+        queue.start(again)
+        queue.requeue(again)
+        queue.prefill_continues(again)
+    queue.start(again)
+    queue.prefill_finished(1, prompt_tokens=0)
+    assert queue.tenants["a"].charged == 8192 / PROMPT_TOKENS_PER_UNIT
 
 
 def test_prompts_are_offered_together_and_keep_their_places():
