@@ -29,7 +29,7 @@ from skyrl_tx_server.files.json_file import write_json
 logger = logging.getLogger(__name__)
 
 CACHE = "~/.cache/skyrl_tx_server/gguf"
-VERSION = 3  # the version of the conversion; a new number makes the server convert every file again
+VERSION = 4  # the version of the conversion; a new number makes the server convert every file again
 SHARD_BYTES = 1 << 30  # the maximum size of a shard; a larger tensor is a shard of its own
 SAMPLES, SAMPLE_BYTES = 64, 4096  # number and size of the parts of a file that `_key` reads
 

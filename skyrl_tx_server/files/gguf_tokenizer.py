@@ -95,7 +95,8 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
         added_tokens = [token for token, type_ in zip(tokens, types, strict=False) if type_ == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added_tokens])
     bos_id = file.metadata.get("tokenizer.ggml.bos_token_id")
-    if file.metadata.get("tokenizer.ggml.add_bos_token") and isinstance(bos_id, int):
+    # the default is that of llama.cpp (`llama_vocab::impl::load`)
+    if file.metadata.get("tokenizer.ggml.add_bos_token", split == _LLAMA3) and isinstance(bos_id, int):
         token = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, bos_id)]

@@ -44,6 +44,7 @@ def write_gguf(
     weights: Mapping[str, np.ndarray],
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    pre_tokenizer: str = "smollm",
     metadata: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> None:
@@ -56,7 +57,7 @@ def write_gguf(
     writer = GGUFWriter(path, architecture)
     _add_config(writer, config)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_chat_template(TEMPLATE)
     padding = [f"<pad{number}>" for number in range(config["vocab_size"] - len(TOKENS))]
     writer.add_token_list([*TOKENS, *padding])

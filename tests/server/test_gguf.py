@@ -164,6 +164,31 @@ def test_every_pre_tokenizer_decodes_to_the_encoded_text(tmp_path: Path, pre_tok
     assert ("12" in encoded.tokens) is (pre_tokenizer in ("gpt-2", "llama-bpe"))
 
 
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "add_bos_token", "expected"),
+    [
+        ("llama-bpe", None, ["<|endoftext|>", "a"]),
+        ("llama-bpe", False, ["a"]),
+        ("smollm", None, ["a"]),
+        ("qwen2", None, ["a"]),
+        ("gpt-2", None, ["a"]),
+        ("gpt-2", True, ["<|endoftext|>", "a"]),
+    ],
+)
+def test_bos_is_added_as_in_llama_cpp(
+    tmp_path: Path, pre_tokenizer: str, add_bos_token: bool | None, expected: list[str]
+) -> None:
+    metadata: dict[str, tuple[object, GGUFValueType]] = {
+        "tokenizer.ggml.bos_token_id": (0, GGUFValueType.UINT32)
+    }
+    if add_bos_token is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = (add_bos_token, GGUFValueType.BOOL)
+    path = write_tiny_gguf(tmp_path, metadata=metadata, pre_tokenizer=pre_tokenizer)
+    tokenizer = load_tokenizer(convert_gguf(path))
+    assert [TOKENS[number] for number in tokenizer.encode("a", add_special_tokens=True)] == expected
+    assert tokenizer.encode("a", add_special_tokens=False) == [TOKENS.index("a")]
+
+
 def byte_alphabet() -> set[str]:
     from tokenizers import pre_tokenizers
 
