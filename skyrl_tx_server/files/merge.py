@@ -56,7 +56,8 @@ def write_merged(
     if unties:
         config["tie_word_embeddings"] = False
     if dtype:
-        config["dtype"] = dtype
+        # transformers up to 4.55 and programs that use it read `torch_dtype`
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in config}
     write_json(output / "config.json", config)
     index = output / "model.safetensors.index.json"
     if index.is_file():

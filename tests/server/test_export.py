@@ -111,6 +111,19 @@ def test_a_stored_copy_of_a_tied_head_is_not_merged(tmp_path: Path) -> None:
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
 
 
+def test_the_config_of_a_merged_model_states_its_dtype(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(FIXTURES / "untied", base)
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]
+    (base / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    save(tmp_path, base, LoraSpec(rank=2))
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={base}"]
+    assert main(["merge", *options, "dtype=float32", f"output={tmp_path / 'merged'}"]) == 0
+    merged = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (merged["dtype"], merged["torch_dtype"]) == ("float32", "float32")
+
+
 @pytest.mark.seed_behaviour(88)
 def test_an_adapter_is_unchanged_after_export_and_import(tmp_path: Path) -> None:
     spec = LoraSpec(rank=3, alpha=7.5)
