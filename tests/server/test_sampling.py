@@ -674,6 +674,20 @@ def test_streaming_does_not_change_the_sample(engine: Engine):
         assert len(recorder.tokens_of[index]) >= 16
 
 
+def test_all_kinds_of_tokens_count_as_in_the_tokenizers_library(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
+    words = Tokenizer(models.WordLevel({"a": 4, "b": 7}, "a"))
+    for tokenizer in (byte_tokenizer(), unigram, words):
+        for _ in range(2):
+            last = max(tokenizer.get_vocab().values())
+            tokenizer.save(str(path))
+            check_tokenizer(tmp_path, last + 1)
+            with pytest.raises(ConfigError, match=f"has id {last}, but"):
+                check_tokenizer(tmp_path, last)
+            tokenizer.add_tokens(["<tool>"])
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     tokenizer, settings = byte_tokenizer(), tmp_path / "tokenizer_config.json"
     check_tokenizer(tmp_path, 1)  # no tokenizer
@@ -691,6 +705,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     settings.write_text(json.dumps({"added_tokens_decoder": {"257": {"content": "<tool>"}}}))
     with pytest.raises(ConfigError, match="token '<tool>' has id 257"):
         check_tokenizer(tmp_path, 257)
+    for damaged in ("{}", '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": {"a'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="the tokenizer is not valid: "):
+            check_tokenizer(tmp_path, 256)
     settings.write_text("{")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="the tokenizer is not valid: Expecting property name"):
         check_tokenizer(tmp_path, 256)
