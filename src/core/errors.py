@@ -3,6 +3,7 @@
 TrainerError                    shown to the user as one line, exit status 1
 |-- ConfigError (ValueError)    an invalid option, file or task; exit status 2
 |-- BackendError (ConnectionError)  a Tinker or OpenAI-compatible endpoint cannot be reached or failed
+|   |-- PromptTooLong           an OpenAI-compatible endpoint refused a prompt for its length
 |   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
 |-- EnvServerError (ConnectionError)  the server of an environment failed
 |-- SandboxError (RuntimeError)  a sandbox, worker process or user simulator of an environment failed
@@ -36,6 +37,10 @@ class BackendError(TrainerError, ConnectionError):
 
 
 class ServerLost(BackendError):
+    pass
+
+
+class PromptTooLong(BackendError):
     pass
 
 

@@ -13,7 +13,7 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # completion: a stop token; trajectory: the episode ended
     LENGTH = "length"  # completion: cut at max_tokens; trajectory: its last completion was cut or empty
-    CONTEXT_LENGTH = "context_length"  # the next prompt exceeds max_input_length or fills context_limit
+    CONTEXT_LENGTH = "context_length"  # the next prompt exceeds a limit of the run or of the endpoint
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"  # Harbor's agent or the whole Harbor trial reached its time limit
     SESSION_CLOSED = "session_closed"  # the agent closed its terminal, or an error ended Harbor's agent

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from src.core.errors import AgentFault, BackendError, EnvServerError, TrainerError, boundary
+from src.core.errors import AgentFault, BackendError, EnvServerError, PromptTooLong, TrainerError, boundary
 from src.core.exception_origin import described, users_exc_info
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
@@ -189,7 +189,13 @@ class _Episode:
             if self._num_answers == self._settings.max_turns:
                 self.stop_reason = StopReason.MAX_TURNS
                 return
-            turn = await self._sample(prompt_ids, max_tokens=max_tokens)
+            try:
+                turn = await self._sample(prompt_ids, max_tokens=max_tokens)
+            except PromptTooLong:
+                if self._num_answers == 1:  # `context_limit` exceeds the context of the endpoint
+                    raise
+                self.stop_reason = StopReason.CONTEXT_LENGTH
+                return
             answer = self._chat.decode(turn.completion_ids)
             step_result = await self._step(turn, answer)
             _require_type(self._env, "step", step_result, StepResult)

@@ -20,7 +20,7 @@ from typing import Any
 
 import openai
 
-from src.core.errors import BackendError, ConfigError, boundary
+from src.core.errors import BackendError, ConfigError, PromptTooLong, boundary
 from src.core.process import deadline
 from src.core.token_ids import TokenIds
 from src.core.trajectory import StopReason, Turn
@@ -121,7 +121,8 @@ class ChatEndpoint:
         top_p: float | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
-        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is no reply.
+        """Return one reply to a conversation in OpenAI's format. Raises PromptTooLong if the endpoint refuses
+        the conversation for its length, and BackendError if there is no reply for another reason.
 
         A parameter that is None is not sent, so the endpoint uses its default.
         """
@@ -133,12 +134,18 @@ class ChatEndpoint:
         request |= {"seed": seed, "max_tokens": max_tokens, "top_p": top_p} | (
             {"tools": list(tools)} if tools else {}
         )
-        with boundary(BackendError, f"sampling from {self.model}"):
-            answer = await self._client.chat.completions.create(
-                **{name: value for name, value in request.items() if value is not None}
-            )
+        action = f"sampling from {self.model}"
+        try:
+            with boundary(BackendError, action):
+                answer = await self._client.chat.completions.create(
+                    **{name: value for name, value in request.items() if value is not None}
+                )
+        except BackendError as error:
+            if _is_too_long(error.__cause__):
+                raise PromptTooLong(str(error)) from error.__cause__
+            raise
         if not answer.choices:
-            raise BackendError(f"sampling from {self.model}: the reply has no choices")
+            raise BackendError(f"{action}: the reply has no choices")
         [choice, *_], usage = answer.choices, answer.usage
         calls = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
         return ChatReply(
@@ -238,6 +245,13 @@ def _client(base_url: str) -> openai.AsyncOpenAI:
     """Create a client with the key in OPENAI_API_KEY."""
     key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers need no key
     return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=NUM_RETRIES)
+
+
+def _is_too_long(error: BaseException | None) -> bool:
+    """Whether a prompt was refused for its length. vLLM has no error code for this."""
+    return isinstance(error, openai.BadRequestError) and (
+        error.code == "context_length_exceeded" or "maximum context length" in str(error)
+    )
 
 
 def _bytes(token: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from src.core.errors import SandboxError
+from src.core.errors import PromptTooLong, SandboxError
 from src.core.trajectory import (
     FailureKind,
     StopReason,
@@ -119,6 +119,20 @@ async def test_a_failed_start_can_become_a_trajectory_without_turns():
     [substitute] = with_failures_rewarded(group, 0).trajectories
     assert (substitute.turns, substitute.reward) == ([], 0)
     assert not is_trainable(substitute, filters("stop_reason"))
+
+
+TOO_LONG = PromptTooLong("sampling from m: maximum context length")
+
+
+async def test_a_later_prompt_that_the_endpoint_refuses_is_graded():
+    trajectory, _, _ = await play([StepResult(messages=OB.messages, reward=0.5)], ["AB", TOO_LONG])
+    assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
+    assert (len(trajectory.turns), trajectory.reward) == (1, 0.5)
+
+
+async def test_a_refused_first_prompt_is_a_failure():
+    failure, _, _ = await fail([], [TOO_LONG])
+    assert failure.kind is FailureKind.BACKEND and "maximum context length" in failure.message
 
 
 RAISES_IN_SECOND_STEP = [StepResult(messages=OB.messages, reward=0.5), ValueError("bad state")]

@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from src.core.errors import BackendError, ConfigError
+from src.core.errors import BackendError, ConfigError, PromptTooLong
 from src.core.trajectory import StopReason
 from src.policy.openai_client import (
     ChatEndpoint,
@@ -110,6 +110,23 @@ async def test_a_failing_endpoint_is_a_backend_error():
         await failing.sample(
             SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_too_long"),
+    [
+        ({"code": "context_length_exceeded", "message": "use a shorter prompt"}, True),
+        ({"code": 400, "message": "This model's maximum context length is 64 tokens. However, ..."}, True),
+        ({"code": 400, "message": "temperature must be at most 2"}, False),
+    ],
+)
+async def test_a_prompt_that_is_too_long_has_an_error_of_its_own(error, is_too_long):
+    refusing = policy(lambda _: httpx2.Response(400, json={"error": error}))
+    with pytest.raises(BackendError, match="sampling from big: BadRequestError") as raised:
+        await refusing.sample(
+            SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+        )
+    assert isinstance(raised.value, PromptTooLong) == is_too_long
 
 
 async def test_an_unreachable_endpoint_is_reported_in_one_line():

@@ -8,7 +8,7 @@ import pytest
 from harbor.llms.base import ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
 
-from src.core.errors import BackendError
+from src.core.errors import BackendError, PromptTooLong
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
@@ -167,6 +167,27 @@ async def test_a_full_context_requests_one_summary() -> None:
         await HarborChat(llm).chat(LONG_PROMPT)
     with pytest.raises(EpisodeEnd):
         await HarborChat(llm).chat(LONG_PROMPT)
+
+
+@pytest.mark.parametrize("summarize", [True, False])
+async def test_a_refused_later_prompt_is_a_full_context(summarize: bool) -> None:
+    llm, _ = llm_saying(
+        "x", PromptTooLong("maximum context length"), limits=replace(LIMITS, summarize=summarize)
+    )
+    conversation = await converse(llm, "a")
+    if summarize:
+        with pytest.raises(ContextLengthExceededError):
+            await conversation.chat("b")
+    with pytest.raises(EpisodeEnd) as end:
+        await conversation.chat("b")
+    assert end.value.cause == StopReason.CONTEXT_LENGTH and len(llm.turns) == 1
+
+
+async def test_a_refused_first_prompt_is_a_backend_error() -> None:
+    llm, _ = llm_saying(PromptTooLong("maximum context length"))
+    with pytest.raises(EpisodeEnd) as end:
+        await HarborChat(llm).chat("a")
+    assert isinstance(end.value.cause, BackendError)
 
 
 async def test_an_answer_resets_the_number_of_overflows() -> None:

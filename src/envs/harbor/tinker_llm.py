@@ -23,7 +23,7 @@ from typing import Any, override
 from harbor.llms.base import BaseLLM, ContextLengthExceededError, LLMResponse
 from harbor.models.metric import UsageInfo
 
-from src.core.errors import BackendError, TrainerError, boundary
+from src.core.errors import BackendError, PromptTooLong, TrainerError, boundary
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.message_env import turn_seed
@@ -91,7 +91,10 @@ class TinkerLLM(BaseLLM):
         max_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
         if max_tokens == 0:
             raise self._overflow(is_main=is_main, num_tokens=len(prompt_ids))
-        turn = await self._sample(prompt_ids, max_tokens=max_tokens)
+        try:
+            turn = await self._sample(prompt_ids, max_tokens=max_tokens)
+        except PromptTooLong as error:
+            raise self._overflow(is_main=is_main, num_tokens=len(prompt_ids)) from error
         if turn.completion_ids:
             self.all_turns.append(turn)
         content = self._chat.decode(turn.completion_ids)
@@ -166,6 +169,9 @@ class TinkerLLM(BaseLLM):
                     )
                 )
         except TrainerError as error:
+            # before the first answer, `context_limit` exceeds the context of the endpoint
+            if isinstance(error, PromptTooLong) and self._num_calls > 1:
+                raise
             raise EpisodeEnd(error) from error
 
     def _record(self, turn: Turn, messages: list[tuple[str, str]], *, num_reused: int, content: str) -> None:
