@@ -218,7 +218,8 @@ class UnloadModel(Operation["Done"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropSnapshot(Operation["Done"]):
-    """Free a sampler snapshot in memory as soon as no earlier `Sample` operation needs it. Result: `Done`."""
+    """Free a sampler snapshot in memory, or the copy of a sampler checkpoint on the device, as soon as no
+    earlier `Sample` operation needs it. Result: `Done`."""
 
     weights: str
 

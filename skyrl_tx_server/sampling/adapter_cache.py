@@ -162,15 +162,17 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if the
-        snapshot is neither in host memory nor on the device."""
-        if weights not in self.in_host_memory and weights not in self.on_device:
+        """Delete a snapshot as soon as no sequence uses it. For a checkpoint, whose path may later get other
+        weights, this deletes only the copy on the device. Raises NotFoundError if an in-memory snapshot is
+        neither in host memory nor on the device."""
+        if not is_on_disk(weights) and weights not in self.in_host_memory and weights not in self.on_device:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
             self._dropped.add(weights)
             return
         self._dropped.discard(weights)
         self.in_host_memory.pop(weights, None)
+        self._saves[weights] += 1  # the prefix cache may contain pages of the deleted weights
         if weights in self.on_device:
             self._evict(weights)
 

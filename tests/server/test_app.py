@@ -583,6 +583,28 @@ async def test_other_checkpoints_expire_if_one_cannot_be_deleted(
     assert checkpoint_records(tmp_path) == [damaged]
 
 
+@pytest.mark.parametrize("expires", [False, True])
+async def test_a_deleted_sampler_checkpoint_leaves_the_device(
+    http: httpx.AsyncClient, context: AppState, engine: FakeEngine, expires: bool
+) -> None:
+    """Another checkpoint may get its path."""
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    for seq_id, route in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
+        saved = await result(http, await post(http, route, model_id=model_id, seq_id=seq_id, path="0001"))
+        path = str(saved["path"])
+        if expires:
+            context.run_index.set_expiry(path, datetime.now(UTC) - timedelta(seconds=1))
+            await housekeep(context)
+        else:
+            run_id, _, checkpoint_id = path.removeprefix("tinker://").partition("/")
+            deleted = await http.delete(f"training_runs/{run_id}/checkpoints/{checkpoint_id}")
+            assert deleted.status_code == 204
+        assert not context.checkpoints.exists(path)
+    engine.stop()
+    assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"tinker://{model_id}/sampler_weights/0001")]
+
+
 async def test_only_expired_checkpoints_are_deleted(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:

@@ -494,6 +494,32 @@ def test_a_refused_save_of_a_snapshot_in_use_leaves_no_checkpoint(engine: Engine
     assert sample_one(engine, path) == sample_one(engine, "latest")
 
 
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_path_with_new_weights_is_loaded_after_a_deletion(
+    engine: Engine, checkpoints_dir: Path, is_evicted: bool
+):
+    """The export tool can write a checkpoint under the path of a deleted one."""
+    path, other = "tinker://a/sampler_weights/s", "tinker://a/sampler_weights/other"
+    store = CheckpointStore(checkpoints_dir, "local/tiny")
+    prompt = np.arange(100, dtype=np.int32) % 32
+    create(engine, "a")
+    snapshot(engine, "a", path)
+    before = run(engine, replace(sample_op(path), prompt=prompt)).sequences[0]
+    for seed in range(3):
+        train(engine, "a", seed=seed)
+    for name in (other, *(f"s{number}" for number in range(4 * is_evicted))):
+        snapshot(engine, "a", name)
+    store.delete(path)
+    run(engine, DropSnapshot(weights=path))
+    info, arrays = store.read(other)
+    store.write(path, arrays, lora=info.lora, step=info.step, user_metadata={})
+    after, expected = (
+        run(engine, replace(sample_op(name), prompt=prompt)).sequences[0] for name in (path, other)
+    )
+    assert np.array_equal(after.logprobs, expected.logprobs)
+    assert not np.array_equal(after.logprobs, before.logprobs)
+
+
 def test_a_sample_can_be_submitted_before_its_snapshot_is_saved(engine: Engine):
     create(engine, "a")
     futures = [

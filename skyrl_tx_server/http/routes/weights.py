@@ -365,8 +365,16 @@ async def list_checkpoints(state: AppState, request: Request) -> Reply:
 async def delete_checkpoint(state: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await asyncio.to_thread(state.checkpoints.delete, path)
+    free_deleted(state, path)
     state.run_index.forget(path, generation)
     return None
+
+
+def free_deleted(state: AppState, path: str) -> None:
+    """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before still
+    use it."""
+    if parse_path(path)[1] is CheckpointKind.SAMPLER:
+        state.engine.submit(DropSnapshot(weights=path))
 
 
 async def publish(state: AppState, request: Request) -> Reply:
