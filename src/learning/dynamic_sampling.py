@@ -1,6 +1,6 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ or if it has only one reward. All other groups are bad.
+A group is good if its rewards differ or if it was played with one trial only. All other groups are bad.
 `dynamic_sampling=filter` collects good groups over several batches and keeps the number that the step needs.
 `dynamic_sampling=replace` replaces bad groups by good groups of the same batch if the share of good groups is
 above `dynamic_sampling_min_replace_ratio`. Otherwise it samples another batch.
@@ -30,7 +30,7 @@ class SamplingState:
     kept: list[TrajectoryGroup]  # the groups to train on, with the rewards that the reward rules give
     is_complete: bool
     num_batches: int = 0
-    num_bad: int = 0  # groups with equal rewards or without a reward, over all batches
+    num_bad: int = 0  # over all batches
     num_copies: int = 0  # copies of good groups that replace bad groups
     num_surplus: int = 0  # good groups beyond the number that the step needs
 
@@ -42,8 +42,13 @@ EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
-    """Return whether the rewards differ or there is only one reward, as in SkyRL. Ungraded groups are bad."""
-    return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
+    """Return whether the rewards differ, or the only trial of the group is graded, as in SkyRL.
+
+    A group with failures and a single reward is bad, because it has no reward to compare with.
+    """
+    if len(group.rewards) == 1:
+        return not group.failures
+    return bool(group.rewards) and not is_constant(group.rewards)
 
 
 async def sample_groups(
@@ -102,7 +107,7 @@ def add_batch(
     limit = options.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
-            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards or none, "
+            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had no differing rewards, "
             f"so dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier or harder "
             "tasks, a larger group_size or a larger dynamic_sampling_max_batches"
         )

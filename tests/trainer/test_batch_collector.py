@@ -184,14 +184,14 @@ async def test_thompson_refills_prefer_tasks_not_yet_played(tmp_path):
             f"{purpose}_{step:06d}" for purpose in purposes
         }
     few = Bench(tmp_path / "few", "ab", task_sampling="thompson", dynamic_sampling="filter")
-    with pytest.raises(TrainerError, match="5 batches had equal rewards"):
+    with pytest.raises(TrainerError, match="5 batches had no differing rewards"):
         await few.collect(1, "ab")
     assert len(few.source.made) == 5 * 2 * TRIALS, "without unplayed tasks, the same tasks are played again"
 
 
 async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     bench = Bench(tmp_path / "none", dynamic_sampling="filter")
-    with pytest.raises(TrainerError, match="5 batches had equal rewards"):
+    with pytest.raises(TrainerError, match="5 batches had no differing rewards"):
         await bench.collect(1, "ab")
     refills = [bench.played(directory=f"refill-{number}_") for number in range(1, 5)]
     assert {len(names) for names in refills} == {2} and len(set(refills)) > 1

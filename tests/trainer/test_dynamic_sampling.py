@@ -54,6 +54,10 @@ def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
     assert is_good(group("a", *rewards)) is expected
 
 
+def test_a_single_reward_beside_failures_is_bad():
+    assert not is_good(replace(group("a", 1), failures=[failure()]))
+
+
 def test_filter_collects_over_batches_and_drops_surplus_groups():
     first = add_batch(EMPTY, [*good("a"), *bad("b")], settings("filter"), step=1, num_groups=2)
     assert not first.is_complete and names(first.kept) == ["a"]
@@ -95,7 +99,7 @@ def test_a_step_without_tasks_is_complete(mode):
 
 def test_too_many_batches_stop_the_run_with_a_reason():
     state = add_batch(EMPTY, bad("a"), settings("filter", limit=2), step=7, num_groups=1)
-    with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had equal rewards"):
+    with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had no differing rewards"):
         add_batch(state, bad("b"), settings("filter", limit=2), step=7, num_groups=1)
     unlimited = state
     for _ in range(50):
