@@ -15,6 +15,7 @@ import chz
 
 from src.config import TrainerConfig, run_name, tasks_name
 from src.core.errors import BackendError, ConfigError, NothingTrainedError, StorageError, TooManyFailuresError
+from src.core.length_limits import LengthOptions
 from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
@@ -22,13 +23,14 @@ from src.evaluate.contamination import content_hashes, require_held_out, write_h
 from src.evaluate.probe import capabilities
 from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
+from src.learning.options import DynamicSamplingOptions, FilterOptions, LearnerOptions, PreparationOptions
 from src.loop import outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
 from src.loop.outcome import counted
 from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
-from src.records.rollout_store import FinishedRollouts
+from src.records.rollout_store import FinishedRollouts, discard_rollouts
 from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
 from src.records.tracking import RunLog, open_run_log
 from src.records.uploads import check_upload_url
@@ -77,6 +79,8 @@ async def run(
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)
+        if directory.resumed:
+            discard_lost_rollouts(config, directory, events)
         directory.create(config)
         write_hashes(directory.path, hashes)
         with (
@@ -104,6 +108,24 @@ async def run(
     ):
         events.say(line)
     return read_result(directory.path)
+
+
+def discard_lost_rollouts(config: TrainerConfig, directory: RunDirectory, events: RunEvents) -> None:
+    """Discard the rollouts of weights that were lost and that the changed options do not produce again."""
+    names = {"lora_alpha"} if config.lr_schedule == "constant" else {"lora_alpha", "max_steps", "n_epochs"}
+    for options in (LearnerOptions, PreparationOptions, FilterOptions, DynamicSamplingOptions):
+        names |= chz.chz_fields(options).keys()
+    names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}  # they limit future turns only
+    changed = sorted(directory.changed_options(config) & names)
+    after = directory.steps_done
+    if not changed:
+        return
+    Journal(directory.path).discarded(after=after)  # first, so that a kill between the two calls is harmless
+    if num_discarded := discard_rollouts(directory.path, after=after):
+        events.say(
+            f"{', '.join(changed)} changed: {counted(num_discarded, 'rollout')} of the lost weights after "
+            f"step {after} will be played again"
+        )
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:

@@ -8,6 +8,7 @@
     {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the groups that the step trained on
     {"event": "evaluated", "step": 1}                                  the evaluation after the step
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
+    {"event": "discarded", "after": 1}                                 see `discarded`
     {"event": "ended", "state": "done"}
 
 Weights that were trained and not saved are lost with the server's session. `started` therefore invalidates
@@ -90,6 +91,13 @@ class Journal:
 
     def started(self, *, resumed_from: int) -> None:
         self._write("started", resumed_from=resumed_from)
+
+    def discarded(self, *, after: int) -> None:
+        """Record that the rollouts of the weights after the step `after` were discarded, because an option
+        that changes later weights has another value. The batches from step `after` + 2 on, whose tasks may
+        depend on these rollouts, and the use of later results are forgotten."""
+        self._forget(after)
+        self._write("discarded", after=after)
 
     def batch_fixed(self, step: int, groups: Sequence[GroupKey]) -> None:
         """Record the groups of a step.
@@ -198,6 +206,8 @@ class Journal:
                 self._fix(record["step"], [(step, task) for step, task in record["groups"]])
             case "trained" | "evaluated" as event:
                 self._settled.add(("step" if event == "trained" else "eval", record["step"]))
+            case "discarded":
+                self._forget(record["after"])
             case _:  # the other events change nothing that is kept in memory
                 pass
 
@@ -209,6 +219,11 @@ class Journal:
     def _fix(self, step: int, groups: Sequence[GroupKey]) -> None:
         self._groups[step] = list(groups)
         self._learned_in |= dict.fromkeys(groups, step)
+
+    def _forget(self, after: int) -> None:
+        self._settled = {item for item in self._settled if item[1] is None or item[1] <= after}
+        self._groups = {step: groups for step, groups in self._groups.items() if step <= after + 1}
+        self._learned_in = {group: step for group, step in self._learned_in.items() if step <= after + 1}
 
     def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)

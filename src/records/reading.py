@@ -102,6 +102,11 @@ class Evaluated(TypedDict):
     step: Count
 
 
+class Discarded(TypedDict):
+    event: Literal["discarded"]
+    after: Count
+
+
 class Ended(TypedDict):
     event: Literal["ended"]
     state: str
@@ -115,7 +120,7 @@ class Note(TypedDict):
 
 
 JournalLine = Annotated[
-    Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Ended | Note,
+    Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Discarded | Ended | Note,
     Field(discriminator="event"),
 ]
 

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from src.core.token_ids import TokenIds
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.learning.datums import extends
-from src.records.atomic_io import append_record, remove, truncate_torn_line
+from src.records.atomic_io import append_record, remove, replace_text, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 
@@ -176,6 +176,25 @@ def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Tra
                 if rollout.result.trial_name == trial_name
             ]
     return sorted(results, key=lambda item: (item[0].step, item[0].purpose == "eval"))
+
+
+def discard_rollouts(log_path: Path, *, after: int) -> int:
+    """Remove the rollouts with a turn that weights after the step `after` sampled. Return their number."""
+    num_discarded = 0
+    for path in (log_path / "finished").glob("*_*.jsonl"):
+        step = path.stem.rpartition("_")[2]
+        if not step.isdecimal() or int(step) <= after:
+            continue
+        records = list(read_lines(path, LINE, unchanged))
+        kept = [
+            line
+            for line, record in zip(path.read_text().splitlines(keepends=True), records, strict=False)
+            if all(turn["policy_version"] <= after for turn in record["result"].get("turns", ()))
+        ]
+        if len(kept) < len(records):
+            replace_text(path, "".join(kept))
+            num_discarded += len(records) - len(kept)
+    return num_discarded
 
 
 def any_graded(log_path: Path) -> bool:

@@ -76,6 +76,11 @@ class RunDirectory:
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
+    def changed_options(self, config: RunDirectoryOptions) -> set[str]:
+        """Return the options of a resumed run that have another value than in its last process."""
+        saved, present = _saved_options(self.path), _present_options(config)
+        return {name for name in saved.keys() & present.keys() if saved[name] != present[name]}
+
     def create(self, config: RunDirectoryOptions) -> None:
         """Create the directory and config.json. If `delete_first` is set, the old run is deleted first."""
         if self.delete_first:
@@ -183,9 +188,8 @@ def require_run(path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
-    saved = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+    saved, present = _saved_options(path), _present_options(config)
     require_run(path, saved)
-    present = json.loads(json.dumps(chz.asdict(config)))
     if (SUPERVISED in saved) != (SUPERVISED in present):
         program = "src.sft" if SUPERVISED in saved else "src.train"
         raise ConfigError(
@@ -205,6 +209,14 @@ def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
             "or stream_groups=true, or give another log_path"
         )
+
+
+def _saved_options(path: Path) -> Mapping[str, Any]:
+    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+
+
+def _present_options(config: RunDirectoryOptions) -> Mapping[str, Any]:
+    return json.loads(json.dumps(chz.asdict(config)))
 
 
 def _uses_pipeline(config: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from src.records.run_directory import lock_run_dir
 from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
-from tests.fakes.run import FakeRun
+from tests.fakes.run import FakeRun, untimed
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 TASKS = [task(f"say-{number:02d}") for number in range(4)]
@@ -303,6 +303,27 @@ async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     assert second.configs[0].load_checkpoint_path == "tinker://run/weights/000001"
     assert [record["step"] for record in second.lines("metrics.jsonl")] == [0, 1, 2]
     assert second.backend.training_client.logits.tolist() == unbroken.backend.training_client.logits.tolist()
+
+
+@pytest.mark.parametrize("mode", ["max_staleness=0", "max_staleness=1", "task_sampling=thompson"])
+async def test_rollouts_of_lost_weights_are_played_again(tmp_path, monkeypatch, mode):
+    async def save(self, name):  # as if the process was killed before its checkpoint
+        raise RuntimeError("killed")
+
+    options = (mode, "eval_every=1", "n_epochs=2", "save_every=0", "behavior_if_log_dir_exists=resume")
+    for rate in (2, 0.5):
+        bench = Bench(tmp_path)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(BanditBackend, "save", save)
+            await bench.go(*options, f"learning_rate={rate}")
+    fresh = Bench(tmp_path / "fresh")
+    await fresh.go(*options, "learning_rate=0.5")
+    if mode != "max_staleness=1":  # the order in which groups end depends on time
+        assert untimed(bench.path) == untimed(fresh.path)
+    assert "learning_rate changed: " in bench.text.getvalue()
+    again = Bench(tmp_path)
+    await again.go(*options, "learning_rate=0.5", "max_tokens=7")  # changes no weights
+    assert "played again" not in again.text.getvalue()
 
 
 async def test_a_directory_with_a_run_is_changed_only_on_request(tmp_path):
