@@ -199,7 +199,9 @@ class Terminus2RLTrainer:
             if update.is_stopped:
                 raise asyncio.CancelledError
             self._events.step_finished(batch.step, num_steps=num_steps, metrics=metrics)
+            syncing = time.monotonic()
             policy = await self._policy()
+            metrics["time/sync_weights"] = time.monotonic() - syncing
             self._collector.update_ended(policy)
             if self._is_evaluation_due(num_steps=num_steps):
                 evaluation = await self._evaluate(policy)

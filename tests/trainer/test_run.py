@@ -130,6 +130,15 @@ async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     assert str(bench.path) in text.splitlines()[-1]
 
 
+async def test_the_time_to_sync_weights_is_a_part_of_a_step(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("eval_group_size=2")
+    for line in bench.lines("metrics.jsonl")[1:]:
+        parts = ("time/rollouts", "time/update", "time/sync_weights", "time/evaluation")
+        assert line["time/sync_weights"] > 0
+        assert sum(line.get(name, 0.0) for name in parts) <= line["time/total"]
+
+
 async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
     async def reward_half(trial, policy):
         return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
