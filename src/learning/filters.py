@@ -86,20 +86,26 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
-    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0. `groups` have the original
-    rewards, to which no rule was applied."""
-    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
-    non_stop = [
-        member for member in rewarded if options.zero_reward_on_non_stop and member.stop_reason in OVERLONG
+    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0, the judge's bonus included.
+
+    `groups` have the original rewards, to which no rule was applied.
+    """
+    rewarded = [
+        member for group in groups for member in group.trajectories if member.reward + member.bonus > 0
+    ]
+    remaining = [  # those that the first rule leaves to the second
+        member
+        for member in rewarded
+        if not (options.zero_reward_on_non_stop and member.stop_reason in OVERLONG)
     ]
     limit = options.max_assistant_response_tokens
     too_long = [
         member
-        for member in rewarded
+        for member in remaining
         if options.zero_reward_on_length_threshold and _has_long_answer(member, limit)
     ]
     return {
-        "reward/zeroed_by_non_stop": float(len(non_stop)),
+        "reward/zeroed_by_non_stop": float(len(rewarded) - len(remaining)),
         "reward/zeroed_by_length": float(len(too_long)),
     }
 
