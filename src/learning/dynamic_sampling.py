@@ -1,6 +1,7 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ or if it was played with one trial only. All other groups are bad.
+A group is good if its rewards differ or if it was played with one trial only. All other groups are bad, and
+so are groups with fewer graded trials than `min_group_size`.
 `dynamic_sampling=filter` collects good groups over several batches and keeps the number that the step needs.
 `dynamic_sampling=replace` replaces bad groups by good groups of the same batch if the share of good groups is
 above `dynamic_sampling_min_replace_ratio`. Otherwise it samples another batch.
@@ -41,14 +42,15 @@ Refill = Callable[[SamplingState, int], Sequence[Task]]
 EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
-def is_good(group: TrajectoryGroup) -> bool:
+def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
     """Return whether the rewards differ, or the only trial of the group is graded, as in SkyRL.
 
-    A group with failures and a single reward is bad, because it has no reward to compare with.
+    A group with failures and a single reward is bad, because it has no reward to compare with. A group with
+    fewer rewards than `min_group_size` is bad, because a filter drops it.
     """
     if len(group.rewards) == 1:
         return not group.failures
-    return bool(group.rewards) and not is_constant(group.rewards)
+    return len(group.rewards) >= max(1, min_group_size) and not is_constant(group.rewards)
 
 
 async def sample_groups(
@@ -67,7 +69,12 @@ async def sample_groups(
         batch = refills(state, len(tasks)) if refill_index else tasks
         groups = await play(batch, refill_index)
         state = add_batch(
-            state, apply_reward_rules(groups, filters), options, step=step, num_groups=len(tasks)
+            state,
+            apply_reward_rules(groups, filters),
+            options,
+            step=step,
+            num_groups=len(tasks),
+            min_group_size=filters.min_group_size,
         )
         state = replace(state, played=[*state.played, *groups])
     return state
@@ -80,6 +87,7 @@ def add_batch(
     *,
     step: int,
     num_groups: int,
+    min_group_size: int = 1,
 ) -> SamplingState:
     """Return the state after one more batch. The step needs `num_groups` groups.
 
@@ -87,7 +95,7 @@ def add_batch(
     """
     if options.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)
-    good = [group for group in groups if is_good(group)]
+    good = [group for group in groups if is_good(group, min_group_size)]
     after = replace(
         before, num_batches=before.num_batches + 1, num_bad=before.num_bad + len(groups) - len(good)
     )
@@ -102,7 +110,10 @@ def add_batch(
     elif not num_groups or len(good) > len(groups) * options.dynamic_sampling_min_replace_ratio:
         rng = random.Random(f"{options.seed}/replace/{step}/{after.num_batches}")
         after = replace(
-            after, kept=replace_bad_groups(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
+            after,
+            kept=replace_bad_groups(groups, rng, min_group_size),
+            is_complete=True,
+            num_copies=len(groups) - len(good),
         )
     limit = options.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
@@ -114,12 +125,14 @@ def add_batch(
     return after
 
 
-def replace_bad_groups(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
+def replace_bad_groups(
+    groups: Sequence[TrajectoryGroup], rng: random.Random, min_group_size: int = 1
+) -> list[TrajectoryGroup]:
     """Replace each bad group by a good one, without repetition if there are enough good groups."""
-    good = [group for group in groups if is_good(group)]
+    good = [group for group in groups if is_good(group, min_group_size)]
     num_bad = len(groups) - len(good)
     drawn = iter(rng.sample(good, num_bad) if len(good) >= num_bad else rng.choices(good, k=num_bad))
-    return [group if is_good(group) else next(drawn) for group in groups]
+    return [group if is_good(group, min_group_size) else next(drawn) for group in groups]
 
 
 def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> dict[str, float]:

@@ -63,7 +63,7 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
     Metric("curriculum/tasks_easy", COUNT, LAST, "Tasks with an estimated success rate above 0.9."),
     Metric("dynamic_sampling/batches", COUNT, SUM, "Batches sampled for the step (`dynamic_sampling`)."),
     Metric("dynamic_sampling/bad_groups", COUNT, SUM,
-        "Groups without differing rewards, over all batches sampled for the step."),
+        "Groups without differing rewards or below `min_group_size`, over all batches of the step."),
     Metric("dynamic_sampling/replaced_groups", COUNT, SUM, "Bad groups replaced by copies of good groups."),
     Metric("dynamic_sampling/surplus_groups", COUNT, SUM,
         "Good groups beyond the batch size, which are not trained."),

@@ -143,6 +143,25 @@ async def test_refills_receive_the_state_after_each_batch():
     assert names(state.kept) == ["a", "d"]
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("filter", ["a", "c"]), ("replace", ["a", "a"])])
+async def test_a_group_below_min_group_size_takes_no_place(mode, kept):
+    small = replace(group("b", 1, 0), failures=[failure()])
+    played = {0: [group("a", 1, 0, 0), small], 1: [group("c", 1, 1, 0)]}
+
+    async def play(tasks, index):
+        return played[index]
+
+    filters = FilterOptions(
+        remove_constant_reward_groups=False,
+        min_group_size=3,
+        failed_trial_reward=None,
+        apply_overlong_filtering="off",
+    )
+    tasks = [task("a"), task("b")]
+    state = await sample_groups(play, tasks, lambda *_: [task("c")], settings(mode), filters, step=1)
+    assert names(state.kept) == kept and state.num_bad == 1
+
+
 async def test_reward_rules_are_applied_before_dynamic_sampling():
     played = [group("a", 1), replace(group("b", 0), failures=[failure()])]
 
