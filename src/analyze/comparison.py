@@ -48,7 +48,7 @@ NAMING_OPTIONS = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_pr
 
 
 def overview(runs: Sequence[AnalyzedRun]) -> list[str]:
-    """Return a table with one row per run and environment."""
+    """Return a table with one row per run and environment (domain or task type)."""
     rows = []
     for run in runs:
         signals, evaluations = signals_of(run), list(run.evaluations.values())
@@ -90,7 +90,7 @@ def pair(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
 def differing_options(first: AnalyzedRun, second: AnalyzedRun) -> str:
     """Return one line with the options whose values differ between the runs, without NAMING_OPTIONS.
 
-    A directory that has only dumps has no options."""
+    The options of a run are unknown if its directory has only dumps and no config.json."""
     if not (first.options and second.options):
         unknown = " and ".join(run.name for run in (first, second) if not run.options)
         return f"The options of {unknown} are unknown, because there is no config.json."

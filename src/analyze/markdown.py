@@ -14,7 +14,8 @@ MISSING = "–"  # stands for a value that the files do not contain
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
     """Return the lines of a table. The first `num_text` columns are aligned left, the others right.
 
-    A line break in a cell, such as that in the name of a tool that the agent invented, becomes a space.
+    A line break in a cell becomes a space. For example, an agent can call a tool by an invented name that
+    contains a line break.
     """
     lines = [header, ["---"] * num_text + ["---:"] * (len(header) - num_text), *rows]
     cells_of = ([" ".join(cell.splitlines()).replace("|", "&#124;") for cell in line] for line in lines)

@@ -1,4 +1,7 @@
-"""The analysis of one run: held-out results, training signal, failure patterns and the tasks that fail."""
+"""The analysis of one run: held-out results, training signal, failure patterns and the tasks that fail.
+
+In the tables of the analysis, an environment is a domain of tasks, such as retail, or a task type.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ def by_task(trials: Sequence[DumpedTrial]) -> dict[str, list[DumpedTrial]]:
 def pass_rate(trials: Sequence[DumpedTrial], k: int) -> float | None:
     """Return SkyRL's pass@k, which counts every reward above 0 as a pass.
 
-    Tasks with fewer than `k` trials are left out. None: all tasks are left out.
+    Tasks with fewer than `k` trials are left out. If no task is left, the result is None.
     """
     tallies = [
         Tally(solved=sum(trial.reward > 0 for trial in group), graded=len(group))

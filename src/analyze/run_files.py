@@ -3,9 +3,9 @@
 The dumps may also come from SkyRL, whose dumps have fewer fields. A directory has one of these layouts:
 
     RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   RUN is a run directory or an `export_path`
-    DIRECTORY/global_step_<N>/<environment>.jsonl                   a local copy of the dumps that
-    `upload_url`
-                                                                 or SkyRL wrote to an object store
+    DIRECTORY/global_step_<N>/<environment>.jsonl                DIRECTORY is a local copy of the dumps that
+                                                                 SkyRL or this trainer (with `upload_url`)
+                                                                 has written to an object store
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ USAGE = "show RUN [STEP | TASK | TRIAL] [STEP]"
 
 
 class RolloutLine(TypedDict):
-    """The fields of a line of rollouts/ that are shown. A line with `failure` is an ungraded trial."""
+    """The fields of a line of rollouts/ that are shown. A line with `failure` describes an ungraded trial."""
 
     task: str
     trial: str

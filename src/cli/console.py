@@ -39,7 +39,7 @@ SHOWN = (
     ("chats", "sft/chats", "{:.0f}".format),
     ("trained tokens", "sft/trained_tokens", "{:.0f}".format),
     ("grad", "optim/grad_norm", "{:.2g}".format),
-    ("KL", "optim/kl_sample_train_v2", "{:.1e}".format),  # between sampler and trainer
+    ("KL", "optim/kl_sample_train_v2", "{:.1e}".format),  # from the logprobs of sampler and trainer
     ("rollouts", "time/rollouts", "{:.1f}s".format),
     ("update", "time/update", "{:.1f}s".format),
 )
@@ -52,8 +52,8 @@ class Display:
         self._console = console
         self._num_finished = 0  # groups since `batch_started`
         self._num_groups = 0
-        # Results ("ungraded trial", "trial with reward 0") and failure kinds or graded-zero reasons that have
-        # been shown.
+        # The pairs (result, kind) that have been shown. The result is "ungraded trial" or "trial with reward
+        # 0", and the kind is a failure kind or a graded-zero reason.
         self._shown_failures: set[tuple[str, str]] = set()
 
     def say(self, text: str) -> None:
@@ -137,9 +137,9 @@ class Display:
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print `content`.
 
-        Texts from outside, such as task ids, must be `Text` objects, because a `Console` with default
-        settings parses strings as markup. If the output cannot be written, nothing more is printed. The run
-        directory contains the same information.
+        Texts that this module does not write itself, such as task ids, must be `Text` objects, because a
+        `Console` with default settings parses strings as markup. If the output cannot be written, nothing
+        more is printed. The run directory contains the same information.
         """
         try:
             self._console.print(content, highlight=False, soft_wrap=soft_wrap)

@@ -40,8 +40,10 @@ def set_library_variables() -> None:
 def with_locations_from_environment(
     argv: Sequence[str], *, names: Collection[str] = ("skyrl_tx_url", "tau2_home")
 ) -> list[str]:
-    """Return `argv` with tau2_home from TAU2_HOME, if the environment reads it, and, if `argv` has
-    backend=skyrl-tx, with skyrl_tx_url from SKYRL_TX_URL.
+    """Return `argv` with options from environment variables.
+
+    - tau2_home is added from TAU2_HOME if `argv` has an option `env` whose environment reads tau2_home.
+    - skyrl_tx_url is added from SKYRL_TX_URL if `argv` has backend=skyrl-tx.
 
     An option is added only if it is in `names` and not in `argv`, and its environment variable is not empty.
     `names` must contain only options that the program has.

@@ -73,8 +73,8 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
 
     Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
     The files are written to a new directory in `evaluations/` of the run, unless `changes` set `log_path` or
-    `logs_dir`. Raises ConfigError if the directory has no config.json or a run of supervised fine-tuning, or
-    if a change is not `key=value`.
+    `logs_dir`. Raises ConfigError if the directory has no config.json, if its run is one of supervised
+    fine-tuning, or if a change is not `key=value`.
     """
     options = _saved(run)
     if SUPERVISED in options:

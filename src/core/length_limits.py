@@ -46,7 +46,7 @@ def fitted_lengths(
     `given` contains the options that the user has set (name -> text). An option in `given` is not returned,
     and max_tokens is not returned if `given` has max_generate_length. `max_tokens` and `threshold` are the
     current values of max_tokens and proactive_summarization_threshold. Both are reduced to at most a quarter
-    of the context, and the threshold also to at most half of the longest prompt.
+    of the context, and the threshold also to at most half of the longest allowed prompt.
 
     >>> fitted_lengths(4096, max_tokens=2048, threshold=8000, given={"max_tokens": "500"})
     {'context_limit': 4096, 'proactive_summarization_threshold': 1024}

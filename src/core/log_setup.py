@@ -31,8 +31,8 @@ class LogFile(logging.FileHandler):
 
 
 def set_log_levels() -> None:
-    """Set the level of THIRD_PARTIES to WARNING, of the loggers that DEBUG_VARIABLES select to DEBUG, and of
-    all other loggers to INFO."""
+    """Set the log levels: WARNING for THIRD_PARTIES, DEBUG for a logger whose variable in DEBUG_VARIABLES has
+    the value 1, and INFO for all other loggers."""
     logging.getLogger().setLevel(logging.INFO)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.WARNING)

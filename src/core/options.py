@@ -28,8 +28,10 @@ class Options:
     """
 
     def __init_subclass__(cls) -> None:
-        """Collect the validators of all bases. chz looks them up like any class attribute, so a class without
-        validators of its own would have only those of its first base.
+        """Collect the validators of all bases.
+
+        chz reads them from one class attribute. Without this method, a class that declares no validators
+        would inherit the attribute of its first base only.
         """
         super().__init_subclass__()
         validators: list[Callable[[Any], None]] = []
@@ -61,19 +63,19 @@ def above(minimum: float) -> Validator:
 
 
 def finite(options: Any, name: str) -> None:
-    """Validate a field: None, or a number that is neither infinite nor NaN."""
+    """Require that a field is None or a number that is neither infinite nor NaN."""
     value = _value(options, name)
     require(value is None or math.isfinite(value), f"{_name(name)} must be finite, not {value}")
 
 
 def share_or_0(options: Any, name: str) -> None:
-    """Validate a field: a number of at least 0 and at most 1."""
+    """Require that a field is a number of at least 0 and at most 1."""
     value = _value(options, name)
     require(0 <= value <= 1, f"{_name(name)} must lie between 0 and 1, not {value}")
 
 
 def share(options: Any, name: str) -> None:
-    """Validate a field: None, or a number above 0 and at most 1."""
+    """Require that a field is None or a number above 0 and at most 1."""
     value = _value(options, name)
     require(value is None or 0 < value <= 1, f"{_name(name)} must be above 0 and at most 1, not {value}")
 

@@ -25,8 +25,8 @@ from typing import Any, NoReturn, override
 from src.core.errors import INTERRUPTED, TrainerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_TIMEOUT_S = 10.0  # default of `stop_timeout_s`, for programs that save nothing when they stop
-STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
+STOP_TIMEOUT_S = 10.0  # default of the argument `stop_timeout_s`; enough if the program saves nothing
+STOP_GRACE_S = 3.0  # the event loop has this time after the stop timeout to cancel its tasks
 STOPPING = "stopping: saving a checkpoint first (press Ctrl-C again to stop at once)"
 EXIT_S = 3.0  # the maximum time for joining threads and running the exit handlers
 

@@ -11,7 +11,7 @@ class TokenIds(Sequence[int]):
     """An immutable sequence of token ids.
 
     `extended` appends to the same array, so all prompts of a conversation share one array. A second extension
-    of the same sequence copies the array.
+    of the same sequence copies the array, because the first extension has already appended to it.
 
     >>> first = TokenIds([1, 2])
     >>> second = first.extended([3])

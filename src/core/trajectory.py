@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class StopReason(StrEnum):
-    """Why a completion or a trajectory ended. For a completion it is `stop` or `length`."""
+    """Why a completion or a trajectory ended. A completion has only the reasons `stop` and `length`."""
 
     STOP = "stop"  # completion: a stop token; trajectory: the episode ended
     LENGTH = "length"  # completion: cut at max_tokens; trajectory: its last completion was cut or empty
@@ -61,10 +61,13 @@ class Task:
     id: str
     path: Path  # the directory of the task, or the file that contains the row of the task
     instruction: str = ""
-    # Metrics are logged under this name, e.g. retail; empty: under the id without its directory and number.
+    # Metrics are logged under this name, e.g. retail. If it is empty, they are logged under the task type,
+    # which is the id without its directory and number.
     domain: str = ""
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for the environment
-    grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
+    # The name of a grading that checks only some criteria of the task, e.g. `env`; empty: full grading.
+    # The names of metrics contain this name.
+    grading: str = ""
     has_writes: bool | None = None  # whether the solution changes the database; None: unknown
 
 
@@ -89,8 +92,8 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
-    # One per turn if the environment gives rewards per turn. `reward` is their sum, unless a reward rule
-    # changed it or an empty answer before the first turn had a reward.
+    # One per turn if the environment gives rewards per turn. `reward` is their sum, with two exceptions: a
+    # reward rule has changed `reward`, or `reward` includes that of an empty answer before the first turn.
     turn_rewards: list[float] = field(default_factory=list)
     # The messages, for logs; training uses `turns`.
     conversation: list[Mapping[str, object]] = field(default_factory=list)
@@ -99,7 +102,7 @@ class Trajectory:
     tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # the graded-zero reason; None: the trial has none
-    zero_detail: str = ""  # the error behind `zero_reason`, as one line
+    zero_detail: str = ""  # the error that led to `zero_reason`, as one line
     member: int = 0  # the index of the trial in its group
     seed: int = 0  # the seed of the trial's samples
 

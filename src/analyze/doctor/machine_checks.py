@@ -96,7 +96,7 @@ def server(url: str) -> Finding:
     except BackendError as error:
         return Finding(name="server", measured=str(error), command="scripts/start_skyrl_tx.sh MODEL")
     models = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
-    if isinstance(models, str):  # the reason against the server
+    if isinstance(models, str):  # the reason why the server cannot be used
         is_refused = models == REFUSED_KEY
         command = "export TINKER_API_KEY=tml-..." if is_refused else "scripts/start_skyrl_tx.sh MODEL"
         return Finding(name="server", measured=f"{url}: {models}", command=command)

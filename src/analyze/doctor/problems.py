@@ -18,8 +18,8 @@ MAX_WITHOUT_UPDATE = 0.1  # share of steps that sample rollouts but do not chang
 KL_GROWTH = 2.0  # mean of the last third of the steps divided by the mean of the first third
 MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below this value stable
 MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by a factor of e^10
-MAX_TRUNCATED = 0.1  # truncated answers are graded without their end, so their reward is unreliable
-MAX_FAILED = 0.05  # at this share and 8 trials per group, about every third group lacks a trial
+MAX_TRUNCATED = 0.1  # share of trials; a cut answer is graded without its end, so its reward is unreliable
+MAX_FAILED = 0.05  # share of trials; with 8 trials per group, about every third group then lacks a trial
 MIN_FREE_GIB = (
     5.0  # a training checkpoint of rank 32 of an 8B model takes about 1 GiB, and each save writes a new one
 )
@@ -57,10 +57,9 @@ PLACEHOLDERS = {
 
 PROBLEMS: dict[ProblemName, Problem] = {
     ProblemName.REWARD_FLAT: Problem(
-        sign=f"the run has at least {MIN_STEPS} steps, and the mean of `env/all/reward/total` in the last "
-        f"third of the steps is at most {NOISE_ERRORS:g} standard errors above the mean in the first third; "
-        f"also, no reward is above 0, or the mean in the last third is below {SATURATED:.0%} of the largest "
-        "reward",
+        sign=f"the run has at least {MIN_STEPS} steps; the mean of `env/all/reward/total` in the last third "
+        f"of the steps is at most {NOISE_ERRORS:g} standard errors above the mean in the first third; and "
+        f"the mean in the last third is below {SATURATED:.0%} of the largest reward, or no reward is above 0",
         meaning="The policy does not improve. Read some trials; if they are sound, the learning rate is too "
         "low.",
         command="agent-trainer resume {run} learning_rate={higher_rate}",

@@ -77,8 +77,10 @@ class CheckedRun:
 
     @property
     def more_mixed_groups(self) -> dict[str, str]:
-        """The placeholders of a command that gives more groups with differing rewards: `dynamic_sampling`, or
-        a new run with larger groups if the run has set `dynamic_sampling` or an option that excludes it."""
+        """Values of the placeholders of a command, so that more groups have differing rewards.
+
+        The command sets `dynamic_sampling`. If the run has set `dynamic_sampling` or an option that excludes
+        it, the command starts a new run with larger groups instead."""
         excluding = ("stream_groups", "max_staleness", "domain_mixture", "remove_constant_reward_groups")
         is_set = self.options.get("dynamic_sampling", "off") != "off"
         if is_set or any(self.options.get(name) for name in excluding):
@@ -190,8 +192,9 @@ def truncated(run: CheckedRun) -> Finding:
 
 
 def failures(run: CheckedRun) -> Finding:
-    """Compare the share of ungraded trials with MAX_FAILED, and check that the run did not end because of
-    ungraded trials, which may be trials of an unfinished step."""
+    """Compare the share of ungraded trials with MAX_FAILED, and check that they did not end the run.
+
+    The share counts only the trials of finished steps, but a run may also end in an unfinished step."""
     ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
     is_small = len(ungraded) <= MAX_FAILED * len(run.trials)
     end = last_end(run.path)
