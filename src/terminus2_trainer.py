@@ -57,13 +57,13 @@ class Collected:
 
     batch: Batch
     groups: Sequence[TrajectoryGroup]  # those that passed the filters
-    examples_P_G: Sequence[Sequence[Example]]  # the examples of these groups
+    examples_P_G: Sequence[Sequence[Example]]  # for each of these P groups, its G examples
     dropped: Counter[DropReason]  # the number of groups that the filters dropped, by reason
     metrics: dict[str, float]
 
     @property
     def trained(self) -> list[GroupKey]:
-        """The groups with at least one example."""
+        """The keys of the groups with at least one example."""
         pairs = zip(self.groups, self.examples_P_G, strict=True)
         return [(group.step, group.task.id) for group, examples in pairs if examples]
 
@@ -185,8 +185,8 @@ class Terminus2RLTrainer:
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
             else:
-                # An earlier process with other options may have logged the metrics of this step without
-                # sending them to wandb and trackio.
+                # An earlier process, with options that made this evaluation due, may have logged the line of
+                # this step without sending it to wandb and trackio. `amend` sends it.
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
@@ -300,7 +300,8 @@ class Terminus2RLTrainer:
             version=version,
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
-        # With `tis` or a TIS mask, the datums have the trainer's logprobs in place of the sampler's.
+        # With `tis` (truncated importance sampling) or one of its masks, the datums have the trainer's
+        # logprobs in place of the sampler's.
         # `prepare` then computes the difference between sampler and trainer, and its metrics replace those in
         # `update`.
         return update | prepared.metrics

@@ -80,7 +80,8 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     def environment(self) -> EnvironmentOptions:
         """The options of the environment, with eval_split=0.
 
-        If `held_out_of` is set, `environment_of` replaces the options of the split by those of that run.
+        If `held_out_of` is set, `environment_of` (src/evaluate/run.py) replaces the options of the split by
+        those of the run that `held_out_of` names.
         """
         return environment_options(self, url=self.base_url)
 

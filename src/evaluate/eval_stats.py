@@ -2,6 +2,8 @@
 
 The statistical unit is the task. Trials of one task are correlated, so intervals that treat them as
 independent would be too narrow. Each task therefore contributes one number to every mean and variance.
+
+The suffix _P of a name marks a sequence with one element per task; P is the number of tasks.
 """
 
 from __future__ import annotations

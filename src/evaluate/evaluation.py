@@ -126,8 +126,8 @@ def tally(group: TrajectoryGroup) -> Tally:
 def reward_pass_rates(prefix: str, groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
     """Return SkyRL's pass@k, which counts every reward above 0 as a pass, for each k below `group_size`.
 
-    `signal_metrics` computes the value for k = `group_size`. Groups with fewer than k graded trials are left
-    out.
+    The value for k = `group_size` is missing, because `signal_metrics` (src/learning/metrics.py) computes it.
+    Groups with fewer than k graded trials are left out.
     """
     tallies = [
         Tally(solved=sum(reward > 0 for reward in group.rewards), graded=len(group.rewards))

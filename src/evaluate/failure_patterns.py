@@ -9,8 +9,9 @@ a result that has the form of a program's error message. The tool results are
                                   output of a terminal or of an environment, without Terminus-2's replies to
                                   unparsable answers
 
-A trial of a service domain or of env=fleet is recognized by the metric `parse_attempts`, the number of
-answers with a tool call. Only trials of service domains have a user simulator.
+A service domain is a domain with tools, a database and a user simulator, such as those of tau-bench. A trial
+of a service domain or of env=fleet is recognized by the metric `parse_attempts`, the number of answers with a
+tool call. Only trials of service domains have a user simulator.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Pattern(StrEnum):
     USER_SIMULATOR = "user_simulator_fault"  # a fault that `user_simulator_faults` returns
 
 
-# The first entry whose expression matches the text of an error gives its pattern.
+# An error has the pattern of the first entry whose expression matches the text of the error.
 ERRORS = (
     (Pattern.UNREADABLE, r"could not be read|answer was empty"),
     (
@@ -61,7 +62,7 @@ ERRORS = (
         r"|valid (string|number|integer)",
     ),
 )
-# The corresponding table for a line of terminal output that has the form of an error message.
+# The same kind of table, for lines of terminal output that have the form of an error message.
 TERMINAL_ERRORS = (
     (
         Pattern.AUTHORISATION,

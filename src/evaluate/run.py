@@ -199,7 +199,9 @@ async def run_one(
 
 
 def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
-    """Return the options of the environment. With `held_out_of`, the tasks are split as in that run."""
+    """Return the options of the environment. With `held_out_of`, the tasks are split as in the run that it
+    names.
+    """
     if config.held_out_of is None:
         return config.environment
     path = Path(config.held_out_of).expanduser() / CONFIG_FILE
@@ -209,9 +211,9 @@ def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
 
 
 def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
-    """Return all tasks or, with `held_out_of`, the held-out tasks of that run.
+    """Return all tasks or, with `held_out_of`, the held-out tasks of the run that it names.
 
-    Raises ConfigError if that run holds out no tasks.
+    Raises ConfigError if this run holds out no tasks.
     """
     if config.held_out_of is None:
         return [*source.train, *source.eval]

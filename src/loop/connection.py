@@ -45,7 +45,8 @@ async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncGenerator[Dependencies[TaskSource]]:
     """Open the Tinker endpoint, and the tasks of the environment if `source` is None."""
-    await asyncio.to_thread(check_environment, config)  # reports mistakes before a server is needed
+    # Mistakes in the options and task files are reported before the server is contacted.
+    await asyncio.to_thread(check_environment, config)
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         if source is None:
@@ -132,8 +133,8 @@ class Connector[Config: LoopOptions, Source]:
         """Run the training. After each loss of the server, call `train` again from the last checkpoint.
 
         Raises the BackendError of a loss if the run has made no progress since the previous loss. A graded
-        trial and a step that is trained for the first time are progress. Raises ServerLost at the first loss
-        if `reconnect_timeout_s` is 0.
+        trial and a step that is trained for the first time count as progress. Raises ServerLost at the first
+        loss if `reconnect_timeout_s` is 0.
         """
         progress = -1
         while True:

@@ -192,7 +192,7 @@ def last_lines(
     first = f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}"
     if options is not None and steps == steps_before:
         more = f"n_epochs={2 * options.n_epochs}"
-        if steps == options.max_steps:  # the epochs may have the same number of steps
+        if steps == options.max_steps:  # both options are named, because the epochs may have no more steps
             more = f"max_steps={2 * steps} {more}"
         first = f"nothing to do: all {counted(steps, 'step')} are finished; add {more} to train further"
     return [first, *results, f"files: {log_path} ({', '.join(files)})"]

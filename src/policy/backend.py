@@ -43,7 +43,9 @@ class Backend(Protocol):
         ...
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
-        """Open the sampler checkpoint `name` (tinker://...) or the model `name`. None: the base model."""
+        """Open the sampler checkpoint `name` (tinker://...) or the model `name`. If `name` is None, open the
+        base model of the run.
+        """
         ...
 
     async def save(self, name: str) -> SavedPaths:
@@ -106,7 +108,7 @@ class TinkerBackend:
         """Check the endpoint with plain HTTP requests, because the SDK would retry for minutes."""
         url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
-        if self._key is None:  # only the SDK can use its stored credentials, so `get_info` cannot be sent
+        if self._key is None:  # only the SDK can read its stored credentials, which `get_info` would need
             return
         body = {"type": "get_info", "model_id": self.training_client.model_id}
         reply = await request(f"{url}/api/v1/get_info", key=self._key, body=body, timeout_s=timeout_s)

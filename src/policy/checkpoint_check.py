@@ -1,4 +1,4 @@
-"""Check that a checkpoint to be loaded has the base model, the rank and the trained parts of the options."""
+"""Check before a checkpoint is loaded that its base model, rank and trained parts match the options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from src.policy.options import AdapterOptions
 async def check_checkpoint(
     client: tinker.RestClient, path: str, adapter: AdapterOptions, *, model_name: str
 ) -> None:
-    """Raise ConfigError if the checkpoint at `path` has another base model than `model_name`, or another rank
-    or other trained parts than `adapter`.
+    """Raise ConfigError if the base model of the checkpoint at `path` differs from `model_name`, or if its
+    rank or its trained parts (attention, MLPs, output head) differ from those in `adapter`.
 
     A value that the endpoint does not report is not compared. The part of a model's name after ":" is not
     compared, because it is not part of the base model (`NAME:peft:262144`).

@@ -39,7 +39,9 @@ class SampleRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     temperature: float
-    top_p: float = 1.0  # below 1 only in evaluations, because the returned logprobs ignore top_p
+    # Below 1 only in evaluations: the returned logprobs ignore top_p, and training needs the logprobs of the
+    # distribution that was sampled from.
+    top_p: float = 1.0
     seed: int | None = None  # None: the endpoint chooses a seed
     stop_token_ids: Sequence[int] = ()
 
@@ -116,7 +118,7 @@ class SamplingClient(Protocol):
 
 
 class TinkerPolicy:
-    """A frozen snapshot of the weights behind a sampling client: a `Policy` and a `ReferenceModel`."""
+    """A sampling client with frozen weights. Implements `Policy` and `ReferenceModel`."""
 
     def __init__(self, sampling_client: SamplingClient, version: int) -> None:
         self.version = version

@@ -28,10 +28,12 @@ def with_served_model(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the name under which the server serves the model, and with the model's tokenizer.
 
     `argv` is changed only if it has backend=skyrl-tx and its model_name is a directory, a GGUF file, a name
-    without a slash such as smollm2-135m, or local/NAME. The tokenizer is in the directory, or else in the
-    directory that the server reports. A tokenizer in `argv` is kept. If `argv` has no tokenizer and the
-    server reports no directory on this machine, `argv` is not changed. Other model names are hub ids, and the
-    hub has their tokenizers.
+    without a slash such as smollm2-135m, or local/NAME. Other model names are hub ids, and the hub has their
+    tokenizers.
+
+    A tokenizer in `argv` is kept. Otherwise the tokenizer is that in the directory model_name or, if
+    model_name is no directory, that in the directory that the server reports. If the server reports no
+    directory on this machine, `argv` is not changed.
     """
     values = values_of(argv)
     name, url = values.get("model_name", ""), values.get("skyrl_tx_url")
@@ -93,7 +95,7 @@ def values_of(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _with(argv: Sequence[str], *, model_name: str, tokenizer: str) -> list[str]:
-    """Return `argv` with this name, and with this tokenizer if `argv` sets none."""
+    """Return `argv` with the given model_name, and with the given tokenizer if `argv` sets no tokenizer."""
     changes = {"model_name": model_name}
     if not _is_set(values_of(argv), "tokenizer"):
         changes["tokenizer"] = tokenizer

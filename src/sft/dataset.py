@@ -18,7 +18,7 @@ from src.sft.run_data import chats_of_run, sources_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The tokenized chats to train on, and the held-out ones."""
+    """The tokenized chats to train on, and the held-out chats."""
 
     train: list[TokenizedChat]
     held_out: list[TokenizedChat]
@@ -74,8 +74,8 @@ def split(chats: Sequence[TokenizedChat], options: DataOptions) -> Dataset:
     """Hold out the share `eval_split` of the tasks.
 
     If the share is above 0 and there are two or more tasks, at least one is held out and one is trained.
-    Each chat of a file is one task; equal chats are the same task. The choice depends on the tasks and the
-    seed, not on the order of the chats.
+    Each chat of a file is one task, and equal chats are the same task. A chat from a run has the task of its
+    trial. The choice depends on the tasks and the seed, not on the order of the chats.
     """
     tasks = {chat.task for chat in chats}
     if options.eval_split == 0 or len(tasks) < 2:

@@ -105,8 +105,8 @@ class SupervisedTrainer:
                 self._run_log.amend(step, await self._evaluate(step))
                 self._journal.evaluated(step)
             else:
-                # An earlier process, whose options made this evaluation due, may have logged the line of this
-                # step without sending it to wandb and trackio.
+                # An earlier process, with options that made this evaluation due, may have logged the line of
+                # this step without sending it to wandb and trackio. `amend` sends it.
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, *, num_steps: int) -> None:

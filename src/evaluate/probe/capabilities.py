@@ -37,7 +37,7 @@ class Capabilities(BaseModel):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether every property that was checked and that every run needs holds."""
+        """Whether the endpoint has all properties that every run needs, as far as they were checked."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
     def failed_check(self, name: str) -> Finding | None:
@@ -59,7 +59,9 @@ def read(path: str | Path) -> Capabilities:
 
 
 def require(capabilities: Capabilities, config: TrainerConfig) -> None:
-    """Raise ConfigError if a check that the run needs failed, or if another model was checked."""
+    """Raise ConfigError if the endpoint failed the check of a property that the run needs, or if the checks
+    used a model other than `model_name`.
+    """
     if capabilities.model_name != config.model_name:
         raise ConfigError(
             f"capabilities={config.capabilities} is about {capabilities.model_name}, not "

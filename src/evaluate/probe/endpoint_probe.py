@@ -5,8 +5,9 @@ beta2 therefore use a very large epsilon, with which a step is gradient descent 
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 
-The change of a text's mean logprob by such a step is proportional to the gradient, so it shows whether
-gradients were summed, clipped, kept or cleared. `Probe.change` measures this change.
+If the gradient of a step is multiplied by a factor such as 2, the change of the text's mean logprob by the step
+is multiplied by about the same factor. The change therefore shows whether gradients were summed, clipped,
+kept or cleared. `Probe.change` measures it.
 """
 
 from __future__ import annotations

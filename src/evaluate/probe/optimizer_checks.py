@@ -72,7 +72,9 @@ def check_eps(probe: Probe) -> str:
 
 
 def check_beta1(probe: Probe) -> str:
-    """After the gradients g and -g, bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 = 0.9."""
+    """After the gradients g and -g, the bias-corrected first moment of Adam is -g with beta1 = 0 and -0.053 g
+    with beta1 = 0.9.
+    """
     probe.one_step()
     remaining = {}
     for beta1 in (0.0, 0.9):
