@@ -154,7 +154,8 @@ def _has_word(text: str, beginning: str) -> bool:
 def sections_of(kind: type[object]) -> dict[str, list[str]]:
     """Return the names of the options by section.
 
-    An option that the trainer also has, with the same type, is in the same section as in the trainer's help.
+    If the trainer has an option of the same name and type, the option is in the section that it has in the
+    trainer's help.
     """
     fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
     trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}

@@ -38,7 +38,7 @@ class LagMeter:
             self._timer = None
 
     def take(self) -> float:
-        """Return the longest lag, including a delay of the pending timer, and restart the measurement."""
+        """Return the longest lag, including that of an overdue timer, and restart the measurement."""
         loop = asyncio.get_running_loop()
         longest = max(self._longest_s, loop.time() - self._due)
         self._longest_s = 0.0

@@ -36,7 +36,7 @@ FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "dumped_evals/", "jo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Success:
-    """Held-out success rates of a run. None: not measured, or no task is held out."""
+    """Held-out success rates of a run. A rate is None if it was not measured or if no task is held out."""
 
     before: float | None
     after: float | None

@@ -4,9 +4,9 @@
 
 The format is that of Hugging Face chat datasets and of OpenAI's fine-tuning files. `tools` contains OpenAI
 schemas and may be missing. A message may have `tool_calls`. With `train_on=customized`, the assistant
-messages with `"trainable": true` are trained. OpenAI's `"weight": 0` is refused in a message without
-`trainable`. Other keys of a line are ignored, and other keys of a message are passed to the chat template.
-The first invalid line causes a ConfigError that names the file and the line.
+messages with `"trainable": true` are trained. OpenAI's `"weight": 0` would have no effect, so it is
+refused in a message without `trainable`. Other keys of a line are ignored, and other keys of a message are
+passed to the chat template. The first invalid line causes a ConfigError that names the file and the line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`data=RUN,reward>=1`: chats of the training trials of a run that meet the condition.
+"""Chats from the training trials of a run, for example `data=RUN,reward>=1`.
 
-The chats have the exact tokens that were sampled.
+The condition selects the trials by their reward. The chats have the exact tokens that were sampled.
 """
 
 from __future__ import annotations

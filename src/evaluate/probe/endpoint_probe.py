@@ -1,13 +1,14 @@
 """The client that the checks of an endpoint share.
 
 Adam's steps do not depend on the scale of the gradients. All optimizer steps except those of the check of
-beta2 therefore use a very large epsilon, with which a step is gradient descent with momentum:
+beta2 therefore use a very large epsilon, with which a step is gradient descent with momentum
+(w: weights, m and v: Adam's first and second moments):
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 
-If the gradient of a step is multiplied by a factor such as 2, the change of the text's mean logprob by the step
-is multiplied by about the same factor. The change therefore shows whether gradients were summed, clipped,
-kept or cleared. `Probe.change` measures it.
+If the gradient of a step is multiplied by a factor such as 2, the change of the text's mean logprob by the
+step is multiplied by about the same factor. The change therefore shows whether gradients were summed,
+clipped, kept or cleared. `Probe.change` measures it.
 """
 
 from __future__ import annotations
