@@ -88,7 +88,8 @@ class AdapterCache:
 
     def put(self, weights: str, adapter: Adapter) -> None:
         """Save a copy of the adapter of a training model as the snapshot with the name `weights`. Raises
-        ConflictError if sequences use a snapshot of this name."""
+        ConflictError if sequences use a snapshot of this name. If the snapshot cannot be loaded into a LoRA
+        slot now, `pin` loads it later."""
         if self._is_used(weights):
             raise ConflictError(
                 f"the sampler snapshot {weights} is in use and cannot be replaced; save under another name"
@@ -99,8 +100,14 @@ class AdapterCache:
             self._store_in_host_memory(weights, adapter)
         self._saves[weights] += 1
         slot = self._free_slot()
-        if slot is not None:  # if all slots are pinned, `pin` loads the snapshot later
+        if slot is None:  # all slots are pinned
+            return
+        try:
             self._load(weights, adapter, slot)
+        except Exception as error:  # for example out of memory; the save must not fail after it was stored
+            if jax.process_count() > 1:  # the load may have failed on this rank only
+                raise
+            logger.warning("%s is saved, but not loaded into a LoRA slot yet: %s", weights, error)
 
     def key(self, weights: str | None) -> SnapshotKey:
         """Return the key of the latest weights that were saved as `weights`. None: the base model."""

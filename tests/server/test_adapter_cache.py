@@ -149,6 +149,21 @@ def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
     assert list(cache.in_host_memory) == ["a", "b", "d"]
 
 
+def test_a_snapshot_whose_first_load_failed_is_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> Adapter:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    cache = open_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_cache, "_write_slot", fail)
+        save(cache, "a")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            cache.pin("a")
+    assert list(cache.on_device) == [] and pinned_values(cache, "a") == {97.0}
+    cache.drop("a")
+    assert cache.stats() == {"snapshots_on_device": 0, "snapshots_in_host_memory": 0}
+
+
 def test_a_paused_sequence_keeps_a_snapshot_without_host_copy() -> None:
     free_bytes = 1 << 60
     cache = open_cache(lambda cache: free_bytes)
