@@ -373,8 +373,9 @@ class DeviceExecutor:
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
         try:
-            # Get the model again, because operations during a yield may have moved it to host memory.
-            self.adapters.put(op.weights, self._models.get(op.model_id).adapter)
+            # The adapter is still on the device if a yield has moved the model to host memory. `get` would
+            # move it back, which may fail after the checkpoint is on disk.
+            self.adapters.put(op.weights, model.adapter)
         except ConflictError:
             # Sequences still use the snapshot of a deleted checkpoint with this name. If the new checkpoint
             # were kept, later samples of it would use the old snapshot.

@@ -45,6 +45,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.sampling import score_step as score_module
+from skyrl_tx_server.training import training_model_pool
 from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses
@@ -211,6 +212,32 @@ def test_other_models_run_while_a_checkpoint_is_written(engine: Engine, monkeypa
     may_end.set()
     assert saving.result(TIMEOUT_S).path == "tinker://saved/weights/slow"
     stepping.result(TIMEOUT_S)
+
+
+def test_a_save_succeeds_if_its_model_moves_to_full_host_memory(
+    model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    is_writing, may_end = threading.Event(), threading.Event()
+    write, free_bytes = CheckpointStore.write, 1 << 60
+
+    def slow_write(*args: Any, **kwargs: Any) -> CheckpointInfo:
+        is_writing.set()
+        assert may_end.wait(TIMEOUT_S)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointStore, "write", slow_write)
+    monkeypatch.setattr(training_model_pool, "available_host_bytes", lambda: free_bytes)
+    with running(model_dir, checkpoints_dir, max_models=1) as engine:
+        create(engine, "a")
+        train(engine, "a")
+        snapshot(engine, "a", "expected")
+        saving = engine.submit(SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s"))
+        assert is_writing.wait(TIMEOUT_S)
+        create(engine, "b")  # moves "a" to host memory
+        free_bytes = 0  # "b" cannot move to host memory, so "a" cannot move back
+        may_end.set()
+        path = saving.result(TIMEOUT_S).path
+        assert path is not None and sample_one(engine, path) == sample_one(engine, "expected")
 
 
 def test_training_and_sampling_compile_each_function_once(model_dir: Path, checkpoints_dir: Path):
