@@ -63,6 +63,7 @@ BY_TEST = graded_if('env test "$(< /app/answer.txt)" = right')
 BY_BASH = graded_if("""env bash -c '[ "$(cat /app/answer.txt)" = right ]'""")
 BY_LOGIN_SHELL = graded_if("""bash -lc '[ "$(cat /app/answer.txt)" = right ]'""")
 BY_INTERACTIVE_SHELL = graded_if("""bash -ic '[ "$(cat /app/answer.txt)" = right ]' 2>/dev/null""")
+BY_SU = graded_if("""su root -c '[ "$(cat /app/answer.txt)" = right ]'""")
 BY_PYTHON = graded_if("""python3 -c 'import sys; sys.exit(open("/app/answer.txt").read() != "right")'""")
 BY_GIT = graded_if("git config --global --get answer.value")
 
@@ -580,6 +581,14 @@ DOCKER_FORGERIES = {
         BY_INTERACTIVE_SHELL,
         "mkdir h; echo 'cat() { echo right; }' > h/.bashrc; sed -i '1i r:x:0:0::/app/h:' /etc/passwd",
     ),
+    "the shell of root": (
+        BY_SU,
+        "printf '#!/bin/sh\\n' > s; chmod 755 s; sed -i 's#root:/bin/bash#root:/app/s#' /etc/passwd",
+    ),
+    "the variables of su": (
+        BY_SU.replace("su root", "su root -s /bin/bash"),
+        "echo 'cat() { echo right; }' > e; echo BASH_ENV=/app/e > /etc/default/locale",
+    ),
     "the activation of a virtual environment": (
         f". /opt/venv/bin/activate; {BY_CAT}",
         "echo 'cat() { echo right; }' >> /opt/venv/bin/activate",
@@ -606,7 +615,7 @@ def honest_trial() -> ContainerTrial:
         "directory; mkdir -p a/b/c",
         "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > "
         "/home/answer.txt; chmod 700 /srv",
-        "printf right > /volume/new; rm /volume/old",
+        "printf right > /volume/new; rm /volume/old; useradd -m user",
     )
     test = graded_if(
         '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && '
@@ -614,7 +623,7 @@ def honest_trial() -> ContainerTrial:
         "[ ! -e old.txt ] && [ ! -e directory ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
         "'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ] && "
-        "[ -e /volume/new ] && [ ! -e /volume/old ]"
+        "[ -e /volume/new ] && [ ! -e /volume/old ] && su - user -c true"
     )
     return ContainerTrial(test=test, commands=commands)
 

@@ -60,6 +60,32 @@ def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
     assert carried([link, member("app/a/x"), directory, member("app/a/y")]).keys() == {"app/a", "app/a/y"}
 
 
+def test_an_existing_account_is_carried_over_unchanged() -> None:
+    before = b"root:x:0:0::/root:/bin/sh\na:x:9:9::/a:/bin/sh\n"
+    after = b"b:x:0:0::/app:/app/sh\nroot:x:0:0::/app:/app/sh\n"
+    source, target = io.BytesIO(), io.BytesIO()
+    with tarfile.TarFile(fileobj=source, mode="w") as archive:
+        info = tarfile.TarInfo("etc/passwd")
+        info.size = len(after)
+        archive.addfile(info, io.BytesIO(after))
+        archive.addfile(member("app/last"))
+    source.seek(0)
+    filtered = FilteredArchive(target, RULES, FileChanges(), accounts=before)
+    filtered.add(source)
+    filtered.close()
+    target.seek(0)
+    with tarfile.open(fileobj=target) as archive:
+        assert archive.getnames() == ["etc/passwd", "app/last"]
+        content = archive.extractfile("etc/passwd")
+        assert content is not None and content.read() == before + b"b:x:0:0::/app:/app/sh\n"
+
+
+def test_no_link_replaces_the_accounts() -> None:
+    links = (member("etc/passwd", kind=kind, link="app/a") for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE))
+    assert carried([member("app/a"), *links]) == {"app/a": 0o644}
+    assert not RULES.removes("/etc/passwd")
+
+
 def test_the_standard_library_of_python_is_not_carried_over() -> None:
     rules = CarryRules({"PATH": "/opt/venv/bin:/usr/bin"})
     file = FileEntry(kind="f", mode=0o644, size=1)

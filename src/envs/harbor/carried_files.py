@@ -11,6 +11,7 @@ This file is long because the tables of paths and the checks that apply them bel
 
 from __future__ import annotations
 
+import io
 import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -60,6 +61,8 @@ NOT_FILES_OF_THE_AGENT = (
     # carried over.
     "/etc/apt", "/etc/dpkg", "/var/lib/apt", "/var/cache/apt", "/var/lib/dpkg", "/etc/yum*", "/etc/dnf",
     "/var/lib/rpm", "/etc/apk",
+    # The settings of su and sudo, which set environment variables such as PATH
+    "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
@@ -70,6 +73,8 @@ VERIFIER_PATHS = (
     "/.sandbox",
 )
 # fmt: on
+ACCOUNTS = "/etc/passwd"
+MAX_ACCOUNTS_BYTES = 2**20
 PROBE_FILE = "/var/tmp/grading-probe"
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # excluded if they existed before the agent acted
 INTERPRETERS = ("/bin/python", "/bin/python3")
@@ -160,6 +165,7 @@ class CarryRules:
         """Return whether the removal of `path` by the agent is carried over."""
         return (
             self._is_allowed(path)
+            and path != ACCOUNTS
             and path not in self._parents
             and (path.rpartition("/")[0] or "/") not in self._path_directories
         )
@@ -256,14 +262,20 @@ def check_limits(num_members: int, num_bytes: int) -> None:
 
 
 class FilteredArchive:
-    """A tar archive of the members that the rules carry over. Its methods block; call them in a thread."""
+    """A tar archive of the members that the rules carry over. Its methods block; call them in a thread.
 
-    def __init__(self, target: IO[bytes], rules: CarryRules, changes: FileChanges) -> None:
+    `accounts` is the content of /etc/passwd before the agent acted.
+    """
+
+    def __init__(
+        self, target: IO[bytes], rules: CarryRules, changes: FileChanges, *, accounts: bytes = b""
+    ) -> None:
         self._archive = tarfile.TarFile(
             fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape"
         )
         self._rules = rules
         self._changes = changes
+        self._accounts = accounts
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
@@ -311,6 +323,8 @@ class FilteredArchive:
             return
         if self._is_below_link(path):
             return  # Unpacking would follow the link.
+        if path == ACCOUNTS and not (member.isreg() and member.size <= MAX_ACCOUNTS_BYTES):
+            return
         copy = tarfile.TarInfo(path.lstrip("/"))
         copy.mode = mode & 0o7777
         copy.uid, copy.gid, copy.mtime = member.uid, member.gid, int(member.mtime)
@@ -330,7 +344,11 @@ class FilteredArchive:
         self.num_members += 1
         self._num_bytes += copy.size
         check_limits(self.num_members, self._num_bytes)
-        self._archive.addfile(copy, archive.extractfile(member) if copy.isreg() else None)
+        content = archive.extractfile(member) if copy.isreg() else None
+        if path == ACCOUNTS and content is not None:
+            accounts = merged_accounts(self._accounts, content.read())
+            copy.size, content = len(accounts), io.BytesIO(accounts)
+        self._archive.addfile(copy, content)
 
     def _is_below_link(self, path: str) -> bool:
         """Return whether a directory above `path` is a symbolic link.
@@ -353,6 +371,21 @@ class FilteredArchive:
             (self._links.add if is_link else self._links.remove)(path)
             if path in self._below_link:
                 self._below_link.clear()
+
+
+def merged_accounts(before: bytes, after: bytes) -> bytes:
+    """Return the lines of an earlier /etc/passwd, followed by the lines of a later one with new names.
+
+    A changed entry, or an entry before that of the same user, could give the verifier another shell or
+    another home directory.
+
+    >>> merged_accounts(b"root:x:0:0::/root:/bin/sh", b"root:x:0:0::/app:/app/sh\\na:x:7:7::/a:/bin/sh\\n")
+    b'root:x:0:0::/root:/bin/sh\\na:x:7:7::/a:/bin/sh\\n'
+    """
+    lines = before.splitlines()
+    names = {line.partition(b":")[0] for line in lines}
+    new = [line for line in map(bytes.strip, after.splitlines()) if line.partition(b":")[0] not in names]
+    return b"".join(line + b"\n" for line in [*lines, *new] if line)
 
 
 def leads_to_verifier(path: str, target: str) -> bool:

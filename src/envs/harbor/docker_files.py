@@ -23,6 +23,7 @@ from requests.exceptions import RequestException
 from src.core.errors import AgentFault, SandboxError, boundary
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import (
+    ACCOUNTS,
     INTERPRETERS,
     MAX_BYTES,
     MODULE_DIRECTORIES,
@@ -144,6 +145,7 @@ class DockerFiles:
         self._verifier_variables = verifier_variables
         self._variables: Mapping[str, str] = {}
         self._mounts: tuple[str, ...] = ()
+        self._accounts = b""
 
     async def snapshot(self) -> None:
         """Record the search paths. The engine compares the files of the container with its image."""
@@ -152,7 +154,8 @@ class DockerFiles:
         async def output_of(script: str) -> bytes:
             return await asyncio.to_thread(_in_container, environment, _output_of, script)
 
-        with boundary(SandboxError, "reading the search paths of the container"):
+        with boundary(SandboxError, "reading the search paths and the accounts of the container"):
+            self._accounts = await output_of(f"cat {ACCOUNTS}")
             variables = await asyncio.to_thread(_in_container, environment, _variables)
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
@@ -205,7 +208,7 @@ class DockerFiles:
         volumes = [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
         changed |= {path: ADDED for path in volumes if rules.carries(path, any_entry)}
         check_limits(len(changed), 0)
-        filtered = FilteredArchive(archive, rules, FileChanges())
+        filtered = FilteredArchive(archive, rules, FileChanges(), accounts=self._accounts)
         export = _Export(container=container, filtered=filtered, trees=set())
         paths: list[str] = []
         for path in sorted(changed):

@@ -13,6 +13,7 @@ from typing import IO, BinaryIO
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import (
+    ACCOUNTS,
     LISTING_FORMAT,
     MAX_BYTES,
     MAX_LISTING_BYTES,
@@ -55,9 +56,11 @@ class SandboxFiles:
         self._before: Mapping[str, FileEntry] = {}
         self._variables = search_variables(environment.environment_variables, verifier_variables)
         self._rules = carry_rules(self._variables)
+        self._accounts = b""
 
     async def snapshot(self) -> None:
         self._before = await self._list()
+        self._accounts = await self._output_of(f"cat {ACCOUNTS}")
         self._rules = carry_rules(
             await with_link_targets(self._variables, self._output_of),
             module_directories(self._before),
@@ -114,7 +117,7 @@ class SandboxFiles:
         """Write the allowed files to `archive`. The uploads come last, so they replace files of the same
         name.
         """
-        filtered = FilteredArchive(archive, self._rules, changes)
+        filtered = FilteredArchive(archive, self._rules, changes, accounts=self._accounts)
         if changes.carried:
             packed.seek(0)
             filtered.add(packed)
