@@ -348,6 +348,19 @@ HONEST_WORK = {
         "chmod 741 old.txt; touch secret; chmod 000 secret; chmod 2750 directory",
         graded_if('[ "$(stat -c %a old.txt secret directory | tr "\\n" " ")" = "741 0 2750 " ]'),
     ),
+    "directories without write permission": (
+        "mkdir -p new/sub; touch new/file new/sub/file; chmod 555 new/sub; chmod 500 new; chmod 755 locked; "
+        "rm locked/a; touch locked/c; echo new > locked/b; chmod 555 locked; chmod 755 gone; rm -r gone",
+        graded_if(
+            "[ -e new/file ] && [ -e new/sub/file ] && [ ! -e locked/a ] && [ -e locked/c ] && "
+            '[ $(cat locked/b) = new ] && [ ! -e gone ] && [ "$(stat -c %a new new/sub locked | '
+            'tr "\\n" " ")" = "500 555 555 " ]'
+        ),
+    ),
+    "a changed file in a directory without write permission": (
+        "echo new > locked/b",
+        graded_if('[ "$(cat locked/b) $(stat -c %a locked)" = "new 555" ]'),
+    ),
     "an empty directory": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
     "modification times": (
         "touch -d 2001-02-03T04:05:06Z old.txt",
@@ -377,6 +390,7 @@ HONEST_WORK = {
 async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path, name: str) -> None:
     command, test = HONEST_WORK[name]
     dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir directory && echo x > directory/x\n"
+    dockerfile += "RUN mkdir locked gone && touch locked/a locked/b gone/a && chmod 555 locked gone\n"
     outcome = await play(
         tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}"
     )

@@ -76,6 +76,7 @@ VERIFIER_PATHS = (
 ACCOUNTS = "/etc/passwd"
 MAX_ACCOUNTS_BYTES = 2**20
 PROBE_FILE = "/var/tmp/grading-probe"
+OWNER_ACCESS = 0o700  # without it, root in the sandbox, which has no capabilities, cannot change a directory
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # excluded if they existed before the agent acted
 INTERPRETERS = ("/bin/python", "/bin/python3")
 CUSTOMIZE_MODULES = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
@@ -98,6 +99,7 @@ class FileChanges:
     carried: Mapping[str, FileEntry] = field(default_factory=dict)  # created or changed files by path
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
     emptied: Sequence[str] = ()  # directories to empty before the archive is unpacked
+    unlocked: Sequence[str] = ()  # directories that need OWNER_ACCESS for these changes
     symlinks: frozenset[str] = frozenset()  # links that existed before the agent acted, minus `removed`
 
     def affect(self, path: str) -> bool:
@@ -239,12 +241,20 @@ def changes_between(
     """Return the changes from `before` to `after`. Raises AgentFault if they exceed the limits."""
     changed = {path: entry for path, entry in after.items() if before.get(path) != entry}
     carried = {path: entry for path, entry in changed.items() if rules.carries(path, entry)}
+    locked = {path for path, entry in before.items() if _is_locked(entry)}
+    # The archive restores the mode of a locked directory, so it must contain the parents of changed files.
+    for parent in locked.intersection([path.rpartition("/")[0] for path in carried], after):
+        if rules.carries(parent, after[parent]):
+            carried[parent] = after[parent]
     replaced = [path for path, entry in carried.items() if path in before and before[path].kind != entry.kind]
     missing = [path for path in before if path not in after]
     removed = _outermost(path for path in [*missing, *replaced] if rules.removes(path))
     check_limits(len(carried), sum(entry.size for entry in carried.values() if entry.kind == "f"))
     links = frozenset(path for path, entry in before.items() if entry.kind == "l").difference(removed)
-    return FileChanges(carried=carried, removed=removed, symlinks=links)
+    removed_paths = {*removed}
+    affected = {*carried, *removed, *(path.rpartition("/")[0] for path in removed)}
+    unlocked = [path for path in locked if path in affected or is_below(path, removed_paths)]
+    return FileChanges(carried=carried, removed=removed, unlocked=unlocked, symlinks=links)
 
 
 def check_limits(num_members: int, num_bytes: int) -> None:
@@ -279,6 +289,7 @@ class FilteredArchive:
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
+        self._locked: dict[str, tarfile.TarInfo] = {}  # directories, with their modes
         self.num_members = 0
         self.unresolved_links: list[str] = []  # hard links to files that were not added
         self._num_bytes = 0
@@ -302,6 +313,10 @@ class FilteredArchive:
             ) from error
 
     def close(self) -> None:
+        """Add the modes of the locked directories, the deepest first, and end the archive."""
+        for path in sorted(self._locked, reverse=True):
+            if path not in self._links and not self._is_below_link(path):
+                self._archive.addfile(self._locked[path])
         self._archive.close()
 
     def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, directory: str) -> None:
@@ -338,6 +353,10 @@ class FilteredArchive:
         elif member.isdir():
             copy.type = tarfile.DIRTYPE
             self._set_link(path, False)
+            self._locked.pop(path, None)
+            if mode & OWNER_ACCESS != OWNER_ACCESS:
+                self._locked[path] = copy
+                copy = copy.replace(mode=copy.mode | OWNER_ACCESS)
         else:
             copy.size = member.size
             self._file_modes[path] = mode
@@ -414,6 +433,10 @@ def leads_to_verifier(path: str, target: str) -> bool:
         destination == reserved or destination.startswith(f"{reserved}/") or reserved.startswith(prefix)
         for reserved in VERIFIER_PATHS
     )
+
+
+def _is_locked(entry: FileEntry) -> bool:
+    return entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
 
 
 def is_below(path: str, directories: Collection[str]) -> bool:

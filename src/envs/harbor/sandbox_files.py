@@ -43,7 +43,8 @@ PACK = (
     "tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"
 )
 UNPACK = (
-    "cd / || exit 1; xargs -0 -r rm -rf -- < {removed} || exit 1; "
+    "cd / || exit 1; xargs -0 -r chmod -f u+rwx -- < {unlocked}; "
+    "xargs -0 -r rm -rf -- < {removed} || exit 1; "
     "[ ! -s {archive} ] || tar --no-same-owner -xpf {archive} -C /"
 )
 
@@ -92,13 +93,17 @@ class SandboxFiles:
     async def unpack(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
         if not archive.seek(0, os.SEEK_END) and not changes.removed:
             return
-        with fresh.staged_file() as (host_path, inside_path), fresh.staged_file() as (removed_path, removed):
+        with (
+            fresh.staged_file() as (host_path, inside_path),
+            fresh.staged_file() as (removed_path, removed),
+            fresh.staged_file() as (unlocked_path, unlocked),
+        ):
             archive.seek(0)
             await asyncio.to_thread(_copy, archive, host_path)
             removed_path.write_bytes(_null_terminated(changes.removed))
-            completed = await fresh.run_script(
-                UNPACK.format(removed=removed, archive=inside_path), timeout_s=TRANSFER_TIMEOUT_S
-            )
+            unlocked_path.write_bytes(_null_terminated(changes.unlocked))
+            script = UNPACK.format(unlocked=unlocked, removed=removed, archive=inside_path)
+            completed = await fresh.run_script(script, timeout_s=TRANSFER_TIMEOUT_S)
         if completed.status != 0:
             reason = completed.stderr.decode("utf-8", "replace").strip()[-200:]
             raise AgentFault(
