@@ -91,6 +91,16 @@ async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
             await env.download_file("/nowhere", tmp_path / "nothing")
 
 
+async def test_files_without_permissions_are_downloaded(tmp_path: Path) -> None:
+    async with environment(tmp_path) as env:
+        await env.exec(
+            "mkdir -p /logs/out/a/b && cd /logs/out && touch file a/b/file && chmod 000 file a/b/file a/b a ."
+        )
+        await env.download_dir("/logs/out", tmp_path / "back")
+    names = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*")}
+    assert names == {"file", "a", "a/b", "a/b/file"}
+
+
 async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

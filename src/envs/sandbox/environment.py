@@ -51,6 +51,7 @@ from src.envs.sandbox.task_requirements import NetworkAccess, network_access, re
 
 # Exit statuses of shells and container runtimes if a command cannot be executed or does not exist.
 COMMAND_UNAVAILABLE = (126, 127)
+MAKE_READABLE_TIMEOUT_S = 20
 CANNOT_MAKE_DIRECTORIES = 3  # exit status of the upload script
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
@@ -290,7 +291,12 @@ class SandboxEnvironment(BaseEnvironment):
         budget = self._downloads.budget_for(str(source_dir))
         remaining = replace(budget)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
-        script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
+        source = shlex.quote(str(source_dir))
+        # Root has no capabilities in the sandbox, so tar would leave out files without read permission.
+        script = f"""/usr/bin/timeout {MAKE_READABLE_TIMEOUT_S} /usr/bin/find -H {source} \\
+                -type d ! -perm -u=rx -exec /usr/bin/chmod -fR u+rX {{}} \\; -o \\
+                -type f ! -perm -u=r -exec /usr/bin/chmod -f u+r {{}} +
+            cd -- {source} || exit 1
             set --
             for file in {" ".join(REWARD_FILES)}; do
                 [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"
