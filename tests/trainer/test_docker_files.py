@@ -12,8 +12,9 @@ from typing import Any, cast
 import pytest
 from docker.errors import NotFound
 
-from src.core.errors import AgentFault
+from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
+from src.envs.harbor import carried_files
 from src.envs.harbor.carried_files import FileChanges
 from src.envs.harbor.docker_files import ADDED, MODIFIED, DockerFiles
 
@@ -92,6 +93,9 @@ class TreeContainer:
         self.requests: list[str] = []
         self._kinds = kinds
 
+    def exec_run(self, command: list[str], *, user: str, stderr: bool) -> SimpleNamespace:
+        return SimpleNamespace(output=b"")
+
     def diff(self) -> list[dict[str, object]]:
         return [{"Path": path, "Kind": kind} for path, kind in self._kinds.items() if kind is not None]
 
@@ -106,7 +110,7 @@ class TreeContainer:
                     continue
                 member = tarfile.TarInfo(file.removeprefix(path.rpartition("/")[0]).lstrip("/"))
                 if any(other.startswith(f"{file}/") for other in self._kinds):
-                    member.type = tarfile.DIRTYPE
+                    member.type, member.mode = tarfile.DIRTYPE, 0o755
                 elif "link" in file and file != path:
                     member.type, member.linkname = tarfile.LNKTYPE, "app/unchanged"
                 else:
@@ -162,6 +166,25 @@ async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.
     assert changes.emptied == ["/data"]  # /root has hidden files of the image, which are not carried over
     commands = await commands_of_unpack(monkeypatch, FileChanges(emptied=changes.emptied))
     assert commands == [("root", ["find", "/data", "-mindepth", "1", "-delete"])]
+
+
+async def test_the_contents_of_volumes_do_not_count_as_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the volumes of the image exceed a limit themselves, the trial fails before the agent acts."""
+    files: dict[str, int | None] = dict.fromkeys(["/data", "/data/a", "/data/b"])
+    container = TreeContainer(files)
+    container.attrs["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    docker_files = DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {})
+    monkeypatch.setattr(carried_files, "MAX_MEMBERS", 3)
+    await docker_files.snapshot()
+    files |= dict.fromkeys(["/data/c", "/data/d", "/data/e"])
+    await docker_files.export(io.BytesIO())
+    files["/data/f"] = None
+    with pytest.raises(AgentFault, match="at most 3 are graded"):
+        await docker_files.export(io.BytesIO())
+    with pytest.raises(SandboxError, match="the volumes /data of the image are too large"):
+        await docker_files.snapshot()
 
 
 async def commands_of_unpack(

@@ -271,14 +271,29 @@ def check_limits(num_members: int, num_bytes: int) -> None:
         )
 
 
+@dataclass(kw_only=True, slots=True)
+class ArchiveSize:
+    """The number of members of an archive and of the bytes of their contents."""
+
+    members: int = 0
+    bytes: int = 0
+
+
 class FilteredArchive:
     """A tar archive of the members that the rules carry over. Its methods block; call them in a thread.
 
-    `accounts` is the content of /etc/passwd before the agent acted.
+    `accounts` is the content of /etc/passwd before the agent acted. `baseline` is the size of the members
+    that do not count towards the limits, because they existed before the agent acted.
     """
 
     def __init__(
-        self, target: IO[bytes], rules: CarryRules, changes: FileChanges, *, accounts: bytes = b""
+        self,
+        target: IO[bytes],
+        rules: CarryRules,
+        changes: FileChanges,
+        *,
+        accounts: bytes = b"",
+        baseline: ArchiveSize | None = None,
     ) -> None:
         self._archive = tarfile.TarFile(
             fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape"
@@ -286,13 +301,13 @@ class FilteredArchive:
         self._rules = rules
         self._changes = changes
         self._accounts = accounts
+        self._baseline = baseline or ArchiveSize()
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
         self._locked: dict[str, tarfile.TarInfo] = {}  # directories, with their modes
-        self.num_members = 0
+        self.size = ArchiveSize()
         self.unresolved_links: list[str] = []  # hard links to files that were not added
-        self._num_bytes = 0
 
     def add(
         self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
@@ -360,9 +375,9 @@ class FilteredArchive:
         else:
             copy.size = member.size
             self._file_modes[path] = mode
-        self.num_members += 1
-        self._num_bytes += copy.size
-        check_limits(self.num_members, self._num_bytes)
+        self.size.members += 1
+        self.size.bytes += copy.size
+        check_limits(self.size.members - self._baseline.members, self.size.bytes - self._baseline.bytes)
         content = archive.extractfile(member) if copy.isreg() else None
         if path == ACCOUNTS and content is not None:
             accounts = merged_accounts(self._accounts, content.read())

@@ -1,12 +1,15 @@
 """The files that an agent changed in a Docker container.
 
 The Docker engine lists and exports the files, and unpacks them in a fresh container of the same image.
+
+This file is long because the choice of the requests, the export and the unpacking concern one archive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import tarfile
 import tempfile
@@ -26,7 +29,9 @@ from src.envs.harbor.carried_files import (
     ACCOUNTS,
     INTERPRETERS,
     MAX_BYTES,
+    MAX_MEMBERS,
     MODULE_DIRECTORIES,
+    ArchiveSize,
     CarryRules,
     FileChanges,
     FileEntry,
@@ -146,9 +151,12 @@ class DockerFiles:
         self._variables: Mapping[str, str] = {}
         self._mounts: tuple[str, ...] = ()
         self._accounts = b""
+        self._baseline = ArchiveSize()
 
     async def snapshot(self) -> None:
-        """Record the search paths. The engine compares the files of the container with its image."""
+        """Record the search paths, and the size of the volumes of the image, which are exported completely.
+        The engine compares the other files of the container with its image.
+        """
         environment = self._environment
 
         async def output_of(script: str) -> bytes:
@@ -162,6 +170,7 @@ class DockerFiles:
             self._variables = await with_link_targets(
                 search_variables(variables, self._verifier_variables, libraries), output_of
             )
+            await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 
     async def freeze(self) -> None:
         """Kill the container with all its processes. Its files remain."""
@@ -170,13 +179,30 @@ class DockerFiles:
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
         with boundary(SandboxError, "exporting the agent's files"):
-            return await asyncio.to_thread(_in_container, self._environment, self._export, archive)
+            changes, _ = await asyncio.to_thread(_in_container, self._environment, self._export, archive)
+            return changes
 
     async def unpack(self, fresh: BaseEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
         with boundary(SandboxError, "unpacking the agent's files"):
             await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
-    def _export(self, container: Any, archive: IO[bytes]) -> FileChanges:
+    def _measure_volumes(self, container: Any) -> None:
+        """Export the files as after the agent, without keeping them. Raises SandboxError if the volumes of
+        the image exceed the limits.
+        """
+        if not (volumes := _volumes(container)):
+            return
+        with open(os.devnull, "wb") as archive:
+            try:
+                _, self._baseline = self._export(container, archive)
+            except AgentFault as fault:
+                raise SandboxError(
+                    f"the volumes {' '.join(volumes)} of the image are too large to be copied to a fresh "
+                    f"container ({MAX_BYTES / 2**30:g} GiB, {MAX_MEMBERS} files): remove VOLUME from the "
+                    "Dockerfile, or set environment_kwargs=grading=in_place"
+                ) from fault
+
+    def _export(self, container: Any, archive: IO[bytes]) -> tuple[FileChanges, ArchiveSize]:
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
         difference = {item["Path"]: item["Kind"] for item in container.diff() or []}
         modules = [
@@ -205,10 +231,12 @@ class DockerFiles:
             if kind != REMOVED and rules.carries(path, any_entry) and self._is_inside(path)
         }
         # The difference does not contain the volumes of the image (VOLUME), so they are exported completely.
-        volumes = [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
+        volumes = _volumes(container)
         changed |= {path: ADDED for path in volumes if rules.carries(path, any_entry)}
         check_limits(len(changed), 0)
-        filtered = FilteredArchive(archive, rules, FileChanges(), accounts=self._accounts)
+        filtered = FilteredArchive(
+            archive, rules, FileChanges(), accounts=self._accounts, baseline=self._baseline
+        )
         export = _Export(container=container, filtered=filtered, trees=set())
         paths: list[str] = []
         for path in sorted(changed):
@@ -220,9 +248,9 @@ class DockerFiles:
         for path in filtered.unresolved_links:
             export.add(path, is_new=True)
         filtered.close()
-        carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
+        carried = dict.fromkeys(changed, any_entry) if filtered.size.members else {}
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
-        return FileChanges(carried=carried, removed=removed, emptied=emptied)
+        return FileChanges(carried=carried, removed=removed, emptied=emptied), filtered.size
 
     def _is_inside(self, path: str) -> bool:
         """Return whether `path` is outside all mounts and contains no mount."""
@@ -248,6 +276,10 @@ def _in_container[Result](
     """Call `function` with the main container of the environment. This function blocks its thread."""
     with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
         return function(find_container(client, environment.session_id, MAIN_SERVICE_NAME), *args)
+
+
+def _volumes(container: Any) -> list[str]:
+    return [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
 
 
 def _variables(container: Any) -> dict[str, str]:
