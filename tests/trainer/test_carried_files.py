@@ -109,6 +109,17 @@ def test_package_managers_read_no_files_of_the_agent() -> None:
     assert not any(RULES.carries(path, file) or RULES.removes(path) for path in excluded)
 
 
+def test_settings_that_programs_look_for_are_not_carried_over() -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    excluded = (
+        *("/.cargo/config.toml", "/.git/config", "/package.json", "/go.work", "/etc/mavenrc"),
+        *("/etc/xdg/pip/pip.conf", "/usr/local/share/lua/5.4/a.lua", "/var/lib/gems/3.1.0/a.rb"),
+    )
+    assert not any(RULES.carries(path, file) or RULES.removes(path) for path in excluded)
+    carried_paths = ("/answer.txt", "/app/.cargo/config.toml", "/app/package.json", "/usr/local/share/a")
+    assert all(RULES.carries(path, file) for path in carried_paths)
+
+
 def test_the_variables_of_the_verifier_count() -> None:
     rules = CarryRules(search_variables({"PATH": "/a", "HOME": "/root"}, {"PATH": "/b", "HOME": "/app/home"}))
     program = FileEntry(kind="f", mode=0o755, size=1)

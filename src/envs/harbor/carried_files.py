@@ -30,12 +30,13 @@ MAX_LISTING_BYTES = 64 * 2**20
 MAX_NAME_BYTES = 4096
 
 # Tables of path patterns, in which `*` stands for any characters except a slash. Nothing at or below a path
-# of the first three tables is carried over, except what `EXCEPTIONS` lists.
+# of the first four tables is carried over, except what `EXCEPTIONS` lists.
 
 # fmt: off
 SEARCHED = (  # directories of programs, shared libraries and modules of interpreters
     "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/snap", "/etc/alternatives",
     "/node_modules", "/home/*/bin", "/root/bin", "/home/*/node_modules", "/root/node_modules",
+    "/var/lib/gems",
 )
 STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
@@ -61,11 +62,24 @@ NOT_FILES_OF_THE_AGENT = (
     # carried over.
     "/etc/apt", "/etc/dpkg", "/var/lib/apt", "/var/cache/apt", "/var/lib/dpkg", "/etc/yum*", "/etc/dnf",
     "/var/lib/rpm", "/etc/apk",
-    # The settings of su and sudo, which set environment variables such as PATH
+)
+SETTINGS = (  # more files that programs read; a package that the agent installed may need them (`in_place`)
+    # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
+    "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/gemrc", "/etc/irbrc", "/etc/conda", "/etc/rustup",
+    "/etc/julia", "/etc/ipython", "/etc/jupyter", "/etc/emacs", "/etc/octave*",
+    # Programs look for these in the parent directories of the tests.
+    "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
+    "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
-EXCLUDED_FROM_EXCEPTIONS = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
+EXCLUDED_FROM_EXCEPTIONS = tuple(
+    f"/usr/local/share/{name}"
+    for name in (
+        *("perl", "python*", "sandbox", "lua", "guile", "ruby", "gems", "julia", "octave", "tcltk", "emacs"),
+        *("fish", "zsh", "bash-completion", "cmake*", "pkgconfig", "aclocal", ".*"),
+    )
+)
 # No symbolic link of the agent may lead to these paths. Otherwise the verifier could read the expected
 # answer, or its own input, instead of a file of the agent.
 VERIFIER_PATHS = (
@@ -134,7 +148,7 @@ class CarryRules:
         homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
         self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
         patterns = [
-            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *homes),
+            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
             *map(_normalize, [*loaded, *modules]),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
