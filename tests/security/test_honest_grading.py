@@ -289,6 +289,13 @@ IMAGE_FORGERIES = {
         graded_if_any_exists("/opt/tool/lib/libc.so.6"),
         "touch /opt/tool/lib/libc.so.6",
     ),
+    "a module of a program": (
+        "RUN mkdir -p /opt/tool/bin /opt/tool/lib && echo 'exit 1' > /opt/tool/lib/x.sh && "
+        "echo '. /opt/tool/lib/x.sh' > /opt/tool/bin/run && chmod 755 /opt/tool/bin/run\n"
+        "ENV PATH=/opt/tool/bin:$PATH\n",
+        graded_if("run"),
+        "echo 'exit 0' > /opt/tool/lib/x.sh",
+    ),
     "the file of BASH_ENV": (
         "RUN touch /opt/settings\nENV BASH_ENV=/opt/settings\n",
         BY_BASH,

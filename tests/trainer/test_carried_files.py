@@ -87,15 +87,24 @@ def test_no_link_replaces_the_accounts() -> None:
 
 
 def test_the_standard_library_of_python_is_not_carried_over() -> None:
-    rules = CarryRules({"PATH": "/opt/venv/bin:/usr/bin"})
+    rules = CarryRules({"PATH": "/srv/venv/bin:/usr/bin"})
     file = FileEntry(kind="f", mode=0o644, size=1)
     excluded = (
-        "/opt/venv/pyvenv.cfg",
-        "/opt/venv/bin/pyvenv.cfg",
-        "/opt/venv/lib/python3.12/json/decoder.py",
+        "/srv/venv/pyvenv.cfg",
+        "/srv/venv/bin/pyvenv.cfg",
+        "/srv/venv/lib/python3.12/json/decoder.py",
     )
     assert not any(rules.carries(path, file) or rules.removes(path) for path in excluded)
-    assert rules.carries("/opt/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
+    assert rules.carries("/srv/venv/lib/data.txt", file) and rules.carries("/app/pyvenv.cfg", file)
+
+
+def test_a_tool_in_opt_is_not_carried_over_unless_it_is_the_work() -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    path = "/opt/node/lib/node_modules/npm/index.js"
+    for workdir, is_carried in (("/", False), ("/opt", False), ("/opt/node", True), ("/opt/node/lib", True)):
+        rules = CarryRules({"PATH": "/opt/node/bin:/usr/bin", "PWD": workdir})
+        assert rules.carries(path, file) is is_carried and rules.removes(path) is is_carried
+    assert CarryRules({"PATH": "/opt/bin", "PWD": "/app"}).carries("/opt/data", file)
 
 
 def test_package_managers_read_no_files_of_the_agent() -> None:

@@ -175,7 +175,8 @@ async def test_the_contents_of_volumes_do_not_count_as_changes(monkeypatch: pyte
     container.attrs["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
     monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
     monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
-    docker_files = DockerFiles(cast(Any, SimpleNamespace(session_id="s")), {})
+    environment = SimpleNamespace(session_id="s", task_env_config=SimpleNamespace(workdir=None))
+    docker_files = DockerFiles(cast(Any, environment), {})
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 3)
     await docker_files.snapshot()
     files |= dict.fromkeys(["/data/c", "/data/d", "/data/e"])

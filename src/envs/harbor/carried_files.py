@@ -93,6 +93,7 @@ PROBE_FILE = "/var/tmp/grading-probe"
 OWNER_ACCESS = 0o700  # without it, root in the sandbox, which has no capabilities, cannot change a directory
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # excluded if they existed before the agent acted
 INTERPRETERS = ("/bin/python", "/bin/python3")
+PROGRAMS_OF_TOOL = re.compile(r"(/opt/.+)/s?bin")  # group 1 is the directory of the whole tool
 CUSTOMIZE_MODULES = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
 
 
@@ -147,7 +148,11 @@ class CarryRules:
         home_directories = [path.rstrip("/") for path in environment.get("HOME", "/root").split(":")]
         homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
         self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
+        workdirs = environment.get("PWD", "").split(":")
+        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
+        tools = {tool for tool in tools if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)}
         patterns = [
+            *tools,
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
             *map(_normalize, [*loaded, *modules]),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),

@@ -165,6 +165,8 @@ class DockerFiles:
         with boundary(SandboxError, "reading the search paths and the accounts of the container"):
             self._accounts = await output_of(f"cat {ACCOUNTS}")
             variables = await asyncio.to_thread(_in_container, environment, _variables)
+            if workdir := environment.task_env_config.workdir:
+                variables["PWD"] = workdir
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
             self._variables = await with_link_targets(
@@ -283,7 +285,10 @@ def _volumes(container: Any) -> list[str]:
 
 
 def _variables(container: Any) -> dict[str, str]:
-    return dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
+    """Return the environment variables of the image, and its working directory as PWD."""
+    config = container.attrs["Config"]
+    variables = dict(item.split("=", 1) for item in config["Env"] or [] if "=" in item)
+    return {**variables, "PWD": config.get("WorkingDir") or "/"}
 
 
 def _output_of(container: Any, script: str) -> bytes:

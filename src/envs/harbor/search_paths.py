@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 # PATH, and the variables that name directories or files from which programs load code. `HOME` is among them
-# because programs read the hidden files of that directory.
-VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV")
+# because programs read the hidden files of that directory, and PWD because the working directory of the task
+# is not an installed program.
+VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV", "PWD")
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.

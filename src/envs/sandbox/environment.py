@@ -184,7 +184,8 @@ class SandboxEnvironment(BaseEnvironment):
     @property
     def environment_variables(self) -> Mapping[str, str]:
         """The environment variables of every command of the task."""
-        return {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
+        environment = {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
+        return {**environment, "PWD": self._workdir}
 
     async def kill_processes(self) -> None:
         """Kill all processes in the sandbox except its pid 1."""
