@@ -188,6 +188,16 @@ async def test_the_contents_of_volumes_do_not_count_as_changes(monkeypatch: pyte
         await docker_files.snapshot()
 
 
+async def test_files_that_are_not_carried_over_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 16_000)  # an archive has 10,240 bytes
+    paths = [f"/app/link-{number}" for number in range(4)]
+    await export(monkeypatch, TreeContainer(dict.fromkeys(paths[:3], ADDED)))
+    with pytest.raises(
+        AgentFault, match="link-3 and other files that the agent changed have more than 32000"
+    ):
+        await export(monkeypatch, TreeContainer(dict.fromkeys(paths, ADDED)))
+
+
 async def commands_of_unpack(
     monkeypatch: pytest.MonkeyPatch, changes: FileChanges, exit_code: int = 0, output: bytes = b""
 ) -> list[object]:

@@ -55,13 +55,15 @@ FILE_OF_PROGRAMS = re.compile(
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences of a container from its image
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Export:
     """Adds the changed paths of a container to an archive."""
 
     container: Any
     filtered: FilteredArchive
     trees: set[str]  # new paths; the export of such a path includes everything below it
+    limit: int  # of the bytes that the engine sends for `add`, also those of files that are not carried over
+    num_bytes: int = 0
 
     def add_paths(self, directory: str, paths: Sequence[str]) -> None:
         """Add `paths`. Each of them is `directory` or a path below it.
@@ -119,14 +121,14 @@ class _Export:
         directory = str(PurePosixPath(path).parent)
         # An open stream would prevent the engine from removing the container, so the stream is always closed.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
-            size = 0
             first: tarfile.TarInfo | None = None
             for chunk in stream:
                 packed.write(chunk)
-                size += len(chunk)
-                if size > 2 * MAX_BYTES:
+                self.num_bytes += len(chunk)
+                if self.num_bytes > self.limit:
                     raise AgentFault(
-                        ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
+                        ZeroReason.FILES_TOO_LARGE,
+                        f"{path} and other files that the agent changed have more than {self.limit} bytes",
                     )
                 if is_new or first is not None:
                     continue
@@ -239,7 +241,8 @@ class DockerFiles:
         filtered = FilteredArchive(
             archive, rules, FileChanges(), accounts=self._accounts, baseline=self._baseline
         )
-        export = _Export(container=container, filtered=filtered, trees=set())
+        limit = 2 * MAX_BYTES + self._baseline.bytes
+        export = _Export(container=container, filtered=filtered, trees=set(), limit=limit)
         paths: list[str] = []
         for path in sorted(changed):
             if not is_below(path, export.trees):
