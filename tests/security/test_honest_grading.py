@@ -373,6 +373,13 @@ HONEST_WORK = {
             'tr "\\n" " ")" = "500 555 555 " ]'
         ),
     ),
+    "a directory without permissions": (
+        "mkdir -p new/sub; echo a > new/sub/file; chmod 000 new/sub new",
+        graded_if(
+            "[ $(stat -c %a new) = 0 ] && chmod 755 new && [ $(stat -c %a new/sub) = 0 ] && "
+            "chmod 755 new/sub && [ $(cat new/sub/file) = a ]"
+        ),
+    ),
     "a changed file in a directory without write permission": (
         "echo new > locked/b",
         graded_if('[ "$(cat locked/b) $(stat -c %a locked)" = "new 555" ]'),

@@ -34,8 +34,10 @@ TRANSFER_TIMEOUT_S = 300
 # file systems, so -xdev excludes them.
 LIST = (
     "find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) "
-    f"-prune -o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
+    f"-prune -o -printf '{LISTING_FORMAT}' {{unlock}} 2>/dev/null | head -c {MAX_LISTING_BYTES}"
 )
+# Makes a directory of the agent readable after it was listed and before its files are listed.
+UNLOCK = "-type d ! -perm -u=rx -exec chmod u+rx {} \\;"
 # Root has no capabilities in the sandbox, so it needs read permission for each file. `FilteredArchive`
 # restores the modes of the listing, which was made before the chmod.
 PACK = (
@@ -77,7 +79,7 @@ class SandboxFiles:
             self._environment.hold_uploads()
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
-        after = await self._list()
+        after = await self._list(unlock=UNLOCK)
         changes = await asyncio.to_thread(changes_between, self._before, after, self._rules)
         uploads = self._environment.held_uploads or []
         if not changes.carried and not uploads:
@@ -135,9 +137,10 @@ class SandboxFiles:
     async def _output_of(self, script: str) -> bytes:
         return (await self._environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S)).stdout
 
-    async def _list(self) -> Mapping[str, FileEntry]:
+    async def _list(self, *, unlock: str = "") -> Mapping[str, FileEntry]:
         with tempfile.TemporaryFile() as listing:
-            await self._environment.run_script(LIST, timeout_s=TRANSFER_TIMEOUT_S, stdout=listing)
+            script = LIST.format(unlock=unlock)
+            await self._environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S, stdout=listing)
             listing.seek(0)
             return await asyncio.to_thread(lambda: parse_listing(listing.read()))
 
