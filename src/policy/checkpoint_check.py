@@ -29,10 +29,12 @@ async def check_checkpoint(
         "train_mlp": (info.train_mlp, adapter.train_mlp),
         "train_unembed": (info.train_unembed, adapter.train_unembed),
     }
-    for name, (saved, given) in values.items():
-        if saved is not None and saved != given:
-            value = str(saved).lower()
-            raise ConfigError(
-                f"{path} has {name}={value}, not {str(given).lower()}; set {name}={value}, or start from "
-                "another checkpoint"
-            )
+    differing = {
+        name: (str(saved).lower(), str(given).lower())
+        for name, (saved, given) in values.items()
+        if saved is not None and saved != given
+    }
+    if differing:
+        parts = [f"{name}={saved}, not {given}" for name, (saved, given) in differing.items()]
+        fix = " ".join(f"{name}={saved}" for name, (saved, _) in differing.items())
+        raise ConfigError(f"{path} has {", and ".join(parts)}; set {fix}, or start from another checkpoint")

@@ -78,6 +78,16 @@ async def test_a_checkpoint_of_another_rank_or_model_is_refused() -> None:
         await check_checkpoint(client, "tinker://a", AdapterOptions(lora_rank=8), model_name="other")
 
 
+async def test_one_message_lists_all_options_that_differ() -> None:
+    client = client_of(lora_rank=8, train_unembed=False)
+    message = (
+        "^tinker://a has lora_rank=8, not 32, and train_unembed=false, not true; "
+        "set lora_rank=8 train_unembed=false, or start from another checkpoint$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        await check_checkpoint(client, "tinker://a", AdapterOptions(), model_name="m")
+
+
 def test_an_adapter_without_a_trained_part_is_refused() -> None:
     nothing = [f"{part}=false" for part in PARTS]
     with pytest.raises(ConfigError, match="all false, so nothing is trained; set one to true"):
