@@ -97,12 +97,21 @@ async def wait_for_results(
         for future in futures:
             future.cancel()
         raise
-    finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
     try:
-        results = await _unless_disconnected(request, finished)
+        results = await _unless_disconnected(request, asyncio.ensure_future(_ended(futures)))
         return None if results is None else [_sampled(future) for future in futures]
     finally:
         watcher.cancel()
+
+
+async def _ended(
+    futures: Sequence[concurrent.futures.Future[SampleResult]],
+) -> list[SampleResult | BaseException]:
+    """Wait until all `futures` have ended. If this call is cancelled, cancel `futures`.
+
+    A cancelled future of `gather` has an exception, which asyncio logs unless it is read. This call reads it.
+    """
+    return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
 
 
 def _sampled(future: concurrent.futures.Future[SampleResult]) -> SampleResult:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,3 +31,22 @@ async def test_a_refused_sample_withdraws_the_earlier_ones() -> None:
         await wait_for_results(state, cast("Any", None), [cast("Any", None)] * 2)
     assert [watcher.is_waiting() for watcher in watchers] == [False]
     assert future.cancelled(), "the engine would start the request"
+
+
+def test_a_disconnect_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    futures: list[Future[SampleResult]] = []
+
+    def submit(op: Sample, watcher: StreamWatcher) -> Future[SampleResult]:
+        futures.append(Future())
+        return futures[-1]
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    state = cast("Any", SimpleNamespace(engine=SimpleNamespace(submit=submit)))
+    request = cast("Any", SimpleNamespace(receive=receive))
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(wait_for_results(state, request, [cast("Any", None)] * 2)) is None
+        gc.collect()  # asyncio logs an exception that no one has read when its future is deleted.
+    assert all(future.cancelled() for future in futures)
+    assert not caplog.records
