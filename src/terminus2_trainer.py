@@ -23,6 +23,7 @@ from src.core.errors import BackendError, StorageError
 from src.core.event_loop import LagMeter
 from src.core.shielding import run_to_its_end, to_its_end
 from src.core.trajectory import TrajectoryGroup
+from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.base import TaskSource
 from src.evaluate.evaluation import TaskRewards, evaluate
 from src.evaluate.training_events import TrainingEvents
@@ -43,12 +44,9 @@ from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
-from src.rollouts.wait_notice import WaitNotice
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
-
-MAY_COMPILE = "the server may compile its programs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ from src.core.options import at_least, require
 from src.core.printable import printable
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup, TrialFailure, ZeroReason
+from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.answering_policy import AnsweringPolicy, scripted
 from src.envs.base import TaskSource, close_quietly, run_with_timeout
 from src.envs.data.rows import Question, require_reference
@@ -251,6 +252,9 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                     console.print(panels.pop(unprinted.pop(0)))
                 return result
 
+            notice = WaitNotice(console.print)
+            if config.uses_backend:
+                notice.start("the first trial", explanation=MAY_COMPILE, is_over=lambda: 0 not in unprinted)
             results = await asyncio.gather(*(play(number, *trial) for number, trial in enumerate(trials)))
     groups = [
         TrajectoryGroup(
@@ -311,10 +315,10 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
     rewards = [reward for group in groups for reward in group.rewards]
     if not rewards:
         return [table, Text("no trial could be graded", "red")]
-    num_solved = sum(reward >= SOLVED for reward in rewards)
-    lines = [
-        f"pass rate ({config.kind}): {num_solved / len(rewards):.1%} ({num_solved}/{len(rewards)} trials)"
-    ]
+    num_solved, num_trials = sum(reward >= SOLVED for reward in rewards), len(rewards)
+    lines = [] if set(rewards) <= {0, 1} else [f"mean reward: {sum(rewards) / num_trials:.3f}"]
+    rate = f"{num_solved / num_trials:.1%} ({num_solved}/{num_trials} trials)"
+    lines.append(f"pass rate ({config.kind}): {rate}")
     if config.kind == "model" and config.n_samples > 1:
         num_mixed = sum(len(set(group.rewards)) > 1 for group in groups)
         lines.append(

@@ -26,6 +26,7 @@ from src.core.errors import ConfigError
 from src.core.log_setup import logging_to_file
 from src.core.option_aliases import present_options
 from src.core.trajectory import Task
+from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.base import TaskSource, close_quietly
 from src.envs.options import EnvironmentOptions
 from src.envs.registry import check_environment, open_task_source
@@ -164,8 +165,16 @@ async def run_one(
         require_same_content(directory, await asyncio.to_thread(content_hashes, tasks))
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
-            finished = FinishedRollouts(directory, Journal(directory))
+            journal = Journal(directory)
+            finished = FinishedRollouts(directory, journal)
             rollouts = Rollouts(opened.source, config, finished)
+            notice, progress = WaitNotice(events.say), journal.progress
+            stack.callback(notice.stop)
+            notice.start(
+                "the first trials",
+                explanation=None if config.base_url else MAY_COMPILE,
+                is_over=lambda: journal.progress > progress,
+            )
             events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             plan = RolloutPlan(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from src.cli.command_line import parse_as
 from src.cli.console import Display
+from src.core import wait_notice
 from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
@@ -50,16 +51,17 @@ class Bench:
     """Runs evaluations on fakes.
 
     `solves(checkpoint, task_id, member)` is the reward of a trial. Trials whose `(task_id, member)` is in
-    `lost` fail.
+    `lost` fail. Each trial takes at least `iterations` iterations of the event loop.
     """
 
-    def __init__(self, path, solves, *, lost=()):
+    def __init__(self, path, solves, *, lost=(), iterations=0):
         self.path = path / "evaluation"
         self.text = io.StringIO()
         self.opened = []
         self.played = 0
         self.policies = []
         self._solves, self.lost = solves, lost
+        self._iterations = iterations
         self.tasks = TASKS
         self.noop_rewards = {}
         self.metrics = {}
@@ -76,6 +78,8 @@ class Bench:
         async def play(trial, policy):
             self.played += 1
             self.policies.append(policy)
+            for _ in range(self._iterations):
+                await asyncio.sleep(0)
             member = members[trial.task.id] = members.get(trial.task.id, -1) + 1
             name = f"{trial.task.id}-{member}"
             if (trial.task.id, member) in self.lost:
@@ -95,6 +99,14 @@ class Bench:
 
 def first_half(checkpoint, task, member):
     return member < 2
+
+
+async def test_a_wait_for_the_first_trials_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    bench = Bench(tmp_path, first_half, iterations=5)
+    await bench.go("n_samples=4")
+    text = bench.text.getvalue()
+    assert text.count("waiting for the first trials; the server may compile its programs\n") == 1
 
 
 async def test_results_have_rates_with_intervals_and_every_task(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from src.core import wait_notice
 from src.core.errors import ConfigError, NothingTrainedError, ServerLost, StorageError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, StopReason, Task, ZeroReason
@@ -18,7 +19,6 @@ from src.loop.connection import Dependencies
 from src.loop.outcome import resume_command
 from src.policy.openai_client import ChatReply
 from src.records.run_directory import lock_run_dir
-from src.rollouts import wait_notice
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun, untimed

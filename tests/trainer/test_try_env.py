@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from src.cli.command_line import parse_as
+from src.core import wait_notice
 from src.core.errors import ConfigError
-from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
+from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure, Turn
 from src.envs import try_env
 from src.envs.base import run_with_timeout
 from src.envs.try_env import TryConfig
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -127,6 +129,30 @@ async def test_the_pass_rate_of_a_model_is_printed(data: str, monkeypatch: pytes
     )
     assert "pass rate (model): 33.3% (1/3 trials)" in text
     assert "tasks whose trials have different rewards, from which GRPO learns: 1 of 1" in text
+
+
+async def test_a_wait_for_the_first_trial_is_explained(data: str, monkeypatch: pytest.MonkeyPatch):
+    class SlowPolicy(FakePolicy):
+        async def sample(self, request: SampleRequest) -> Turn:
+            for _ in range(5):  # iterations of the event loop, during which the notice becomes due
+                await asyncio.sleep(0)
+            return await super().sample(request)
+
+    async def model(config, stack):
+        return SlowPolicy(byte_chat(), ["1"]), byte_chat()
+
+    monkeypatch.setattr(try_env, "model", model)
+    monkeypatch.setattr(wait_notice, "SLOW_S", 0.0)
+    server = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
+    text, _ = await run_try_env(data, "reward=number", "policy=model", *server, "n_tasks=1")
+    assert text.startswith("waiting for the first trial; the server may compile its programs\n")
+
+
+async def test_the_mean_of_partial_rewards_is_printed(data: str, tmp_path: Path, monkeypatch):
+    (tmp_path / "part.py").write_text("def grade(answer, row):\n    return 0.25 * int(answer)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text, _ = await run_try_env(data, "reward=part:grade", "policy=scripted", "n_tasks=4")
+    assert "mean reward: 0.625\npass rate (scripted): 25.0% (1/4 trials)" in text
 
 
 async def test_trials_are_printed_in_the_order_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

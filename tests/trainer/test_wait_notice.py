@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from src.rollouts.wait_notice import WaitNotice
+from src.core.wait_notice import WaitNotice
 
 type SetTime = Callable[[float], Awaitable[None]]
 

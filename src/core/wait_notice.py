@@ -8,6 +8,8 @@ from collections.abc import Callable
 SLOW_S = 5.0  # a message with the explanation is shown after this time
 REPEAT_S = 30.0  # messages without the explanation are shown at multiples of this time
 
+MAY_COMPILE = "the server may compile its programs"
+
 
 class WaitNotice:
     """Uses timers of the event loop to report what a run waits for. A new wait replaces the previous wait."""
