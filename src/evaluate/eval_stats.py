@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import comb
 from statistics import NormalDist, fmean, stdev, variance
@@ -134,30 +134,32 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     from -1 to 1 if there is only one task. The p-value is that of the exact sign-flip test, whose null
     hypothesis is that the success rates do not differ.
     """
-    # The import takes a second, and training runs do not need scipy.
-    from scipy.stats import t
-
     pairs = [(a, b) for a, b in zip(first_P, second_P, strict=True) if a.graded and b.graded]
     assert pairs, "no task was graded under both policies"
     exact = [Fraction(b.solved, b.graded) - Fraction(a.solved, a.graded) for a, b in pairs]
     values = [float(difference) for difference in exact]
-    mean, num_tasks = fmean(values), len(pairs)
-    half_width = 2.0
-    if num_tasks > 1:
-        half_width = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1)) * stdev(values) / math.sqrt(num_tasks)
+    difference = mean_difference(values)
     return Comparison(
         first=fmean(a.solved / a.graded for a, _ in pairs),
         second=fmean(b.solved / b.graded for _, b in pairs),
-        difference=Estimate(
-            value=mean,
-            low=max(-1.0, mean - half_width),
-            high=min(1.0, mean + half_width),
-            num_tasks=num_tasks,
-        ),
+        difference=replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high)),
         p_value=sign_flip_p_value(exact),
         num_better=sum(value > 0 for value in values),
         num_worse=sum(value < 0 for value in values),
     )
+
+
+def mean_difference(differences_P: Sequence[float]) -> Estimate:
+    """Return the mean of the differences of tasks, with Student's t interval over tasks. The interval of one
+    task is infinite."""
+    # The import takes a second, and training runs do not need scipy.
+    from scipy.stats import t
+
+    mean, num_tasks, half_width = fmean(differences_P), len(differences_P), math.inf
+    if num_tasks > 1:
+        quantile = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1))
+        half_width = quantile * stdev(differences_P) / math.sqrt(num_tasks)
+    return Estimate(value=mean, low=mean - half_width, high=mean + half_width, num_tasks=num_tasks)
 
 
 def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:

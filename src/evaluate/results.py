@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from statistics import fmean
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from pydantic import TypeAdapter
 
@@ -15,7 +16,7 @@ from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import RESULTS_FILE, EvaluateConfig
 from src.evaluate.contamination import content_hash
-from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
+from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired, mean_difference
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import RUN_AGAIN, replace_text
 from src.records.metrics_table import with_aliases
@@ -36,6 +37,7 @@ class TaskResult(TypedDict):
     content: str
     solved: Count
     graded: Count
+    rewards: NotRequired[list[float]]
 
 
 class Results(TypedDict):
@@ -80,7 +82,7 @@ def report(results: Mapping[str, Any], printer: Printer) -> None:
     """Print the results over all tasks, the results of each domain if there are 2 to MAX_DOMAINS domains, and
     statistics of the trials."""
     metrics = results["metrics"]
-    is_partial = any(reward not in (0, 1) for task in results["tasks"] for reward in task["rewards"])
+    is_partial = has_partial_rewards(results)
     report_section(results, "test/env/all", metrics, printer, has_partial_rewards=is_partial)
     for name, section in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
         printer.say(f"{name}:")
@@ -190,7 +192,31 @@ def compare(
         f"tasks: {comparison.num_better} better, {comparison.num_worse} worse; "
         f"p = {comparison.p_value:.3g} (exact sign-flip test)"
     )
+    rewards = [mean_rewards(results) for results in (first, second)]
+    if all(content in means for content in common for means in rewards) and has_partial_rewards(
+        first, second
+    ):
+        a, b = ([means[content] for content in common] for means in rewards)
+        change = mean_difference([after - before for before, after in zip(a, b, strict=True)])
+        printer.say(
+            f"mean reward {fmean(a):.3f} -> {fmean(b):.3f}, "
+            f"difference {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
+        )
     return comparison
+
+
+def has_partial_rewards(*evaluations: Mapping[str, Any]) -> bool:
+    """Return whether a trial has a reward other than 0 and 1."""
+    tasks = [task for results in evaluations for task in results["tasks"]]
+    return any(reward not in (0, 1) for task in tasks for reward in task.get("rewards", []))
+
+
+def mean_rewards(results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean reward of each task with rewards, by content hash. Copies of a task are one task."""
+    rewards = dict[str, list[float]]()
+    for task in results["tasks"]:
+        rewards.setdefault(task["content"], []).extend(task.get("rewards", []))
+    return {content: fmean(values) for content, values in rewards.items() if values}
 
 
 def tallies_by_content(results: Mapping[str, Any]) -> dict[str, Tally]:

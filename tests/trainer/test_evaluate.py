@@ -335,6 +335,16 @@ async def test_two_checkpoints_are_compared_task_by_task(tmp_path):
     assert bench.opened == ["tinker://r/sampler_weights/2", None]
     assert "success 25.0% -> 75.0%, difference +50.0 points" in bench.text.getvalue()
     assert "tasks: 8 better, 0 worse; p = 0.00781 (exact sign-flip test)" in bench.text.getvalue()
+    assert "mean reward" not in bench.text.getvalue()
+
+
+async def test_partial_rewards_are_compared_task_by_task(tmp_path):
+    partial = {None: [0.25, 0.5], "tinker://r/sampler_weights/2": [0.5, 0.75]}
+    bench = Bench(tmp_path, lambda checkpoint, task, member: partial[checkpoint][member])
+    await bench.go("n_samples=2", "checkpoint=tinker://r/sampler_weights/2", "compare_with=base")
+    text = bench.text.getvalue()
+    assert "success 0.0% -> 0.0%, " in text
+    assert "mean reward 0.375 -> 0.625, difference +0.250 [+0.250, +0.250]\n" in text
 
 
 def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
