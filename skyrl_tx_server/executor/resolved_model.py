@@ -14,7 +14,7 @@ from skyrl_tx_server.config.engine_options import DEFAULT_MAX_LORAS, DEFAULT_MAX
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.mesh import check_device, make_mesh, on_gpu
-from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.model_config import ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import check_divisible
 
@@ -112,9 +112,12 @@ def _model_config(settings: EngineOptions) -> ModelConfig:
     if not settings.yarn or settings.max_context_length is None:
         return config
     extended = yarn_context(config, settings.max_context_length)
-    if extended is not config:
+    if isinstance(extended.rope_scaling, YarnScaling) and extended is not config:
         logger.warning(
-            "YaRN extends the context from %d to %d tokens", config.context_length, extended.context_length
+            "YaRN with factor %g extends the context from %d to %d tokens",
+            extended.rope_scaling.factor,
+            config.context_length,
+            extended.context_length,
         )
     return extended
 

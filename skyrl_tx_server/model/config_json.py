@@ -89,7 +89,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_dir: Path) -> ModelConfig:
     num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     max_position_embeddings = int(raw.get("max_position_embeddings", 32768))
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope = _rope(raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {})
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1):
         raise ConfigError(
@@ -111,6 +111,21 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
         rope_scaling=_rope_scaling(rope, max_position_embeddings),
         eos_token_ids=_eos_token_ids(model_dir, raw),
     )
+
+
+def _rope(scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Merge rope_scaling, the entry of transformers 4, with rope_parameters, the entry of transformers 5.
+
+    Raises ConfigError if they differ in a value. transformers 5 then ignores rope_parameters.
+    """
+    scaling = ({"rope_type": scaling["type"]} if "type" in scaling else {}) | {**scaling}
+    for name in sorted(scaling.keys() & {**parameters}.keys()):
+        if scaling[name] != parameters[name]:
+            raise ConfigError(
+                f"rope_scaling has {name}={scaling[name]!r} and rope_parameters has {parameters[name]!r}; "
+                "keep one value, in rope_parameters"
+            )
+    return scaling | parameters
 
 
 def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> YarnScaling | Llama3Scaling | None:

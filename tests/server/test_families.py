@@ -270,9 +270,15 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}, "rope_parameters": None},
             "factor=0.0; it must be a number of",
         ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling has rope_type='yarn' and rope_parameters has 'default'; keep one value",
+        ),
+        ("llama", {"rope_scaling": [1]}, "not a mapping"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
