@@ -102,7 +102,7 @@ async def test_the_reward_function_grades(tmp_path, monkeypatch, chat):
     trial = source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0)
     result = await trial.run(FakePolicy(chat, ["It is 2"]))
     assert isinstance(result, Trajectory)
-    assert (result.reward, result.metrics["characters"]) == (pytest.approx(0.993), 7)
+    assert (result.reward, result.metrics["characters"]) == (pytest.approx(1.1), 7)
 
 
 @pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
