@@ -91,6 +91,16 @@ def test_each_broken_directory_has_an_error_line(tmp_path: Path) -> None:
     assert lines[2] == "2 of 3 task directories cannot be run; fix or remove them"
 
 
+@pytest.mark.parametrize("directory", [".", "hello"])
+def test_a_task_of_terminal_bench_1_can_be_converted(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "hello" / "tests").mkdir(parents=True)
+    (tmp_path / "hello" / "task.yaml").write_text("instruction: write hello\n")
+    with pytest.raises(
+        ConfigError, match=r"^\S+/hello: a task in the format of Terminal-Bench 1; convert it"
+    ):
+        harbor_tasks(tmp_path / directory)
+
+
 def test_directories_with_the_same_error_share_a_line(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         shutil.copytree(HELLO, tmp_path / name)

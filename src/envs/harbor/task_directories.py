@@ -39,6 +39,7 @@ from src.envs.sandbox.task_requirements import (
 # the task can run, but probably not as its author intended.
 Check = Callable[[Path, TaskConfig], list[str]]
 USE_HARBOR = "run the task with `harbor run`"
+OLD_FORMAT = "task.yaml"  # the file of a task of Terminal-Bench 1
 SANDBOX_ARGUMENTS = ("run_label", "network")
 """The arguments of `SandboxEnvironment` besides those of Harbor's environments."""
 NOT_FOR_SANDBOX = {  # fields of Harbor's EnvironmentConfig that the sandbox cannot honour
@@ -62,7 +63,7 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
     for each reason why a task cannot be run.
     """
     directory = require_task_directory(directory)
-    if (directory / "task.toml").is_file():
+    if any((directory / name).is_file() for name in ("task.toml", OLD_FORMAT)):
         task_dirs = [directory]
     else:
         task_dirs = sorted(
@@ -99,6 +100,11 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
 def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
     """Return a task and the warnings of `check`. Raises ConfigError if the task is invalid or refused."""
     if not (directory / "task.toml").is_file():
+        if (directory / OLD_FORMAT).is_file():
+            raise ConfigError(
+                f"{directory}: a task in the format of Terminal-Bench 1; convert it with "
+                "`.venv/bin/harbor task migrate --input DIRECTORY --output NEW_DIRECTORY`"
+            )
         raise ConfigError(f"{directory}: no task.toml; is this a Harbor task directory?")
     _require_single_step_on_linux(directory)
     _refuse_mcp_headers(directory)
