@@ -38,16 +38,14 @@ def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) 
 async def main(base_url: str, model: str, num_steps: int) -> list[float]:
     """Train for `num_steps` steps. Return the mean reward of each step."""
     with tinker.ServiceClient(base_url=base_url) as service:
-        training = await service.create_lora_training_client_async(base_model=model, rank=LORA_RANK)
+        training = await service.create_lora_training_client(base_model=model, rank=LORA_RANK)
         tokenizer = training.get_tokenizer()
         prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
         mean_rewards = []
         for step in range(num_steps):
-            sampler = await training.save_weights_and_get_sampling_client_async()
+            sampler = await training.save_weights_and_get_sampling_client()
             params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0)
-            requests = [
-                sampler.sample_async(types.ModelInput.from_ints(p), GROUP_SIZE, params) for p in prompts
-            ]
+            requests = [sampler.sample(types.ModelInput.from_ints(p), GROUP_SIZE, params) for p in prompts]
             groups = [result.sequences for result in await asyncio.gather(*requests)]
             rewards_PG = np.array(
                 [[reward(str(tokenizer.decode(s.tokens))) for s in group] for group in groups]
@@ -58,9 +56,9 @@ async def main(base_url: str, model: str, num_steps: int) -> list[float]:
                 for prompt, group, advantages in zip(prompts, groups, advantages_PG, strict=True)
                 for sequence, advantage in zip(group, advantages, strict=True)
             ]
-            gradient = await training.forward_backward_async(data, loss_fn="importance_sampling")
-            update = await training.optim_step_async(types.AdamParams(learning_rate=LEARNING_RATE))
-            await asyncio.gather(gradient.result_async(), update.result_async())
+            gradient = training.forward_backward(data, loss_fn="importance_sampling")
+            update = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+            await asyncio.gather(gradient, update)
             mean_rewards.append(float(rewards_PG.mean()))
             print(f"step {step}: mean reward {mean_rewards[-1]:.3f}", flush=True)
     return mean_rewards

@@ -74,7 +74,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_loop_on_the_sdk_trains(url: str) -> None:
-    output = python("examples/grpo_loop.py", url, "local/quickstart", "3", uses_sdk=True)
+    output = python(
+        "-W", "error::FutureWarning", "examples/grpo_loop.py", url, "local/quickstart", "3", uses_sdk=True
+    )
     assert re.findall(r"^step (\d): mean reward \d\.\d+$", output, re.MULTILINE) == ["0", "1", "2"]
 
 
