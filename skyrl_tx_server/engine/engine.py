@@ -2,11 +2,12 @@
 per operation.
 
 HTTP code calls `submit` from any thread. An operation that fails affects only its own future, with one
-exception: if a decode dispatch fails, or if a failed prefill has destroyed the KV cache, all running
-sequences have lost their state, and their requests fail together. The executor then continues with an empty
-cache (with several ranks, the server stops), and waiting requests are not affected. A `ServerError` reaches
-the caller unchanged. Any other exception is logged with its traceback, and the caller gets a `ServerError`
-with the type and the message of the exception.
+exception: all running sequences lose their state, and their requests fail together, if a failed prefill has
+destroyed the KV cache, or if a decode dispatch fails (one program call that samples the next tokens of all
+running sequences). The executor then continues with an empty cache, and waiting requests are not affected. A
+server with several processes stops instead. A `ServerError` reaches the caller unchanged. Any other exception
+is logged with its traceback, and the caller gets a `ServerError` with the type and the message of the
+exception.
 
 This file is long because the engine thread is one state machine.
 """
@@ -343,8 +344,8 @@ class Engine:
 
     def _remove_if_cancelled(self, request_id: int, future: Future[Any]) -> None:
         """Remove a cancelled operation from its queue at once. Otherwise it would occupy memory until the
-        scheduler chooses it, and a `Sample` would also delay the `DropSnapshot` of its snapshot and could
-        cause pauses."""
+        scheduler chooses it. A `Sample` would also delay the `DropSnapshot` of its snapshot, and the
+        scheduler could pause running sequences for it."""
         if future.cancelled() and not self._begin(request_id):
             with self._work:
                 self._scheduler.cancel(request_id)
@@ -462,7 +463,7 @@ class Engine:
 
     def _begin(self, request_id: int) -> bool:
         """Mark the future of a request as running. Return False if the caller has cancelled the future, or if
-        the engine is abandoned."""
+        `abandon` has removed it."""
         with self._work:
             future = self._futures.get(request_id)
             if future is not None and future.set_running_or_notify_cancel():

@@ -19,7 +19,7 @@ the future is done. If it yields None, the engine continues it when the schedule
 again."""
 
 ON_ALL_RANKS: set[str] = set()
-"""Names of the sampler's methods that every rank must call."""
+"""Names of the sampler's methods that every rank (process of the server) must call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +64,10 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The result of a `PrefillRequest` whose prompt is complete. The sequences of the `PrefillRequest` have
-    slots, except the sequences in `finished`."""
+    """The result of a `PrefillRequest` whose prompt is completely computed. The sequences of the
+    `PrefillRequest` have slots, except the sequences in `finished`."""
 
-    prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested or returned before
+    prompt_logprobs: np.ndarray | None  # [prompt tokens] float32; None: not requested or in an earlier result
     prompt_cache_hit_tokens: int  # for a paused sequence: all prompt tokens
     finished: Sequence[FinishedSequence | FailedSequence]  # sequences that ended with their first token
     topk_prompt_logprobs: TopkLogprobs | None = None
@@ -78,7 +78,7 @@ class SequencesLostError(ServerError):
     """The KV cache with the state of all sequences was lost. The executor continues with an empty cache. With
     several ranks, the server stops."""
 
-    num_requests: int = 1  # number of requests in the failed prefill batch; 0: another call has failed
+    num_requests: int = 1  # number of requests in the failed prefill batch; 0: a decode dispatch failed
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
@@ -102,7 +102,7 @@ class Sampler(Protocol):
 
     @property
     def num_preempted(self) -> int:
-        """The number of preempted sequences."""
+        """The number of preempted sequences, which have lost their KV pages because too few were free."""
         ...
 
     @property
@@ -133,7 +133,8 @@ class Sampler(Protocol):
     @on_all_ranks
     def decode(self) -> bool:
         """Wait for the decode dispatch that is in flight. If none is in flight, start one first.
-        Return whether the device has ended a sequence. The device does not check stop strings.
+        Return whether the device has ended a sequence. The device does not check stop strings; `poll`
+        checks them.
 
         The next call must be `poll`, which returns the ended sequences. After any error all sequences are
         lost.

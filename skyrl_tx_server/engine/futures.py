@@ -25,7 +25,8 @@ from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
 logger = logging.getLogger(__name__)
 
 MAX_KEYS_PER_SCOPE = 200_000
-"""The maximum number of keys of a scope. A repeated request whose key was removed runs again."""
+"""The maximum number of keys of a scope (`RequestKey.scope`). If there are more, the oldest key is removed.
+If a client repeats the request of a removed key, the request runs again."""
 FAILURE_SIZE = 500
 """Estimated bytes of a stored error."""
 
@@ -47,7 +48,7 @@ class Outcome:
     kind: str  # the request's type, e.g. "optim_step"
     result: OpResult | None
     error: ServerError | None
-    extra: dict[str, str]  # fields that the route adds to the reply
+    extra: dict[str, str]  # fields that the HTTP route adds to the reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +293,8 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        # Remove only the keys of sample requests. They may run again, but training must never run twice.
+        # Remove only the keys of sample requests. A sample request may run again, but a training request must
+        # never run twice.
         if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):

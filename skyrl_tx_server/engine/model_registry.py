@@ -1,8 +1,9 @@
 """Sessions with their models and samplers.
 
-The SDK derives the ids `<session>:train:<n>` of models and `<session>:sample:<n>` of samplers itself. All
-methods run on the event loop. `end_session` returns the operations that free the memory of the session; the
-caller submits them. An object of another tenant is reported as absent.
+The SDK derives the ids `<session>:train:<n>` of models and `<session>:sample:<n>` of samplers itself, so the
+registry must use the same ids. All methods run on the event loop. `end_session` returns the operations that
+free the memory of the session; the caller submits them. The view of one tenant (`Registry.for_tenant`)
+reports the objects of other tenants as absent.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Registry:
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
         self.last_request_at: dict[str, datetime] = {}  # by model id
         self._snapshots: OrderedDict[str, None] = OrderedDict()  # sampler ids, least recently used first
-        self._tenant: str | None = None  # None: all owners
+        self._tenant: str | None = None  # None: the sessions of all tenants
         self._quota: TenantOptions | None = None
 
     def for_tenant(self, tenant: str, quota: TenantOptions) -> Registry:

@@ -1,7 +1,8 @@
 """The queues of all operations except `Sample`.
 
 Each model has a queue. Each snapshot of sampler weights that a `DropSnapshot` frees also has one. The tenants
-take turns: an operation of one tenant is followed by an operation of the next tenant that has any.
+take turns: an operation step of one tenant is followed by an operation step of the next tenant that has any.
+An operation step is a part of an operation that the engine runs without interruption.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class _ModelQueue:
 
 class OperationQueue:
     """Chooses the next operation. The operations of a queue run in submission order. The tenants take turns,
-    and so do the queues of a tenant (round robin). A step is an operation with the progress of its
-    execution."""
+    and so do the queues of a tenant (round robin). A queue holds one `OperationStep` for each operation.
+    `next` may return it several times, until `finish` removes it."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}

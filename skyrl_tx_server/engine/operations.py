@@ -16,7 +16,7 @@ import numpy as np
 from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 
 DEFAULT_TENANT = "default"
-"""The tenant of the operator's operations, and of every operation on a server without tenants."""
+"""The tenant of the operator: the holder of `api_key`, or every client if the server has no key."""
 
 LORA_ALPHA = 32.0
 """The default alpha of an adapter. The product B @ A is scaled by alpha / rank, for routed experts by alpha /
@@ -73,7 +73,7 @@ class TrainDatum:
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
     logprobs: np.ndarray | None = None  # [N] float32, from the sampler (all losses except cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses except cross_entropy)
-    # [N] float32; tokens with a mask other than 0 count in the sequence ratio (gspo)
+    # [N] float32, for gspo; its importance ratio of the sequence counts the tokens with a mask other than 0
     sequence_ratio_mask: np.ndarray | None = None
 
 
@@ -88,7 +88,7 @@ the engine thread searches for all stop strings after every dispatch."""
 class SamplingSettings:
     """The sampling parameters of a request."""
 
-    max_tokens: int | None = None  # None: up to the model's context
+    max_tokens: int | None = None  # None: as many as the model's context allows
     temperature: float = 1.0  # 0: greedy
     top_k: int = -1  # -1: off
     top_p: float = 1.0
@@ -157,7 +157,7 @@ class LoadWeights(Operation["WeightsLoaded"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward(Operation["ForwardBackwardResult"]):
-    """Compute the summed loss and, unless `forward_only`, add its gradient to the accumulated
+    """Compute the summed loss of `data` and, unless `forward_only`, add its gradient to the accumulated
     gradient of the model. Result: `ForwardBackwardResult`."""
 
     model_id: str
@@ -304,7 +304,9 @@ class TopkLogprobs:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSequence:
     tokens: np.ndarray  # [n] int32, including the stop token
-    logprobs: np.ndarray  # [n] float32, before or after temperature (`logprobs_mode`), before top-k and top-p
+    # [n] float32, from the distribution before top-k and top-p. The option `logprobs_mode` states whether
+    # temperature is applied first.
+    logprobs: np.ndarray
     stop_reason: StopReason
     topk: TopkLogprobs | None = None  # None if not requested
 

@@ -1,4 +1,8 @@
-"""Chooses the running sequences to pause when no slot, KV page or LoRA slot is free. See `scheduler`."""
+"""Chooses the running sequences to pause when no slot, KV page or LoRA slot is free.
+
+The docstring of `scheduler` states the rules. The account of a tenant is the number of units that it was
+charged for its use of the device, plus SLOT_UNITS units for each of its sequences that has a slot.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +90,8 @@ def _next_pause(
 def _sequence_of_largest_account(
     queue: SampleQueue, plan: SlotPlan
 ) -> tuple[float, tuple[Request, int] | None]:
-    """Among the tenants with a sequence that may be paused, choose the tenant with the largest account
-    (`scheduler`), after the changes in `plan`. Return this account and the sequence to pause, or (0, None) if
+    """Among the tenants with a sequence that may be paused, choose the tenant that has the largest account
+    after the changes in `plan`. Return this account and the sequence to pause, or (0, None) if
     no sequence may be paused."""
     running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
@@ -113,8 +117,8 @@ def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
     """Among the requests with a sequence that may be paused, choose the request with the most running
-    sequences. If several requests have equally many, choose the latest. Return the request and the largest
-    index of a sequence that may be paused, or None if no request has such a sequence."""
+    sequences. If several requests have equally many, choose the one submitted last. Return the request and
+    the largest index of a sequence that may be paused, or None if no request has such a sequence."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

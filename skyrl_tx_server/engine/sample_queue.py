@@ -42,7 +42,7 @@ class SampleQueue:
         """Snapshot -> the requests that wait until this snapshot is saved."""
         self._partial_prefills: Counter[int] = Counter()
         """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
-        self._min_charged = 0.0  # the largest value so far of the smallest charge of a busy tenant, in units
+        self._min_charged = 0.0  # units charged to the busy tenant that was charged least; never decreases
         self.num_dispatches = 0
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class SampleQueue:
         that wait until a snapshot is saved do not count."""
         requests = map(self.requests.__getitem__, self._waiting)
         ready = (request for request in requests if request.op.weights not in self._unsaved)
-        # Each request has a waiting sequence, so `at_most` requests suffice.
+        # Each request has at least one waiting sequence, so `at_most` requests suffice.
         return min(at_most, sum(request.num_waiting for request in islice(ready, at_most)))
 
     def __contains__(self, request_id: int) -> bool:
@@ -169,8 +169,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. If the tenant is new or has no waiting requests, and its charge
-        is less than `_min_charged` - SLOT_UNITS units, the charge is raised to this value."""
+        """Return the tenant of a new request. If the tenant has no waiting requests yet, its charge is raised
+        to at least `_min_charged` - SLOT_UNITS units."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()

@@ -10,9 +10,10 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""Each sequence that has a slot adds this number of units to the account of its tenant (see `scheduler`).
-A sequence is paused and its slot goes to another tenant if the account of the other tenant is smaller by at
-least 2 * SLOT_UNITS. Small requests have a separate rule."""
+"""Each sequence that has a slot adds this number of units to the account of its tenant. A free slot goes to
+the tenant with the smallest account (see `scheduler`). A sequence is paused and its slot goes to another
+tenant if the account of the other tenant is smaller by at least 2 * SLOT_UNITS. Small requests have a
+separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
 SMALL_TOKENS = 64
@@ -109,7 +110,7 @@ class SlotPlan:
     gained: Counter[int] = field(default_factory=Counter)  # slots that the request gains, by request_id
     paused: dict[int, set[int]] = field(
         default_factory=lambda: defaultdict(set)
-    )  # indices of sequences, by request_id
+    )  # indices of the sequences that lose their slots, by request_id
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """Tenant -> the requests to which the plan gives their first slot."""
     partial_prefill_tokens: int = 0  # prompt tokens of long prompts whose prefill would start

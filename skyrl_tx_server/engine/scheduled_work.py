@@ -9,8 +9,8 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationStep:
-    """Run the operation `request_id` until it yields or ends. An operation step of training computes one
-    micro-batch."""
+    """Run the operation `request_id` until its generator (`executor_protocol.Job`) yields or ends. An
+    operation step of training computes one micro-batch."""
 
     request_id: int
     op: Op
@@ -42,7 +42,8 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """Complete one decode dispatch. The engine may have started it during the previous `Decode`."""
+    """Complete one decode dispatch: several decode steps in one program call. The engine may have started the
+    dispatch during the previous `Decode`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

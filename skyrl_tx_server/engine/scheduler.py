@@ -1,10 +1,11 @@
 """Decides which work the engine does next. The module uses no threads and no devices.
 
-Each rule has a test:
+Each of these rules has a test:
 - Operations of one model run in submission order, one at a time. After each operation step (in training,
   one micro-batch), the scheduler alternates between tenants, and between the models of a tenant.
-- When training and sampling both have work, operation steps and decode dispatches alternate. A forward pass
-  that is submitted while sequences are sampled therefore waits for at most one decode dispatch and
+- When training and sampling both have work, operation steps and decode dispatches alternate. A decode
+  dispatch is one program call that samples the next tokens of all running sequences. A forward pass that is
+  submitted while sequences are sampled therefore waits for at most one decode dispatch and
   PREFILLS_PER_DISPATCH prefill batches.
 - With `train_share`, the choice depends on the time instead. An operation step is next if the previous
   operation steps took at most this share of the time in which both training and sampling had work.
@@ -106,16 +107,18 @@ class Scheduler:
         self._train_share = train_share
         self._training_ahead_s = 0.0  # the time by which training has exceeded `train_share`
         self._dispatch_s = 0.0  # the duration of the last decode dispatch
-        self._is_shared = False  # both training and sampling have work
+        self._is_shared = False  # whether both training and sampling have work
         self._training_next = True
         self._prefills = 0  # prefill batches since the last decode dispatch or operation step
-        # prefill batches since the last decode dispatch, new running sequence or unfinished prompt
+        # prefill batches since the latest of these events: a decode dispatch, a batch that added a running
+        # sequence, and a batch with a chunk of an unfinished prompt
         self._prefills_without_growth = 0
         self._num_running = 0  # at the previous call of `next`
         self._deferred: int | None = None  # the request that `defer` has queued again
-        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
+        # whether the last prefill batch has a chunk of a prompt that needs more chunks
+        self._has_chunk = False
         self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
-        self._may_pause = False  # no decode steps are in flight
+        self._may_pause = False  # whether sequences may be paused: no decode steps are in flight
         self._num_slots = 1
         self._reserved: Counter[int] = Counter()  # request_id -> number of slots that pauses freed for it
 
@@ -175,8 +178,9 @@ class Scheduler:
         return self._may_pause
 
     def count_time(self, work: ScheduledWork, seconds: float) -> None:
-        """Count the time of the last work for `train_share`. Time in which only sampling has work counts only
-        until the previous training is at most its share."""
+        """Count the time of the last work for `train_share`. Time in which only training has work does not
+        count. Time in which only sampling has work makes up for earlier training above its share, but does
+        not allow more training later."""
         share, counted_s = self._train_share, min(seconds, MAX_COUNTED_S)
         if share is None:
             return
@@ -218,9 +222,9 @@ class Scheduler:
             self._samples.requeue(prefill)
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these requests again. The first request must wait for KV pages, a LoRA slot or preempted
-        sequences, until a sequence finishes or is paused, a request fails or is cancelled, or
-        `retry_deferred` is called."""
+        """Queue these requests again. The first of them must wait for KV pages, a LoRA slot or preempted
+        sequences. It can run again after one of these events: a sequence finishes or is paused, a request
+        fails or is cancelled, or `retry_deferred` is called."""
         self.requeue(prefills)
         first = prefills[0].request_id
         self._deferred = first if first in self._samples else None  # a client may have cancelled the request
@@ -274,7 +278,7 @@ class Scheduler:
                 return True
 
     def _is_training_next(self, after_s: float = 0.0) -> bool:
-        """Whether an operation step is the next work if sampling first takes `after_s` more seconds."""
+        """Whether an operation step is the next work after `after_s` more seconds of sampling."""
         if self._train_share is None:
             return self._training_next
         return self._training_ahead_s <= self._train_share * after_s

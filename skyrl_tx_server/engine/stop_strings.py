@@ -25,11 +25,12 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 def find_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
 ) -> int | None:
-    """Return the number of tokens up to and including the first token that completes a stop string, or None.
+    """Return the number of tokens up to and including the first token that completes a stop string. None: no
+    stop string was found.
 
     The function finds only a stop string that ends within the last `new` tokens, because earlier calls have
-    searched the tokens before the last `new` tokens. A token has at least one byte of text, so a stop string
-    of n bytes lies within n tokens.
+    searched the tokens before them. A token has at least one byte of text, so a stop string of n bytes lies
+    within n tokens. The search therefore starts n tokens before the new tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3

@@ -103,7 +103,8 @@ class TenantKeys:
         return len(set(self._keys.values()))
 
     def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of a key, or None. The call takes the same time for every key."""
+        """Return the tenant of a key, or None if the key is unknown. The call takes the same time for every
+        key, so that its duration reveals nothing about the keys."""
         digest_of_key, owner = digest(key), None
         for key_digest, tenant in self._keys.items():
             if hmac.compare_digest(digest_of_key, key_digest):
