@@ -3,7 +3,8 @@
 LoRA slot 0 is the base model. A sampler snapshot is an immutable copy of the adapter of a training model. A
 snapshot is pinned to its LoRA slot while a running or preempted sequence or a prefill chunk uses it. When a
 LoRA slot is needed, the least recently used snapshot without a pin is evicted. Evicted snapshots are loaded
-again from host memory (in-memory snapshots) or from disk (tinker:// paths).
+again from host memory (in-memory snapshots) or from disk (tinker:// paths). A paused sequence, which has lost
+its decode slot to another request, does not pin its snapshot, but the snapshot cannot be replaced or deleted.
 
 A trainer saves an in-memory snapshot every step, and the Tinker API has no call that drops one. The server
 drops a snapshot when its session ends. If a tenant has more than `tenant_max_snapshots`, the server drops the
@@ -67,7 +68,7 @@ class AdapterCache:
         self.on_device: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()  # snapshot -> number of sequences and prefill chunks that pin it
-        self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
+        self._retained: Counter[str] = Counter()  # snapshot -> number of paused sequences that use it
         self._saves: Counter[str] = Counter()  # number of saves of each name
         self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them
         empty = zero_adapter(config, max_lora_rank)
@@ -169,9 +170,9 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete a snapshot as soon as no sequence uses it. For a checkpoint, whose path may later get other
-        weights, this deletes only the copy on the device. Raises NotFoundError if an in-memory snapshot is
-        neither in host memory nor on the device."""
+        """Delete a snapshot as soon as no sequence uses it. For a checkpoint, this deletes only the copy on
+        the device, because other weights may later be saved to its path. Raises NotFoundError if an in-memory
+        snapshot is neither in host memory nor on the device."""
         if not is_on_disk(weights) and weights not in self.in_host_memory and weights not in self.on_device:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
@@ -222,7 +223,7 @@ class AdapterCache:
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
     def _free_slot(self) -> int | None:
-        """Return a free LoRA slot. Evict a snapshot if necessary. None: all slots are in use."""
+        """Return a free LoRA slot. Evict a snapshot if necessary. None: all LoRA slots are in use."""
         if not self._free_slots:
             unused = next((weights for weights in self.on_device if self._may_evict(weights)), None)
             if unused is None:
@@ -231,8 +232,8 @@ class AdapterCache:
         return self._free_slots[-1]
 
     def _may_evict(self, weights: str) -> bool:
-        """Whether no sequence needs the snapshot in its LoRA slot: it is not pinned, and it has no paused
-        sequence or can be loaded again."""
+        """Whether no sequence needs the snapshot in its LoRA slot: it is not pinned, and either no paused
+        sequence uses it or it can be loaded again."""
         is_stored = weights in self.in_host_memory or is_on_disk(weights)
         return not self._pins[weights] and (is_stored or not self._retained[weights])
 

@@ -15,7 +15,7 @@ from skyrl_tx_server.sampling.sequences import SequenceState
 
 class PageAllocator:
     """Allocates the pages of sequences and prefill chunks. `caches` has one prefix cache per data-parallel
-    rank."""
+    rank. The argument `weights` of the methods is a key from `AdapterCache.key`."""
 
     def __init__(self, size: CacheSize, dp_ranks: int) -> None:
         self.size = size

@@ -40,12 +40,12 @@ def allocate_block_tables(
     """Allocate pages for `num_tokens` tokens of each sequence. `caches` are the prefix caches of the
     sequences' data-parallel ranks, one per sequence.
 
-    The pages of `prefix` belong to `prefix_cache`. The sequences of its rank share the full pages of
-    `prefix`. Each other rank gets copies of these pages. Sequences of the same rank share all full pages of
-    their tables. If the last page is partly filled, each sequence has its own last page. After the
+    The pages of `prefix` belong to `prefix_cache`. The sequences of the rank of `prefix_cache` share the full
+    pages of `prefix`. Each other rank gets copies of these pages. Sequences of the same rank share all full
+    pages of their tables. If the last page is partly filled, each sequence has its own last page. After the
     allocation, `spare_pages[cache]` pages must still be available in the rank of each cache in `caches`.
 
-    Raises CapacityError, without allocating any page, if too few are available. The error message names
+    Raises CapacityError, without allocating any page, if too few pages are available. The error message names
     `text_length`, the length of the whole text, because `num_tokens` may cover only the text up to the end of
     a prefill chunk.
     """

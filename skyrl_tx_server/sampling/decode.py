@@ -1,9 +1,10 @@
 """The decode pipeline, with at most one decode dispatch in flight.
 
-A dispatch can start before the host has processed the outputs of the previous dispatch. It does not need
-these outputs: the last tokens are on the device (`Carry`), and the host knows the position of every sequence
-that has not ended. A sequence that the device has ended is idle in the next dispatch. If the host ends a
-sequence at a stop string, the tokens that the next dispatch samples for this sequence are discarded.
+A dispatch is one program call that samples the next tokens of all sequences in slots. It can start before
+the host has processed the outputs of the previous dispatch. It does not need these outputs: the last tokens
+are on the device (`Carry`), and the host knows the position of every sequence that has not ended. A sequence
+that the device has ended is idle in the next dispatch. If the host ends a sequence at a stop string, the
+tokens that the next dispatch samples for this sequence are discarded.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | plan n+1       wait  | process n, plan n+2  | process n+1, ...
@@ -116,9 +117,11 @@ class DecodePipeline:
         """Return the dispatch that can follow `dispatch` before its outputs are known, and allocate pages for
         it.
 
-        None: no sequence can have tokens left to sample, too few pages are available, `dispatch` uses a
-        rolled program, the next dispatch needs another compiled program, or it can use a narrower program
-        after `SequencePool.compact`.
+        The result is None in these cases:
+        - No sequence can have tokens left to sample.
+        - Too few pages are available.
+        - `dispatch` uses a rolled program, or the next dispatch needs another program than `dispatch`.
+        - The next dispatch can use a narrower program after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

@@ -1,4 +1,5 @@
-"""The decode batch: the sequences in decode slots, as arrays for one dispatch.
+"""The decode batch: the sequences in decode slots, as arrays for one dispatch (one program call that runs
+several decode steps).
 
 The batch holds the first `width` slots of each data-parallel rank. The time of a dispatch grows with its
 width, so programs are compiled for several widths.
@@ -56,7 +57,8 @@ class DecodeLayout:
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
-    # values of `LoraIndices.max_loras`; None: programs do not depend on the number of LoRA slots in use
+    # the values of `LoraIndices.max_loras` for which programs are compiled; None: programs do not depend on
+    # the number of LoRA slots in use
     adapter_counts: tuple[int, ...] | None
     host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p filters
 

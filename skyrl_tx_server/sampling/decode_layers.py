@@ -1,4 +1,6 @@
-"""The layers of the model in a decode step: unrolled in the program, or as a loop."""
+"""Runs the layers of the model in a decode step. An unrolled program contains every layer. A rolled program
+contains a loop over the layers. A dispatch is one call of such a program, which runs several decode steps.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, by_layer, layer, reads_in_place, split_stack
 
 type Past = list[Segment] | None
-"""The keys and values of a layer from before the dispatch. None: a kernel reads their pages in place."""
+"""The keys and values of a layer from before the dispatch, copied from their pages into contiguous segments.
+None: a kernel reads the pages in place."""
 
 type Recent = list[Segment] | Segment | KVCache
 """The keys and values of this dispatch: one segment per layer, one segment of stacked layers, or the KV cache
@@ -36,8 +39,8 @@ type AttendInLayer = Callable[
 loop over layers, `recent` is the segment of one layer or the KV cache."""
 
 type RunLayers = Callable[[jax.Array, Mapping[RopeSpec, Rope], Recent, jax.Array], tuple[jax.Array, Recent]]
-"""(x [B, 1, D], rotary tables, keys and values of this dispatch, step) -> (x after all layers, the keys and
-values with those of this step)."""
+"""(x, rotary tables, keys and values of this dispatch, step) -> (x after all layers, the keys and values with
+those of this step). x [B, 1, D] contains the hidden states of B sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +73,7 @@ def unrolled_layers(model: DecodeModel) -> RunLayers:
     ) -> tuple[jax.Array, Recent]:
         # With `reads_stacks`, the stacked matrices are sliced here, inside the loop over steps. If they were
         # sliced outside the loop, XLA would copy them. On a GPU, the stacked vectors are sliced once outside
-        # the loop. A slice inside the loop that a Pallas kernel reads would be copied in each step.
+        # the loop, because a slice that a Pallas kernel reads would otherwise be copied in each step.
         layers = by_layer(config, model.params) if reads_stacks else sliced_once
         if on_gpu():
             layers = [

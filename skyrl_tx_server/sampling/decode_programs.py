@@ -1,12 +1,13 @@
 """The decode programs that a background thread compiles.
 
-The compilation time of an unrolled program is proportional to the number of layers of the model. Until such a
-program is compiled, another program is used for the same sequences. On a CPU, the other program samples the
-same tokens with the same logprobs. On a GPU, the last bits may differ. There are two cases:
+An unrolled program contains every layer of the model, so its compilation time is proportional to the number
+of layers. The width of a program is the number of sequences per data-parallel rank that it can decode. Until
+an unrolled program is compiled, another program is used for the same sequences. On a CPU, the other program
+samples the same tokens with the same logprobs. On a GPU, the last bits may differ. There are two cases:
 - Instead of a narrow program, a wider program is used. The narrow program is compiled after several
   dispatches could have used it.
-- Instead of the widest program, a rolled program is used. The compilation of a rolled program takes about as
-  long as the compilation of a few layers.
+- Instead of the widest program, a rolled program is used, which contains a loop over the layers. Its
+  compilation takes about as long as the compilation of a few layers.
 """
 
 from __future__ import annotations

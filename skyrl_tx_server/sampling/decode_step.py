@@ -1,4 +1,7 @@
-"""The decode program. It computes one dispatch: several decode steps for all sequences in decode slots."""
+"""The decode program. It computes one dispatch: several decode steps for all sequences in decode slots.
+
+In the shapes of arrays, B is the number of slots of the decode batch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class Carry:
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """The sequences in the B decode slots at the start of a dispatch."""
+    """The sequences in the B decode slots at the start of a dispatch. A block table has W entries."""
 
     tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: the token is in `before`
     before: Carry  # the carry of the previous dispatch
@@ -126,7 +129,7 @@ def decode_steps(
 
     With `rolled`, a loop runs the layers. The loop copies the weights of each layer out of `params`, so
     decoding is slower, but the compilation time does not grow with the number of layers. On a CPU, the
-    results are the same.
+    results are the same as without `rolled`.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
@@ -255,7 +258,7 @@ def _repeated(segment: Segment, layers: int) -> Segment:
 
 
 def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Segment:
-    """Return `recent` with the new keys and values [B, 1, K, hd] of all sequences at position `index`."""
+    """Return `recent` with the keys and values [B, 1, KV heads, head dimension] of step `index`."""
     new = segment_of(k, v)
     return Segment(
         keys=jax.lax.dynamic_update_slice_in_dim(recent.keys, new.keys, index, axis=3),

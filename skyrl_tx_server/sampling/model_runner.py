@@ -99,7 +99,7 @@ class ModelRunner:
         num_slots = size.slots * dp_ranks
         # With several processes, there is only one width. All processes must run the same program, but each
         # process would compile a program for another width at a different time. On a CPU with latent
-        # attention, there is only one width, because the results depend on the width.
+        # attention, there is only one width, because the results of a sequence would depend on the width.
         fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
         widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
@@ -159,7 +159,8 @@ class ModelRunner:
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
         """Return a dispatch for these (slot, sequence) pairs with the narrowest compiled program that holds
         all of them. If no such program is compiled yet, the dispatch uses the widest program. This program is
-        rolled, except with several processes or fewer than MIN_ROLLED_LAYERS layers."""
+        rolled (a loop runs the layers), except with several processes or fewer than MIN_ROLLED_LAYERS
+        layers."""
         layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:

@@ -81,7 +81,7 @@ class Prefiller:
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
         """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
-        and for the spare pages of the running sequences.
+        and for the spare pages of the running sequences (`keep_spare` in `PrefillPlanner._allocate`).
 
         Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """

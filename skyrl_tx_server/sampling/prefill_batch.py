@@ -28,10 +28,10 @@ class PrefillChunk:
     weights: str | None  # name of the sampler snapshot; None: the base model
     adapter_slot: int
     wants_logprobs: bool
-    slots: Sequence[int]  # one per sequence; without sequences, one free slot of the rank with the pages
+    slots: Sequence[int]  # one per sequence; if `sequences` is empty, one free slot of the pages' rank
     tables: Sequence[Sequence[int]]  # one block table per slot; the prefill program uses the first
-    copies_before: Sequence[PageCopy]
-    copies_after: Sequence[PageCopy]
+    copies_before: Sequence[PageCopy]  # as in `BlockTables`
+    copies_after: Sequence[PageCopy]  # as in `BlockTables`
     sequences: Sequence[SequenceState]  # one per slot if the chunk ends the text, else empty
 
     @property
@@ -67,7 +67,8 @@ class PrefillLayout:
     table_width: int  # number of entries of a block table
     max_copies: int  # maximum number of page copies before the computation; also the maximum after it
     vocab_size: int
-    # the values of `LoraIndices.max_loras`; None: programs do not depend on the number of LoRA slots in use
+    # the values of `LoraIndices.max_loras` for which programs are compiled; None: programs do not depend on
+    # the number of LoRA slots in use
     adapter_counts: tuple[int, ...] | None = None
 
     def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[TileBatch, BatchSettings]]:

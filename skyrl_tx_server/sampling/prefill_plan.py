@@ -1,9 +1,9 @@
 """Plans the next prefill chunks, and allocates their slots and KV pages.
 
-A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
-the longest cached prefix of its text (the prompt and the tokens sampled so far), unless the reuse of this
-prefix saves no tile. If prompt logprobs are requested, a chunk reuses only cached tokens whose logprobs were
-computed in earlier chunks of the prompt.
+A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk consists of
+tiles of PREFILL_TILE tokens. It starts after the longest cached prefix of its text (the prompt and the tokens
+sampled so far), unless the reuse of this prefix saves no tile. If prompt logprobs are requested, a chunk
+reuses only cached tokens whose logprobs were computed in earlier chunks of the prompt.
 If two prompts for the same weights have a common beginning that is not cached yet, and its reuse would save
 tiles, they are not computed together: the second prompt waits, and then reuses the pages of the first.
 """
@@ -201,9 +201,9 @@ class PrefillPlanner:
 
         With `keep_spare`, each data-parallel rank that provides pages keeps one available page for each of
         its occupied or planned slots and one more page. Return None if the `planned` chunks fill the prefill
-        batch, or if the text would have fewer tiles left after these chunks are computed. If too few pages
-        are available, paused sequences lose their pages. Raises CapacityError, without allocating any page,
-        if there are still too few.
+        batch, or if the text can reuse a prefix of these chunks and would then have fewer tiles left. If too
+        few pages are available, paused sequences lose their pages. Raises CapacityError, without allocating
+        any page, if there are still too few.
         """
         weights = sequences[0].weights
         free = self.pool.free_slots(planned)

@@ -44,10 +44,11 @@ class TileBatch:
     targets: ArrayLike  # [N, T] int32, the token after each token; 0 after the last token of a prompt
     tiles: PrefillTiles
     adapters: LoraIndices  # one LoRA slot per tile
-    before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
+    before: ArrayLike  # [C, 2] int32, at most C page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after the computation
     want_logprobs: ArrayLike  # [] bool, whether any tile needs the logprobs of `targets`
-    # By batch slot: the index in [N * T] of the last prompt token, and whether the first token is sampled.
+    # For each of the B decode slots: the index of the last prompt token among the N * T tokens, and whether a
+    # sequence begins in the slot, so that its first token is sampled.
     lasts: ArrayLike  # [B] int32
     begins: ArrayLike  # [B] bool
     sequence_adapters: LoraIndices  # one LoRA slot per sequence

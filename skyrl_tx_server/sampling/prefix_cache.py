@@ -39,7 +39,7 @@ class _Node:
     parent: _Node | None
     last_use: int = 0
     children: dict[bytes, _Node] = field(default_factory=dict)
-    sorted_keys: list[bytes] = field(default_factory=list)  # of the children
+    sorted_keys: list[bytes] = field(default_factory=list)  # the keys of `children`
 
     def add(self, child: _Node) -> None:
         self.children[child.key] = child
@@ -64,20 +64,20 @@ class _Node:
 
 
 class PrefixCache:
-    """Manages the pages `first .. first + count - 1`. The first page is the null page and is never
-    allocated."""
+    """Manages the pages `first .. first + count - 1`. The first page is the null page, which pads block
+    tables and is never allocated."""
 
     def __init__(self, *, first: int, count: int) -> None:
         self.null_page = first
         self._free = list(range(first + count - 1, first, -1))
-        # by page: the number of sequences and chunks that hold it, plus one if it is in the tree
+        # by page: the number of sequences and prefill chunks that hold it, plus one if it is in the tree
         self._references: Counter[int] = Counter()
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
         self._num_uses = 0
         self._evictable: list[tuple[int, int]] = []
-        """A heap of (last use, page) of leaves without other references. `_evict` skips an entry if its node
-        was removed, was used again or cannot be evicted now."""
+        """A heap of (last use, page) of leaves whose pages have no reference outside the tree. `_evict`
+        skips an entry if its node was removed, was used again or cannot be evicted now."""
 
     @property
     def num_free(self) -> int:

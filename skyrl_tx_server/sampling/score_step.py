@@ -132,8 +132,8 @@ class Scorer:
 
 
 def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
-    """Return the layout of a stream with one sequence. Each tile attends to itself and all tiles before it.
-    Tiles of padding attend to none."""
+    """Return the layout for which `tree_attention` computes the attention of one sequence. Each tile attends
+    to itself and all tiles before it. Tiles of padding attend to none."""
     length = inputs.tokens.shape[0]
     tiles = np.arange(length // ATTENTION_TILE, dtype=np.int32)
     return TreeLayout(

@@ -38,7 +38,7 @@ class SequenceState:
     # Empty if the sequence was preempted, or if it is paused and its pages were reclaimed.
     block_table: list[int] = field(default_factory=list)
     dispatches_preempted: int = 0  # number of decode dispatches since the preemption
-    pending_tokens: int = 0  # number of tokens that the dispatch in flight adds unless the sequence ends
+    pending_tokens: int = 0  # number of tokens that the dispatch in flight adds if the sequence does not end
 
     @property
     def key(self) -> SequenceKey:

@@ -46,7 +46,7 @@ def sample_tokens(
     tempered: bool,
     filters: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
+    """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V] (V: vocabulary size).
 
     `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are computed after
     temperature. `filters` states whether the program applies top-k and top-p. If it is None, the device tests
