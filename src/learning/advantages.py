@@ -81,10 +81,13 @@ def describe_estimators() -> str:
 def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, singleton: str) -> list[float]:
     """Return one advantage per member of a group, before `whiten`.
 
-    An estimator without a `scale` returns the rewards. With a `scale`, two or more equal rewards give zeros,
-    and a single reward gives zero with `singleton="zero"` and the value of `raw_singleton` with
-    `singleton="raw"`, as in SkyRL. Raises ConfigError for a negative reward if the estimator does not allow
-    negative rewards.
+    An estimator without a `scale` returns the rewards. With a `scale`, the advantages are those of SkyRL:
+
+    - rewards that differ: `(reward - mean) * scale`
+    - two or more equal rewards: zeros
+    - a single reward: zero with `singleton="zero"`, the value of `raw_singleton` with `singleton="raw"`
+
+    Raises ConfigError for a negative reward if the estimator does not allow negative rewards.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]

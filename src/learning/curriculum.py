@@ -3,8 +3,9 @@
 Each task has a Beta posterior of its success rate, with the prior Beta(1, 1). A share of every batch,
 `exploration_floor`, goes to the tasks played longest ago, so that every task is played again at some time.
 For the rest of the batch, a step draws a rate for each remaining task from the posterior of the task and
-selects the tasks whose draws are closest to one half. Tasks with few trials are therefore tried, and tasks
-that are known to be impossible or solved are avoided.
+selects the tasks whose draws are closest to one half. The draws for a task with few trials vary widely, so
+such tasks are tried. The draws for a task that is known to be impossible or solved are far from one half, so
+such tasks are avoided.
 
 The policy changes during training, so old evidence decays. Each new graded group of a task multiplies the
 earlier counts of the task by `DECAY`, so about the last 1 / (1 - DECAY) groups count. Without decay, an

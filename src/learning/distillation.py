@@ -26,7 +26,7 @@ async def apply_teacher(
     """Return the examples with new advantages. The advantage of each sampled token becomes
     `reward_coef * advantage + teacher_coef * (teacher logprob - sampler logprob)`.
 
-    `mean_kl` is the mean of `sampler logprob - teacher logprob` over the sampled tokens, in nats.
+    `KlResult.mean_kl` is the mean of `sampler logprob - teacher logprob` over the sampled tokens, in nats.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(teacher.logprobs(sequence.tokens.tolist()) for sequence in sequences))

@@ -147,8 +147,8 @@ def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> d
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, refill_index: int) -> list[T]:
-    """Return at most `count` shuffled tasks for a further batch. The shuffle does not affect the tasks of
-    later steps."""
+    """Return at most `count` shuffled tasks for a further batch. The order depends only on the arguments, so
+    a refill does not change the tasks of later steps."""
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{refill_index}").shuffle(order)
     return order[:count]

@@ -85,7 +85,8 @@ def _examples(
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
     """Replace the advantages of the examples and of their sampled tokens by whitened advantages. Call this
-    function before `apply_loss_reduction`, whose weights it would overwrite."""
+    function before `apply_loss_reduction`. In the other order, it would overwrite the loss-reduction weights.
+    """
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     whitened = iter(

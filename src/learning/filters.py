@@ -15,7 +15,7 @@ from src.learning.options import FilterOptions
 logger = logging.getLogger(__name__)
 
 # The stop reasons that SkyRL calls non-stop: a limit ended the trajectory, or the trial failed.
-# SESSION_CLOSED is missing, because closing the terminal is an action of the agent.
+# SESSION_CLOSED is missing: if the agent closes the terminal, it ends the trajectory by its own action.
 OVERLONG = frozenset(
     {
         StopReason.LENGTH,
@@ -86,14 +86,15 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
-    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0, the judge's bonus included.
+    """Return the number of rewards that each `zero_reward_on_*` rule sets to 0. A reward counts only if it is
+    above 0 after the judge's bonus is added.
 
-    `groups` have the original rewards, to which no rule was applied.
+    `groups` have the rewards before the reward rules.
     """
     rewarded = [
         member for group in groups for member in group.trajectories if member.reward + member.bonus > 0
     ]
-    remaining = [  # those that the first rule leaves to the second
+    remaining = [  # the rewards that `zero_reward_on_non_stop` does not set to 0
         member
         for member in rewarded
         if not (options.zero_reward_on_non_stop and member.stop_reason in OVERLONG)

@@ -4,9 +4,10 @@
 
 logp_old is the trainer's logprob before the first optimizer step of the batch. With `tis=sequence`, the
 differences of all sampled tokens of an example are added before the clip, so these tokens have one ratio. The
-advantage is multiplied by the capped ratio. The capped ratio is positive, so this multiplication also
-multiplies the clipped loss by the capped ratio. logp_old replaces the sampled logprob in the datum. The
-corrections and their default bounds are those of SkyRL.
+advantage is multiplied by the capped ratio. This multiplies the loss by the capped ratio too: the loss of a
+token is a product with the advantage or, for ppo, the smaller of two such products, and the capped ratio is
+positive. logp_old replaces the sampled logprob in the datum. The corrections and their default bounds are
+those of SkyRL.
 """
 
 from __future__ import annotations

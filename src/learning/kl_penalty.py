@@ -19,7 +19,7 @@ from src.policy.sampling_policy import ReferenceModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlResult:
-    """The examples with changed advantages, and the estimated KL divergence per sampled token (k1)."""
+    """The examples with changed advantages, and the KL divergence per sampled token as k1 estimates it."""
 
     examples: list[Example]
     mean_kl: float

@@ -29,8 +29,9 @@ class TrainedTokens:
     """Logprobs of trained tokens by the sampler and by the trainer, for one forward_backward. `importance`
     (TIS) also uses this record, for one example."""
 
-    sampled_logprobs: np.ndarray  # [N] float32; with TIS (`tis`): the trainer's before the update
-    trained_logprobs: np.ndarray  # [N] float32
+    # [N] float32, the sampler's logprobs. In datums that TIS has corrected: the trainer's before the update.
+    sampled_logprobs: np.ndarray
+    trained_logprobs: np.ndarray  # [N] float32, the trainer's logprobs
 
 
 class Learner:
@@ -38,9 +39,10 @@ class Learner:
 
     `update_scale` is the option `lora_alpha` divided by the server's alpha. It multiplies the learning rate
     and divides the weight decay, so the decay per step does not change. The adapter adds
-    `alpha / rank * B @ A` to a weight. Adam's step does not depend on the size of the gradient, so a larger
-    learning rate changes B as much as a larger alpha would change the product. The larger rate also changes A
-    faster, which has little effect on the product while B is small.
+    `alpha / rank * B @ A` to a weight. Adam's step does not depend on the size of the gradient, so B changes
+    k times as much with a learning rate that is k times as large. The product then changes as it would with
+    an alpha that is k times as large. The larger rate also changes A faster, which has little effect on the
+    product while B is small.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Learner:
 
 
 def adam_params(options: OptimizerOptions, rate: float, *, update_scale: float) -> tinker.AdamParams:
-    """Return the parameters of one optimizer step. `update_scale` is that of `Learner`."""
+    """Return the parameters of one optimizer step. `Learner` explains `update_scale`."""
     return tinker.AdamParams(
         learning_rate=rate * update_scale,
         beta1=options.adam_beta1,
@@ -208,9 +210,10 @@ def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) 
     The names are those of tinker-cookbook (`optim/`) and SkyRL (`policy/`). `kl_sample_train_v1` and `_v2`
     are Schulman's k1 and k2.
 
-    The `optim/` metrics use all parts. The `policy/` metrics use the first `num_before_step` parts, which
-    were computed before the first optimizer step. With on-policy samples, their differences come from
-    numerical errors alone. The differences of later parts also contain the effect of optimizer steps.
+    A part has the trained tokens of one forward_backward call or, in `importance`, of one example. The
+    `optim/` metrics use all parts. The `policy/` metrics use the first `num_before_step` parts, which were
+    computed before the first optimizer step. With on-policy samples, the differences in these parts come from
+    numerical errors alone. The differences in later parts also contain the effect of optimizer steps.
     """
     differences = [part.sampled_logprobs - part.trained_logprobs for part in parts]
     first, difference = np.concatenate(differences[:num_before_step]), np.concatenate(differences)
@@ -225,7 +228,8 @@ def sampler_trainer_kl(parts: Sequence[TrainedTokens], *, num_before_step: int) 
 
 
 def clipping(parts: Sequence[TrainedTokens], options: LearnerOptions) -> dict[str, float]:
-    """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
+    """Return the share of tokens with an importance ratio outside the clip bounds; {} for losses without
+    them."""
     if options.loss_fn not in CLIPPED_LOSSES:
         return {}
     bounds = DEFAULT_CLIP | options.loss_settings

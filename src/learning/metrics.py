@@ -78,8 +78,8 @@ class TrainingBatch:
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
     """Return counts, rewards and lengths of one batch as it was played; only counts if no trial is graded.
 
-    A metric of an environment that has the name of a metric of this module, such as `success`, does not
-    replace it.
+    If an environment reports a metric under a name of this module, such as `success`, the metric of this
+    module is returned.
     """
     played = PlayedGroups(groups, group_size=group_size)
     counts = measure(TRIAL_METRICS, played)

@@ -79,7 +79,7 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
     0.09375
     """
     groups = [rewards for rewards in rewards_P_G if len(rewards) > 1]
-    # Rounding gives equal rewards such as 0.1 a variance above 0.
+    # Because of rounding, `np.var` of equal rewards such as 0.1 can be above 0.
     variances = [0.0 if is_constant(rewards) else float(np.var(rewards)) for rewards in groups]
     positive = [reward for rewards in rewards_P_G for reward in rewards if reward > 0]
     return {

@@ -45,8 +45,8 @@ async def prepare(
     `dropped` is the number of groups that the filters removed, by reason. `reference` computes logprobs for
     the KL penalty; None: no penalty. `teacher` computes logprobs for distillation; None: no distillation.
     `learner` computes logprobs for truncated importance sampling and its masks. `version` is the version of
-    the weights to be trained. If `max_staleness` is above 0, the last operation masks the tokens that are
-    more than `max_staleness` updates older than `version`.
+    the weights to be trained. If `max_staleness` is above 0, tokens that are more than `max_staleness`
+    updates older than `version` are masked, after all other changes.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(examples_per_substep, dropped)
@@ -81,10 +81,10 @@ async def prepare(
 def stream_datums(
     examples: Sequence[Example], options: PreparationOptions, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
-    """Return the datums of one of the `num_groups` groups of a batch, for `stream_groups`.
+    """Return the datums of one of the `num_groups` groups of a batch.
 
-    All groups have the same weight. Tokens that are more than `max_staleness` updates older than `version`
-    are masked.
+    With the option `stream_groups`, they are sent to the server when the step takes the group. All groups have
+    the same weight. Tokens that are more than `max_staleness` updates older than `version` are masked.
     """
     weighted = [
         replace(

@@ -30,7 +30,7 @@ class SupervisedSequence:
 
 class SupervisedLearner:
     """Sends supervised batches to one training client. `highest_rate` is the highest learning rate of the
-    schedule. `update_scale` has the same meaning as in `Learner`."""
+    schedule. `update_scale` multiplies the learning rate and divides the weight decay, as in `Learner`."""
 
     def __init__(
         self,
