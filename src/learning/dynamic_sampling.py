@@ -31,7 +31,7 @@ class SamplingState:
     kept: list[TrajectoryGroup]  # the groups to train on, with the rewards that the reward rules give
     is_complete: bool
     num_batches: int = 0
-    num_bad: int = 0  # over all batches
+    num_bad: int = 0  # number of bad groups in all batches
     num_copies: int = 0  # copies of good groups that replace bad groups
     num_surplus: int = 0  # good groups beyond the number that the step needs
 

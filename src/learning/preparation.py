@@ -83,8 +83,8 @@ def stream_datums(
 ) -> list[tinker.Datum]:
     """Return the datums of one of the `num_groups` groups of a batch.
 
-    With the option `stream_groups`, they are sent to the server when the step takes the group. All groups have
-    the same weight. Tokens that are more than `max_staleness` updates older than `version` are masked.
+    With the option `stream_groups`, they are sent to the server when the step takes the group. All groups
+    have the same weight. Tokens that are more than `max_staleness` updates older than `version` are masked.
     """
     weighted = [
         replace(

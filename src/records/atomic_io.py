@@ -21,7 +21,7 @@ RESUME = "free space or fix the cause, then resume the run"
 RUN_AGAIN = "free space or fix the cause, then run the command again"
 """What to do after an error that ends a command without a run to resume."""
 CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this size
-MAX_DEPTH = 100  # of nested values in a JSON line; the reader of the lines allows about 200
+MAX_DEPTH = 100  # deepest nesting of values in a JSON line; the reader of the lines allows about 200
 
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:

@@ -11,7 +11,7 @@ These fields have the names and contents of SkyRL's dumps:
     input_prompt          the first prompt
     output_response       the text after the first prompt
     score                 a list: the rewards of the turns or, if the environment gives none, only the
-                          reward of the trial. The trial is passed if the sum is above 0
+                          reward of the trial. The trial counts as passed if their sum is above 0
     reward                the reward of the trial
     env_class             the environment (`env=`)
     data_source, domain   the domain, or the task type of a task without a domain

@@ -93,9 +93,12 @@ class Journal:
         self._write("started", resumed_from=resumed_from)
 
     def discarded(self, *, after: int) -> None:
-        """Record that the rollouts of the weights after the step `after` were discarded, because an option
-        that changes later weights has another value. The batches from step `after` + 2 on, whose tasks may
-        depend on these rollouts, and the use of later results are forgotten."""
+        """Record that the rollouts with a policy version above `after` were discarded, because an option that
+        changes the weights after this step has another value.
+
+        The batches of the steps from `after` + 2 on are forgotten, because their tasks may depend on these
+        rollouts. The results of the steps and evaluations after step `after` count as not used.
+        """
         self._forget(after)
         self._write("discarded", after=after)
 

@@ -208,7 +208,7 @@ ALIASES = (
     Alias("eval/all/avg_score", "test/env/all/reward/total", Source.SKYRL),
     Alias("eval/all/mean_positive_reward", "test/reward/mean_positive_reward", Source.SKYRL),
     Alias("eval/all/pass_at_<k>", "test/reward/avg_pass_at_<k>", Source.SKYRL),
-    # eval-<domain> is the name for a held-out set that is called <domain>_val.
+    # eval-<domain> contains the metrics of the held-out set <domain>_val.
     Alias("eval-<domain>/average_reward", "test/env/<domain>_val/reward/total", Source.SEED),
     Alias("eval-<domain>/success_rate", "test/env/<domain>_val/positive_rate", Source.SEED),
     Alias("test-<domain>/average_reward", "test/env/<domain>/reward/total", Source.SEED),
@@ -286,7 +286,7 @@ def metric_of(name: str) -> Metric[Any] | None:
     entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
     entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
     matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
-    if matches:  # the fewest placeholders win; a pattern with `<name>` is the last choice
+    if matches:  # prefer patterns without `<name>`, then the pattern with the fewest placeholders
         return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]
     for alias in ALIASES:
         if match := _pattern(alias.name).fullmatch(name):

@@ -3,8 +3,8 @@ directory contains an API key.
 
 In a directory that every user can write to, such as the temporary directory, another user may have created an
 entry of the same name. An existing entry must therefore be a directory of this user or of root, and not a
-symbolic link. A new directory in such a directory is private. The directory that `make_private` creates is
-always private.
+symbolic link. A new directory is private if every user can write to its parent. The directory that
+`make_private` creates is always private.
 """
 
 from __future__ import annotations

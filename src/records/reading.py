@@ -23,7 +23,7 @@ DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-LIMIT = 1e300  # the absolute value of a `Finite` number is smaller, so that sums are finite too
+LIMIT = 1e300  # `Finite` numbers have a smaller absolute value than this, so that their sums are finite
 Finite = Annotated[float, Field(allow_inf_nan=False, gt=-LIMIT, lt=LIMIT)]
 Numbers = dict[str, Whole | Finite | None]
 

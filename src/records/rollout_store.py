@@ -1,9 +1,10 @@
 """Finished rollouts with their exact tokens and logprobs, one line each in finished/<purpose>_<step>.jsonl.
 
-A prompt that continues an earlier turn is stored as the tokens that follow that turn, so each token of a
-chain is stored once. A prompt with a rewritten history is stored as the tokens after the prefix that it
-shares with the previous prompt. The first three lines below show which tokens are stored. In the file, the
-token ids and logprobs of each turn are packed, as in the last line:
+A prompt that continues an earlier turn is stored as the tokens that follow that turn. Each token of a chain
+(turns in which each prompt continues the previous turn) is therefore stored once. A prompt with a rewritten
+history is stored as the tokens after the prefix that it shares with the previous prompt. The first three
+lines below show which tokens are stored. In the file, the token ids and logprobs of each turn are packed, as
+in the last line:
 
     prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
     next prompt [1, 2, 3, 4]           ->  {"after": 0, "prompt_ids": [4]}
@@ -95,7 +96,7 @@ class FinishedRollout:
 
     result: Trajectory | TrialFailure
     seed: int
-    attempts: int  # without attempts that an interruption of the run ended
+    attempts: int  # attempts that ended because the run was interrupted are not counted
 
 
 class FinishedRollouts:
@@ -179,7 +180,7 @@ def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Tra
 
 
 def discard_rollouts(log_path: Path, *, after: int) -> int:
-    """Remove the rollouts with a turn that weights after the step `after` sampled. Return their number."""
+    """Remove the rollouts that have a turn with a policy version above `after`. Return their number."""
     num_discarded = 0
     for path in (log_path / "finished").glob("*_*.jsonl"):
         step = path.stem.rpartition("_")[2]

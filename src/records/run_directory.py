@@ -202,8 +202,8 @@ def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
                 f"the run in {path} has {name}={saved[name]}, not {present[name]}; resume it with that "
                 "value, or give another log_path"
             )
-    # With a pipeline, a step may have trained on tasks that the schedule has in a later step. Without a
-    # pipeline, the resumed run would train on these tasks again.
+    # With a pipeline (`max_staleness` or `stream_groups`), a step may have trained on tasks that the schedule
+    # has in a later step. Without a pipeline, the resumed run would train on these tasks again.
     if _uses_pipeline(saved) and not _uses_pipeline(present):
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "

@@ -1,8 +1,8 @@
 """Collect the batch of each step.
 
 By default, a step rolls out the groups of its own tasks and waits for all of them. With `max_staleness` or
-`stream_groups`, a step takes groups from the pipeline in the order in which they end. With `max_staleness`,
-these groups may have begun during earlier steps.
+`stream_groups`, a pipeline rolls out the groups, and a step takes groups from it in the order in which they
+end. With `max_staleness`, these groups may have begun during earlier steps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StepBatch:
 class BatchCollector:
     """Collects the batch of each step.
 
-    It also keeps the state of failures and of the curriculum. A resumed run reads from the
-    journal the state that existed after `steps_done` steps.
+    It also keeps the state of failures and of the curriculum. A resumed run restores the state after step
+    `steps_done` from the journal.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        The plan of each step is made only once, because `_plan` reads the rollouts on disk, which removes the
-        files of unfinished trials.
+        The plan of each step is made only once, because `_plan` removes the files of trials that are not
+        finished, and trials of the step may be running at a later call.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -282,8 +282,11 @@ class BatchCollector:
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """Count the failures of the groups, quarantine tasks and update the curriculum.
 
-        Raises TooManyFailuresError if the groups belong to several tasks and none of their trials was graded,
-        if too many of the latest trials could not be graded, or if every training task is quarantined.
+        Raises TooManyFailuresError in these cases:
+
+        - The groups belong to several tasks, and none of their trials was graded.
+        - Too many of the latest trials could not be graded.
+        - Every training task is quarantined.
         """
         options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # one task's failures may be the task's fault

@@ -28,7 +28,7 @@ from src.rollouts.options import RolloutOptions
 logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # the maximum of the doubled wait, to which `back_off` adds up to 50 %
+LONGEST_WAIT_S = 60.0  # longest wait before another attempt, without the up to 50 % that `back_off` adds
 # An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
@@ -114,7 +114,7 @@ class Rollouts:
             except (Exception, asyncio.CancelledError) as error:  # an environment can raise any exception
                 this_task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and this_task and this_task.cancelling():
-                    raise  # the run was cancelled, and not a call inside the environment
+                    raise  # this measurement was cancelled, and not only a call inside the environment
                 logger.warning(
                     "%s: the reward of an agent that does nothing could not be measured: %s: %s",
                     task.id,

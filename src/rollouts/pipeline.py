@@ -221,11 +221,12 @@ class Pipeline:
         an update while n other groups wait is trained `1 + n // batch_size` updates later. Therefore at most
         `max_staleness` batches of groups should end during one update. The second limit is
 
-            (max_staleness + s) * batch_size - waiting groups                   after the first update
-            (max_staleness + 1) * batch_size - waiting groups - taken groups    before the end of that update
+            (max_staleness + 1) * batch_size - waiting groups - taken groups    until the first update ends
+            (max_staleness + s) * batch_size - waiting groups                   afterwards
 
         where s is half the number of updates that fit into the mean duration of a group, rounded down. If a
-        group takes several updates, only a part of the groups ends during one update, so s adds groups.
+        group takes as long as several updates, only a part of the groups ends during one update. The
+        term s therefore allows further groups.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size

@@ -14,7 +14,8 @@ from typing import Any
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.rollouts.options import FaultOptions
 
-MIN_GROUPS = 4  # the failures of fewer groups may all come from one task
+# The failure rate of fewer groups is not checked, because their failures may all come from one task.
+MIN_GROUPS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,8 @@ class FaultState:
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
         """Return the state with the failures of `groups` added.
 
-        A group with a graded trial, or with failures of the kind `agent` alone, resets its task's strikes.
+        A group with a graded trial, or with failures of the kind `agent` alone, sets the `strikes` of its
+        task to 0.
         """
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         latest_cause: dict[str, str] = {}

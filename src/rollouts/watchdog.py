@@ -35,8 +35,8 @@ class Watchdog:
     async def answer[T](self, work: Awaitable[T], action: str) -> T:
         """Return the result of one call to the server.
 
-        Raises ServerLost, BackendError after `request_timeout_s`, or an error of `work`. The messages of the
-        first two begin with `action`.
+        Raises ServerLost, BackendError after `request_timeout_s`, or an error of `work`. The messages of
+        ServerLost and of this BackendError begin with `action`.
         """
         return await self._first(work, action, timeout_s=self._options.request_timeout_s)
 
