@@ -36,8 +36,8 @@ class AnsweringPolicy:
 
 def scripted(lines: Sequence[str]) -> Policy:
     """Return a policy that answers each conversation with the lines in order and repeats the last one. The
-    first messages of all conversations have the same number of answers."""
-    num_given = sys.maxsize  # answers in the first messages
+    messages with which a conversation starts may contain answers, but equally many in all conversations."""
+    num_given = sys.maxsize  # number of answers in the messages with which a conversation starts
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
         nonlocal num_given

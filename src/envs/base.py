@@ -57,9 +57,11 @@ class DeadlineAware(Protocol):
     """A trial that can determine whether its agent caused the trial to exceed its deadline."""
 
     def timeout_result(self) -> Trajectory | None:
-        """Return a trajectory with the reward 0 and a graded-zero reason, or None if the timeout is an
-        infrastructure failure, because the agent gave no answer or used at most half of the time from the
-        start of the trial to the end of the agent. The agent's time does not include sampling.
+        """Return a trajectory with the reward 0 and a graded-zero reason if the agent caused the timeout.
+        Otherwise the timeout is an infrastructure failure; return None.
+
+        The agent did not cause the timeout if it gave no answer, or if it used at most half of the time from
+        the start of the trial to the end of the agent. The agent's time does not include sampling.
 
         `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
         cancels `run`.

@@ -85,12 +85,14 @@ class MessageEnv(Protocol):
     async def step(self, answer: str) -> StepResult:
         """React to an answer, which may be empty or cut off. Return an observation for an invalid answer too.
 
-        ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
-        that the answer did not cause: the trial becomes a `TrialFailure`. Its kind is `env_server` for an
-        EnvServerError, `backend` for a BackendError and `env_error` for the others; an attempt that fails
-        with `env_error` is not repeated. An AgentFault and any other exception are attributed to the answer:
-        the trial has the reward 0. The graded-zero reason is that of the AgentFault, or `env_error` for any
-        other exception.
+        Exceptions have these effects:
+
+        - ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
+          that the answer did not cause. The trial becomes a `TrialFailure` of the kind `env_server` for an
+          EnvServerError, `backend` for a BackendError and `env_error` for the others. An attempt that fails
+          with `env_error` is not repeated.
+        - An AgentFault and any exception not named above are attributed to the answer. The trial has the
+          reward 0. The graded-zero reason is that of the AgentFault, and `env_error` for the others.
         """
         ...
 
@@ -192,7 +194,7 @@ class _Episode:
             try:
                 turn = await self._sample(prompt_ids, max_tokens=max_tokens)
             except PromptTooLong:
-                if self._num_answers == 1:  # `context_limit` exceeds the context of the endpoint
+                if self._num_answers == 1:  # the first prompt: `context_limit` exceeds the endpoint's context
                     raise
                 self.stop_reason = StopReason.CONTEXT_LENGTH
                 return

@@ -4,8 +4,9 @@ through the client of the package `openenv`.
     environment_kwargs=url=http://localhost:8000,tasks=64,action=message,observation=echoed_message
 
 A task is a seed with which the server is reset. An answer becomes one field of the action. The agent reads
-one field of the observation or, by default, the whole observation as JSON. For an environment with other
-actions, write a factory that makes `OpenEnv` with other functions (docs/environments.md).
+one field of the observation or, by default, the whole observation as JSON. For an environment whose actions
+have another form, write a factory that gives `OpenEnv` your own `to_action` and `to_text`
+(docs/environments.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from src.policy.chat import Chat, Message
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_TASKS = 64
-CAPACITY_ERROR_CODE = "CAPACITY_REACHED"  # in the error of a server that can open no further session
+CAPACITY_ERROR_CODE = "CAPACITY_REACHED"  # the error message of a server without free sessions contains it
 CAPACITY_RETRY_S = 1.0  # The server sends no event when a session ends, so the client polls.
 CAPACITY_TIMEOUT_S = 1800.0
 
@@ -80,8 +81,8 @@ class OpenEnv:
     async def start(self) -> ResetResult:
         """Open a session. If the server has its maximum number of sessions, wait until one ends.
 
-        Raises EnvServerError if there is no connection, and RuntimeError if no session has ended after
-        CAPACITY_TIMEOUT_S seconds and for every other error that the server reports.
+        Raises EnvServerError if there is no connection. Raises RuntimeError if no session has ended after
+        CAPACITY_TIMEOUT_S seconds, and for every other error that the server reports.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         has_waited = False
@@ -126,8 +127,8 @@ class OpenEnv:
 
 @contextmanager
 def _server_errors() -> Generator[None]:
-    """Raise EnvServerError, after which the attempt is repeated, for a lost or impossible connection. The
-    exceptions of the package websockets do not inherit from ConnectionError."""
+    """Convert the exception of a lost or failed connection to EnvServerError, after which the attempt is
+    repeated. The exceptions of the package websockets do not inherit from ConnectionError."""
     try:
         yield
     except Exception as error:

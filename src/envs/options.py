@@ -24,7 +24,8 @@ HARBOR_ONLY = (
     "proactive_summarization_threshold",
 )
 DATA = "data"  # the environment that data= selects
-# Each table is for one option: it maps the environments that do not read the option to what to use instead.
+# Each of the next three tables is for one option. It maps each environment that does not read the option to
+# the options to use instead.
 INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
 INSTEAD_OF_TASKS_DIR = {
     "fleet": "train_data or test_data",

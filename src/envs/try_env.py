@@ -141,7 +141,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
 
 def typed(console: Console) -> Policy:
     """Return a policy that shows the new messages and reads the answer from the terminal."""
-    num_known = 0  # the messages that were shown, and the last answer
+    num_known = 0  # number of messages that the user knows: those that were shown, and the last answer
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
         nonlocal num_known
@@ -275,8 +275,10 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
-    """Return the reward of a trial, with `with_messages` after its conversation, or the reason why the trial
-    was not graded."""
+    """Return a panel with the reward of a trial, or with the reason why the trial was not graded.
+
+    If `with_messages` is true, the panel of a graded trial also contains the conversation.
+    """
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(

@@ -27,7 +27,7 @@ from src.policy.chat import Chat, Message
 logger = logging.getLogger(__name__)
 
 RETRY_MESSAGE = "That is not correct. Try again."
-SOLVED = 1.0  # RETRY_MESSAGE is not the reply to an answer with at least this reward
+SOLVED = 1.0  # after an answer with at least this reward, the agent does not try again
 FORMER_MAX_ANSWERS = "attempts"  # former name of the option max_answers; accepted for one release
 
 
@@ -35,10 +35,13 @@ class DataEnv:
     """One trial of one question. Implements `MessageEnv`.
 
     The agent answers the opening messages and each follow-up message. Only the answer to the last of these
-    messages is graded. RETRY_MESSAGE is the reply to a graded answer with a reward below 1, until
-    `max_answers` answers have been graded, and only the reward of the last answer counts. If the reward
-    function returns a message, the agent answers this message, and the rewards of both answers are added.
-    `max_answers` does not count the answer to which the message is the reply.
+    messages is graded. The reward function decides how the episode goes on:
+
+    - It returns a message: the agent answers this message, and the rewards of both answers are added.
+    - It returns no message and a reward below 1: the agent receives RETRY_MESSAGE and answers again, until
+      `max_answers` answers without a message have been graded. Of these answers, only the reward of the last
+      one counts.
+    - It returns no message and a reward of at least 1: the episode ends.
     """
 
     def __init__(self, question: Question, reward: Reward, *, system: str = "", max_answers: int = 1) -> None:

@@ -33,7 +33,7 @@ NUMBER = re.compile(
 LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})")  # before three digits, as in 1{,}000
 NUM_WORKERS = 2
 GRADING_TIMEOUT_S = 10.0
-MAX_TRIES = 2  # for a comparison whose worker exits before the time limit
+MAX_TRIES = 2  # maximum number of tries of a comparison whose worker exits before the time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

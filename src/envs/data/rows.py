@@ -55,7 +55,8 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The text of all messages except system messages. Repeated rows have equal texts and references."""
+        """The text of all messages except system messages. `tasks_of` leaves out a row whose text and
+        reference are those of an earlier row."""
         texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
         return "\n".join([*texts, *self.follow_ups])
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 VERIFIER_TIMEOUT_S = 60.0
 MAX_RESULT_CHARS = 16_000
+# A task whose verifier always returns 1. `check` grades it to test the verifier's sandbox.
 PROBE = Task(
     id="probe",
     path=Path(__file__),
@@ -43,13 +44,13 @@ PROBE = Task(
 class FleetSettings:
     """The settings of `environment_kwargs` and of the environment variable FLEET_API_KEY."""
 
-    url: str  # of the MCP server; may contain {env_key} and {env_version}
+    url: str  # URL of the MCP server; the values of a task replace {env_key} and {env_version}
     headers: Mapping[str, str]  # for each request: Authorization if FLEET_API_KEY is set, else empty
-    call_timeout_s: float  # of one tool call
-    verifier_timeout_s: float  # of one verifier run, without the time of the verifier's tool calls
+    call_timeout_s: float  # time limit of one tool call
+    verifier_timeout_s: float  # time limit of a verifier run, without the time of the verifier's tool calls
     max_result_chars: int  # the agent sees at most this many characters of a tool's result
-    reset_tool: str  # called at the start of each trial; empty: none
-    verifier_tools: frozenset[str]  # only the verifier can call them
+    reset_tool: str  # name of the tool that is called at the start of each trial; empty: none
+    verifier_tools: frozenset[str]  # names of the tools that only the verifier can call
 
     @property
     def hidden_tools(self) -> frozenset[str]:
@@ -199,9 +200,9 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
 
 
 async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
-    """Run a verifier, and list the tools of each server.
+    """Check the sandbox of verifiers by grading PROBE, and list the tools of each server.
 
-    Raises ConfigError if the verifier or a server fails, or if the tools of a server do not fit the settings.
+    Raises ConfigError if the sandbox or a server fails, or if the tools of a server do not fit the settings.
     """
     try:
         await verify(PROBE, "", _no_tool, timeout_s=VERIFIER_TIMEOUT_S)

@@ -114,7 +114,7 @@ class McpSession:
         try:
             await self._request("ping", {}, timeout_s=PING_TIMEOUT_S)
         except CallRejected:
-            pass  # a server without `ping` has answered
+            pass  # the server does not implement `ping`, but it has answered
         except CallFailed as error:
             raise EnvServerError(f"{self._url} has stopped answering: {error}") from error
 

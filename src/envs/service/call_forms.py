@@ -113,7 +113,8 @@ def _deepseek_call(text: str) -> WrittenCall:
 def _function_call(name: str, body: str, *, is_closed: bool, texts: Collection[str]) -> WrittenCall:
     if body.lstrip().startswith("{"):
         return WrittenCall(name=name, arguments=body.strip())
-    # Without `end`, PARAMETER would search the rest of the text again for each tag that is not closed.
+    # Without `end`, PARAMETER would search the rest of the text again for each tag that is not closed, which
+    # takes quadratic time.
     end = body.rfind(PARAMETER_END) + len(PARAMETER_END) if PARAMETER_END in body else 0
     if not is_closed or "<parameter=" in PARAMETER.sub("", body[:end]) + body[end:]:
         problem = f"the call of {name} is incomplete: a closing tag is missing"

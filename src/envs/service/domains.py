@@ -55,7 +55,7 @@ class DomainContext:
 class ServiceDomain:
     """The tasks of a domain and its episodes."""
 
-    name: str  # in the rows of task files and in metrics
+    name: str  # the domain's name in the rows of task files and in metrics
     splits: Mapping[str, Sequence[Task]]  # split -> its tasks; `test` and further splits are optional
     episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a trial from its task and a seed
     # (task id, definition) -> the task that a row of a task file defines. The function raises ConfigError for

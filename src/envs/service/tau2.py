@@ -116,7 +116,8 @@ class Tau2Episode:
         """Play one answer of the agent. If its calls exceed their deadline and requests of this episode have
         then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0.
 
-        Raises AgentFault if the worker rejects the calls or if they end as many workers in another way.
+        Raises AgentFault if the worker rejects the calls. Also raises AgentFault if as many workers have
+        ended, but the calls ended the last worker in another way than by exceeding their deadline.
         """
         errors_before = self._num_tool_errors
         try:

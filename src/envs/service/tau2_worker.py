@@ -2,9 +2,9 @@
 
 It reads one JSON request per line from stdin (<-) and writes one reply per line to stdout (->).
 
-It runs in the Python environment of tau2 and imports no module of this repository. It steps tau2's
-orchestrator. The messages of the agent and of the user come from the trainer. The tools, the rules of the
-conversation and the grading run in this process.
+It runs in the Python environment of tau2 and imports no module of this repository. The messages of the agent
+and of the user come from the trainer. This process passes them to tau2's orchestrator, which executes the
+tool calls and applies the rules of the conversation. This process also grades the conversation.
 
     -> {"id": 0}                     the worker is ready
     <- {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}
@@ -308,8 +308,8 @@ def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | No
 
 
 def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
-    """Raise JudgeError unless every assertion has a verdict: the evaluator would count an empty list as
-    success.
+    """Raise JudgeError unless every assertion has a verdict, because the evaluator would count an empty list
+    of verdicts as success.
     """
     try:
         verdicts = json.loads(judge_reply)["results"]
@@ -332,8 +332,8 @@ def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
-    """Raise ValueError for a gold action that no tool accepts: the evaluator would skip it and compare
-    with a wrong end state.
+    """Raise ValueError for a gold action (a call of the solution) that no tool accepts. The evaluator would
+    skip this action, and compare episodes with a wrong end state.
     """
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")

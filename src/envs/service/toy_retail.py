@@ -158,7 +158,7 @@ def content_hash(database: Database) -> str:
 
 
 def after_gold(database: Database, row: Mapping[str, Any], tools: Mapping[str, Tool] = TOOLS) -> Database:
-    """Return a copy of the database to which the gold actions of a row of tasks.json were applied. Raises
+    """Apply the gold actions of a row of tasks.json to a copy of the database, and return the copy. Raises
     ToolError if an action fails."""
     replayed = copy.deepcopy(database)
     for action in row["actions"]:

@@ -29,7 +29,7 @@ TRANSFER = "###TRANSFER###"
 OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 END_MARKERS = (STOP, TRANSFER, OUT_OF_SCOPE)  # each ends the conversation if the user sends it
 MAX_TOKENS = 512  # per message of a model
-MAX_TRIES = 3  # to get a message that is not empty
+MAX_TRIES = 3  # maximum number of requests to get a message that is not empty
 # The conversation that a model reads before it sends the first message.
 GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)
 
