@@ -1,4 +1,5 @@
-"""A message environment in which the agent counts up: each answer must be the next number.
+"""A message environment (one that exchanges text messages with the agent) in which the agent counts up: each
+answer must be the next number.
 
 ./run_skyrl_tx.sh model_name=datasets/quickstart/model env=examples.count_up:open_count_up max_turns=4
 """

@@ -20,8 +20,8 @@ def reward(text: str) -> float:
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """Return one training sequence. Each loss input has one value for every token except the first. The
-    advantages of the prompt's tokens are 0."""
+    """Return one training sequence: the prompt and the completion. Each loss input has one value per target,
+    and the targets are all tokens except the first. The advantages of the prompt's tokens are 0."""
     tokens = prompt + list(sequence.tokens)
     num_prompt, num_sampled = len(prompt) - 1, len(sequence.tokens)
     inputs = {

@@ -2,9 +2,9 @@
 
     .venv/bin/python examples/fleet/inventory_server.py 8300
 
-The server listens at http://127.0.0.1:8300/<env_key>/mcp. The tool `reset` replaces the inventory with the
-stock that a task describes. The verifiers of examples/fleet/tasks.jsonl read the inventory with
-`export_stock`.
+The server listens at http://127.0.0.1:8300/<env_key>/mcp, where `env_key` is the environment of a task. The
+tool `reset` replaces the inventory with the stock that a task describes. The verifiers of
+examples/fleet/tasks.jsonl read the inventory with the tool `export_stock`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Measure the cost of many adapters. Training and optimizer steps of 32 models are compared with those of one
-model, and decode batches with 4 adapters are compared with decode batches with one adapter.
+"""Measure the cost of many LoRA adapters of one base model. Training and optimizer steps of 32 models, each
+of which is an adapter with its optimizer state, are compared with those of one model. Decode batches with 4
+adapters are compared with decode batches with one adapter.
 
     taskset -c 0,1 python -m scripts.bench.adapters
 """
@@ -47,8 +48,8 @@ def main(config: ModelOptions) -> None:
 
 
 def training(config: ModelOptions, model_dir: Path) -> None:
-    """Compare an engine that has 32 models with an engine that has one model. Each measured call of the
-    engine with 32 models uses its next model."""
+    """Compare an engine that has 32 models with an engine that has one model. In the engine with 32 models,
+    consecutive measured calls use different models."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as single, started(max_models=MODELS) as several:

@@ -3,9 +3,11 @@ max_tokens in each turn.
 
     taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
 
-The case `stateless` is our server with a different first token in every prompt, so that its prefix cache has
-no effect. SkyRL's tx is timed inside its own process, so its times do not include HTTP. The first pass of
-SkyRL's tx compiles a program for each turn (cold). The second pass uses these compiled programs (warm).
+PYTHON is a Python in which SkyRL's tx is installed (`PeerOptions`). Without `tx=`, only our server is
+measured. The case `stateless` is our server with a different first token in every prompt, so that its prefix
+cache has no effect. SkyRL's tx is timed inside its own process, so its times do not include HTTP. The first
+pass of SkyRL's tx compiles a program for each turn (cold). The second pass uses these compiled programs
+(warm).
 """
 
 from __future__ import annotations
@@ -91,9 +93,10 @@ def main(config: ComparisonOptions) -> None:
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
             report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
-            # The tokens that are new: the prompt, which all trajectories share, and the observation and the
-            # last sampled token of each turn. A server with an unlimited cache prefills all of them except
-            # the last token of each trajectory.
+            # `unique` is the number of tokens that a server with an unlimited cache prefills:
+            # the prompt, which all trajectories share, the observation of each turn, and the
+            # last sampled token of each turn, for which decoding computes no keys and values.
+            # The last token of a trajectory is in no prompt.
             unique = PROMPT + TRAJECTORIES * (TURNS * (OBSERVED + 1) - 1)
             ratio = server.prefilled[-1] / unique
             print_figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)

@@ -1,6 +1,7 @@
-"""Measure the host time between two decode dispatches, in milliseconds: from the time at which the
-host has the outputs of one dispatch until the next dispatch is started. The next dispatch is started either
-after or before the host processes these outputs.
+"""Measure the host time between two decode dispatches, in milliseconds. A decode dispatch is one program call
+that computes several decode steps. The measured time begins when the host has the outputs of one dispatch,
+and ends when the next dispatch has been started. The next dispatch is started either after or before the host
+processes the outputs of the previous one.
 
     taskset -c 0,1 python -m scripts.bench.between_dispatches rows=64 context=512
 """

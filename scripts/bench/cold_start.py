@@ -4,8 +4,10 @@ compilation cache.
     python -m scripts.bench.cold_start [base_model=smollm2-135m] [tokens=32] [max_num_seqs=64]
 
 The first request samples one token. The second request and ANSWERS further requests sample `tokens` tokens
-each. They become faster when the compilation of the unrolled decode program ends. The longest silence is the
-longest interval without a line in the server's log, from the start of the server to the second answer.
+each. The server first decodes with a program that has a loop over the layers (rolled), because this program
+compiles fast. The requests become faster when the program without this loop (unrolled) is compiled. The
+longest silence is the longest interval without a line in the server's log, from the start of the server to
+the second answer.
 """
 
 from __future__ import annotations

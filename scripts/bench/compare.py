@@ -3,9 +3,9 @@
 The first measured call of each program includes compilation. Then the programs are called alternately, and
 the medians of these measured calls are compared.
 
-A program that runs in its own process (`Side`) answers JSON lines (`sides/call_protocol.py`); it may have
-another interpreter. CPU seconds are reported in addition to wall time, because other processes may use the
-machine.
+A compared program is a function of this process, or it runs in its own process (`Side`), possibly with
+another Python interpreter, and answers calls in JSON lines (`sides/call_protocol.py`). CPU seconds are
+reported in addition to wall time, because wall time also depends on the load of other processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PeerOptions(RepeatOptions):
     )
     tx_slots: int = chz.field(
         default=2,
-        doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
+        doc="Adapter slots of SkyRL's tx. It is fastest with 2 (base and one model); its default is 32",
     )
 
 
@@ -244,7 +244,7 @@ def print_figure(
 
 
 def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
-    """Return whether a value meets its target, in words.
+    """Return the text that says whether a value meets its target.
 
     >>> verdict(1.6, at_least=1.5), verdict(0.6, at_most=0.55)
     ('target >= 1.5: met', 'target <= 0.55: MISSED')

@@ -2,11 +2,12 @@
 
     taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
 
-The requests differ in prompt length and in the number of new tokens. Our engine gets all 64 requests in one
-call (`ours`). For comparison, our engine (`static`) and the JAX backend of SkyRL's tx (`skyrl-tx`) get 16
-requests at a time, and each of these batches waits for its longest sequence. The benchmark also compares the
-number of decode steps of `ours` with that of `static`. Unlike a duration, this number does not depend on the
-load of the machine.
+PYTHON is a Python in which SkyRL's tx is installed (`PeerOptions`). A slot is the place of one sequence in
+the decode batch. The requests differ in prompt length and in the number of new tokens. Our engine gets all 64
+requests in one call (`ours`). For comparison, our engine (`static`) and the JAX backend of SkyRL's tx
+(`skyrl-tx`) get 16 requests at a time, and each of these batches waits for its longest sequence. The
+benchmark also compares the number of decode steps of `ours` with that of `static`. Unlike a duration, this
+number does not depend on the load of the machine.
 """
 
 from __future__ import annotations

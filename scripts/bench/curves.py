@@ -1,5 +1,5 @@
-"""Measure how the cost grows with context, prompt length, batch, adapters, turns and group size, and fit its
-order.
+"""Measure how the cost of training and sampling grows with context, prompt length, batch, adapters, turns and
+group size, and fit the order of growth.
 
     taskset -c 0,1 python -m scripts.bench.curves [only=context,batch]
 

@@ -31,9 +31,9 @@ from skyrl_tx_server.sampling import decode_programs
 
 NUM_ADAPTERS = 8
 WARMUP_ROUNDS = 3
-"""The first round compiles a rolled program, unless the model has too few layers for rolled programs. During
-the first two rounds, the unrolled programs for the largest width and for the needed width are compiled
-(`decode_programs`). The last round runs the program that is then measured."""
+"""The first round compiles a rolled program, which has a loop over the layers, unless the model has too few
+layers for rolled programs. During the first two rounds, the unrolled programs for the largest width and for
+the needed width are compiled (`decode_programs`). The last round runs the program that is then measured."""
 
 
 class Driver:
@@ -100,7 +100,8 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Return the median duration, in seconds, of `dispatches` decode dispatches for all prompts.
+        """Return the median duration, in seconds, of `dispatches` decode dispatches for all prompts. A decode
+        dispatch is one program call that computes `steps` decode steps.
 
         `steps` must be the executor's `decode_steps_per_dispatch`. WARMUP_ROUNDS rounds of dispatches run
         before the measurement, because the decode programs are compiled in the background.

@@ -9,9 +9,10 @@ training also have the time that `scripts/simulate/costs.py` calculates for an H
 limit, which is the limit divided by the measured time. The limit is the longer of two times: the time to move
 the row's bytes at 4.3 TB/s, and the time to compute its operations at 790 TFLOP/s. According to
 `scripts/simulate/costs.py`, both rates were measured on an H200; this project did not measure them. For each
-kind of row, the table states the bytes or the operations, whichever usually take longer (N weights in the
-matrices of the layers and of the head, for operations only of the experts that a token uses; T tokens, L
-layers, H heads, K key-value heads, hd head dimensions, 2 bytes per value):
+kind of row, the table states the bytes or the operations, whichever usually take longer. N is the number of
+weights in the matrices of the layers and of the head; in the operations, N includes only the experts that a
+token uses. There are T tokens, L layers, H heads, K key-value heads, hd dimensions per head, and 2 bytes per
+value:
 
     decode step    bytes = 2 N + sum of contexts * 4 L K hd    the weights once, and all keys and values
     prefill        operations per token = 2 N + 2 L H hd T
@@ -277,7 +278,8 @@ def memory(rows: Rows, model_dir: Path, dtype: str) -> None:
 
 def kernels(rows: Rows, *_: object) -> None:
     """Print the largest differences between compiled kernels and Pallas' interpreter, and the times of the
-    deltas of adapters with and without kernels."""
+    deltas of adapters with and without kernels. A delta is what the LoRA factors add to the output of a
+    projection."""
     if not on_gpu():
         print("kernels: this section was skipped, because it needs a GPU")
         return
@@ -294,8 +296,8 @@ def kernels(rows: Rows, *_: object) -> None:
 
 def deltas_s(rows: Rows, count: int, num_slots: int | None) -> float:
     """Return how long the deltas of the projections of one layer take in a decode step, in seconds. The
-    sequences use `num_slots` LoRA slots. None: they use one slot, and XLA computes two products for each
-    projection, with the factors of all parts joined."""
+    sequences use `num_slots` LoRA slots. If it is None, they use one slot, and XLA computes the delta of each
+    projection as two products; the factors of its parts, such as q, k and v, are concatenated."""
     layers = 8  # with several layers, the launch of the program takes a small part of the time
     leading = (num_slots or 1, layers)
     slots = np.arange(count, dtype=np.int32) % leading[0]

@@ -76,7 +76,7 @@ class Rows:
     ) -> float | None:
         """Print the duration that `measure` returns, in milliseconds. With `calculate`, also print the
         calculated duration on an H200 and the share of the limit, and with `min_share` whether the share is
-        at least `min_share`. Return the measured duration in seconds. None: `measure` failed or was not
+        at least `min_share`. Return the measured duration in seconds, or None if `measure` failed or was not
         called."""
         seconds = self._try(name, measure)
         if seconds is None:

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m scripts.bench.grading datasets/quickstart/train [TRIALS]
 
-Each trial runs the solution of a task. Trials are graded alternately in place and in a fresh sandbox. The
-script prints two medians over the trials of each method: the wall time of a trial, and the CPU time that this
-process and its children use for a trial.
+Each trial runs the solution of a task. Trials are graded alternately in place, which means in the sandbox in
+which the solution ran, and in a fresh sandbox of the task. The script prints two medians over the trials of
+each method: the wall time of a trial, and the CPU time that this process and its children use for a trial.
 """
 
 from __future__ import annotations

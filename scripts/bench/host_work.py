@@ -1,5 +1,6 @@
-"""Measure work that the host does for sampling: computing the KV splits of a decode dispatch, and lookup and
-eviction in the prefix cache. No model is loaded.
+"""Measure three parts of the host's work in sampling: computing the KV splits of a decode dispatch (the parts
+of the KV cache that an attention kernel reads one by one), and lookup and eviction in the prefix cache. No
+model is loaded.
 
     python -m scripts.bench.host_work
 """

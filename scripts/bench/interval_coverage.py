@@ -5,7 +5,9 @@ tasks, and compare it with the coverage of the percentile bootstrap over tasks.
 
 REPEATS (default 2000) is the number of simulated evaluations; the bootstrap uses a quarter of them. The
 success rate of each task is drawn from a Beta distribution, and the trials of a task are drawn with its
-success rate. The true value is the mean of pass@1, pass@n or pass^n over this distribution.
+success rate. pass@n is the probability that at least one of n trials solves the task, and pass^n the
+probability that all n trials solve it. The true value is the mean of pass@1, pass@n or pass^n over the Beta
+distribution.
 """
 
 from __future__ import annotations

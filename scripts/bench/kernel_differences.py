@@ -1,9 +1,10 @@
 """Compare the results of compiled GPU kernels with those of Pallas' interpreter, for inputs in bfloat16.
 
-`paged_difference` returns the largest absolute difference of the output. `tree_difference` compares the
-output and each gradient. For each of these arrays, it divides the largest absolute difference by the largest
-absolute value of the interpreter, and it returns the largest quotient. `lora_difference` returns this
-quotient for the deltas of 40 sequences that use eight LoRA slots.
+`paged_difference` returns the largest absolute difference of the output of paged attention. `tree_difference`
+compares the output and each gradient of the attention in training. For each of these arrays, it divides the
+largest absolute difference by the largest absolute value of the interpreter's result, and it returns the
+largest quotient. `lora_difference` returns this quotient for the products of LoRA factors, for 40 sequences
+that use eight LoRA slots.
 """
 
 from __future__ import annotations

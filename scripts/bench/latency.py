@@ -59,8 +59,8 @@ class Client:
         self._model_id = (await self.post("retrieve_future", request_id=creation["request_id"]))["model_id"]
 
     async def round_trip(self) -> tuple[float, float]:
-        """Return (seconds until the operation is accepted, seconds until its result has arrived). Both start
-        with the post."""
+        """Return (seconds until the operation is accepted, seconds until its result has arrived). Both times
+        start with the post."""
         began = time.perf_counter()
         self._seq_id += 1
         accepted = await self.post(

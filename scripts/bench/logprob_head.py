@@ -3,8 +3,9 @@ with full logits.
 
     taskset -c 0,1 python -m scripts.bench.logprob_head
 
-The model has one narrow layer, so the head takes almost all of the time. The memory is the size of the
-temporary buffers that XLA plans, which does not depend on the load of the machine.
+The logprob head computes the logprobs of the target tokens without keeping the logits of all tokens in
+memory. The model has one narrow layer, so the head takes almost all of the time. The memory is the size of
+the temporary buffers that XLA plans, which does not depend on the load of the machine.
 """
 
 from __future__ import annotations

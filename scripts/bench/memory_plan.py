@@ -8,8 +8,9 @@ loads the model, trains one full batch and takes an optimizer step, minus its re
 the model. XLA's compiler takes hundreds of MiB that are not part of the plan. Another process therefore
 compiles all programs into the persistent compilation cache first.
 
-The model of the long sequence has one layer and one head of 32 dimensions, because the time of attention is
-quadratic in the length (two minutes on two cores). As in a real run, activations take nearly all memory.
+The time of attention is quadratic in the length. The model of the long sequence therefore has only one layer
+and one head of 32 dimensions, so that the measurement takes two minutes on two cores. As in a real run,
+activations take nearly all memory.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     taskset -c 0,1 python -m scripts.bench.shapes
 
 A process with an empty compilation cache (cold) runs 200 requests (samples of random lengths and settings,
-and forward and forward_backward of random lengths), and then 200 other requests, which must not compile any
-program. A second process does the same with the filled cache (warm).
+and forward and forward_backward of random lengths), and then 200 requests with other random values, which
+must not compile any program. A second process does the same with the filled cache (warm).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ShapesConfig:
     )
     cache: str | None = chz.field(default=None, doc="Compilation cache of the measured process")
     layers: int = chz.field(
-        default=8, doc="Layers of the model; with at least 8 layers, rolled decode programs are also compiled"
+        default=8,
+        doc="Layers of the model; from 8 on, decode programs with a loop over the layers are also compiled",
     )
 
 
@@ -70,7 +71,7 @@ def run_measurement(model_dir: Path, cache: Path) -> dict:
 
 
 def measure_programs(model_dir: Path, cache: str | None) -> dict:
-    start = time.perf_counter()  # excludes the import of jax, which takes about one second
+    start = time.perf_counter()  # after the import of jax, which takes about one second
     with running(
         model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT
     ) as ours:

@@ -3,7 +3,8 @@
     .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 
 60 % of the tasks are impossible, 20 % are always solved, and 20 % have success rates between 0.2 and 0.8.
-STEPS is the number of training steps (default: 200).
+STEPS is the number of training steps (default: 200). In the output, `floor` is the option
+`exploration_floor`, which only Thompson sampling uses, and a group is informative if its rewards differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compare the time of forward_backward in our engine and in other programs, for 8 sequences of 512 tokens.
 
-Each program runs with and without recomputation of every layer. Without this recomputation, our engine
-recomputes only the values of `Remat.ACTIVATIONS`. Our engine runs with `train_tokens_per_batch=8192`, and a
-second time with 4096.
+Each program runs in two cases: the backward pass recomputes every layer, or it keeps the activations. In the
+second case, our engine still recomputes the values that `Remat.ACTIVATIONS` lists, such as norms. Our engine
+runs with `train_tokens_per_batch=8192`, and a second time with 4096.
 
     taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
 """

@@ -1,8 +1,8 @@
-"""The protocol of a compared program: the program reads one JSON call per line of standard input, and answers
-with the result and the times of the call.
+"""The protocol between a benchmark and a program that it compares: the program reads one JSON call per line
+of standard input, and answers with the result and the times of the call.
 
-The module uses the standard library of Python 3.11 only, because each compared program runs the module in its
-own interpreter.
+The module uses the standard library of Python 3.11 only, because each compared program imports the module in
+its own interpreter.
 """
 
 from __future__ import annotations

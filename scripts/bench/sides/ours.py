@@ -34,7 +34,7 @@ from skyrl_tx_server.executor import memory_division
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.sampling.decode_programs import COMPILE_THREAD
 
-LORA = LoraSpec(rank=RANK, train_unembed=False)  # as in the compared programs
+LORA = LoraSpec(rank=RANK, train_unembed=False)  # no adapter on the output head, as in the compared programs
 
 
 class Ours:
