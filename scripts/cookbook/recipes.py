@@ -12,18 +12,18 @@ Expectation = Callable[[Metrics], tuple[str, bool]]
 """Takes the lines of metrics.jsonl. Returns a text with the measured figure and whether it is as expected."""
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # the cookbook lists this model
-RENDERER = "qwen3_instruct"  # the renderer of this model, which has no thinking
+RENDERER = "qwen3_instruct"  # the renderer of this model, whose answers contain no thinking
 REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
 KL_LIMIT = 2e-4
-# For recipes with the option loss_fn. The server rejects its default, stable_reinforce, because the formula
-# of this loss is not public.
+# An option for the recipes that have loss_fn. The server rejects the default, stable_reinforce, because the
+# formula of this loss is not public.
 ON_POLICY = "loss_fn=importance_sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     name: str
-    module: str  # below tinker_cookbook.recipes
+    module: str  # name of the module in the package tinker_cookbook.recipes
     options: str
     expectations: tuple[Expectation, ...]
     # Whether the recipe is killed after a checkpoint and run again with behavior_if_log_dir_exists=resume.

@@ -12,7 +12,8 @@ def directory_and_options(
 ) -> tuple[Path, dict[str, str]]:
     """Return the directory on the command line, or `default`, and the values of the `options` by name.
 
-    Print `usage` and exit with `--help` or `-h`. Exit with one line for any other argument.
+    If the command line contains `--help` or `-h`, print `usage` and exit. If it contains an unknown argument,
+    exit with an error message of one line.
     """
     arguments = sys.argv[1:]
     if not {"--help", "-h"}.isdisjoint(arguments):

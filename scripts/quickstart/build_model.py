@@ -48,8 +48,8 @@ class Batch:
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray  # 1 where the loss counts the target
-    positions: np.ndarray
-    segments: np.ndarray
+    positions: np.ndarray  # positions of the tokens in their conversations
+    segments: np.ndarray  # number of the conversation in its row, from 1; 0: padding
 
 
 type Conversation = tuple[list[int], list[bool]]
@@ -104,8 +104,8 @@ def demonstrations(
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
-    """Pack conversations into rows. A row starts with the oldest of POOL conversations. Then the longest of
-    the POOL conversations that still fits is added, until none fits."""
+    """Pack conversations into rows. A row starts with the oldest of POOL conversations. Then the longest
+    conversation of the pool that still fits is added repeatedly, until none fits."""
     pool: list[Conversation] = []
     while True:
         tokens, targets, positions, segments = (np.zeros((NUM_ROWS, ROW_LENGTH), np.int32) for _ in range(4))

@@ -38,7 +38,7 @@ class Style:
 
     analyses: tuple[str, ...]
     plans: tuple[str, ...]
-    slips: dict[Slip, float]  # the probability of each error except OVERWRITE
+    slips: dict[Slip, float]  # the probability of each error except OVERWRITE (OVERWRITE_RATE)
 
 
 CAREFUL = Style(
@@ -68,8 +68,11 @@ HASTY = Style(
 FIXED_TEXTS = (CAREFUL.analyses[1], CAREFUL.plans[2])  # analysis and plan in the chats of `write_chats`
 TWO_OPERATIONS = ("collect", "pair", "pipe")  # task types whose command combines two operations
 CAREFUL_SHARE = 0.28
-OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if the command contains >> and no other error was drawn
-REPAIR_RATE = 0.15  # if the command has not run: probability that it is run when confirmation is requested
+# Probability that the hasty demonstrator makes the error OVERWRITE. The error is drawn only if the
+# command contains >> and no other error was drawn.
+OVERWRITE_RATE = 0.15
+# Probability that a command that has not run is run when Terminus-2 requests confirmation.
+REPAIR_RATE = 0.15
 LATE_PROMPT_RATE = 0.1  # share of first screens that do not show the shell prompt yet
 
 CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
@@ -149,7 +152,7 @@ def write_chats(path: Path, count: int) -> None:
             screen, first = _opening(instance, rng)
             keys = instance.command + ("\n" if number % 8 < 2 else "")
             messages = [first, Message(role="assistant", content=answer(*FIXED_TEXTS, keys))]
-            if number % 8 in (0, 3):  # of eight chats: one with one operation, one with two
+            if number % 8 in (0, 3):  # two of eight chats, one of which has two operations
                 screen.type(keys, [])
                 messages += [
                     Message(role="user", content=confirmation_message(screen.observe())),

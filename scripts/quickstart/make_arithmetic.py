@@ -31,7 +31,7 @@ class TaskType:
 
     name: str
     sign: str  # + or -
-    story: str  # with {a} and {b}, and possibly {name}, {other} and {things}
+    story: str  # has the placeholders {a} and {b}, and possibly {name}, {other} and {things}
 
 
 TRAIN = (

@@ -84,8 +84,8 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
-    """Return a tokenizer of bytes, syllables, `words` and `texts`. A word matches only a complete pretoken, a
-    text matches anywhere."""
+    """Return a tokenizer of bytes, syllables, `words` and `texts`. A word matches only a complete pretoken (a
+    match of PRETOKENS), and a text matches anywhere."""
     to_bytes = {byte: char for byte, char in zip(range(256), _byte_characters(), strict=True)}
 
     def visible(text: str) -> str:

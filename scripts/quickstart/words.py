@@ -60,7 +60,8 @@ def pool_of(word: str) -> Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Draws words of one pool. `used` contains the words that the task already has; none is drawn again."""
+    """Draws words, numbers, counts and file modes of one pool for a task. `used` contains the words, numbers
+    and modes that the task already has. They are not drawn again."""
 
     random: random.Random
     pool: Pool

@@ -6,8 +6,9 @@
 
 The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
 replaced by their estimated times (`scripts/simulate/costs.py`). With `device=cpu`, the script measures these
-times on this CPU for the model of the benchmarks, and also runs the load on this CPU. It repeats both
-alternately, and compares the median simulated time of the load with the median real time.
+times on this CPU for the model of the benchmarks, and also runs the load on this CPU. It alternates the
+measurement and the run `repeats` times, and compares the median simulated time of the load with the median
+real time.
 """
 
 from __future__ import annotations

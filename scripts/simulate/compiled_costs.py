@@ -8,7 +8,9 @@ returns the time of a launch:
 
     launch_s + max(bytes / bytes_per_s, operations * idle / flops_per_s, deep_product_s if deep)
 
-The rates of `H200` were fitted to measurements (docs/devices.md, "Measurements on a GPU").
+`idle` is the factor by which idle multiprocessors extend the time of a matrix product (`_idle`). A product is
+`deep` if it sums over at least DEEP inputs. The rates of `H200` were fitted to measurements (docs/devices.md,
+"Measurements on a GPU").
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class Shape:
 @dataclass(slots=True)
 class Instruction:
     name: str
-    shapes: list[Shape]  # of the outputs
+    shapes: list[Shape]  # shapes of the outputs
     opcode: str
     operands: list[tuple[str, int]]  # (name of the instruction, index of its output)
     attributes: str

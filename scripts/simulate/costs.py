@@ -1,8 +1,10 @@
 """Estimate how long the compiled programs of the engine take on a device.
 
-`FixedTimes` and `Measured` use given times of programs. `Roofline` calculates the time of a program: the
-number of launches times the time of a launch, plus the longer of the time to read the bytes and the time to
-compute the operations. This table shows which of the two times is usually longer, and what it includes:
+The programs compute a decode dispatch (several decode steps), a tile batch (tiles of PREFILL_TILE tokens of
+prompts) or a micro-batch of training. `FixedTimes` and `Measured` use given times of programs. `Roofline`
+calculates the time of a program: the number of launches times the time of a launch, plus the longer of the
+time to read the bytes and the time to compute the operations. This table shows which of the two times is
+usually longer, and what it includes:
 
     decode step    bytes: all weights, and the keys and values of each sequence
     tile batch     operations: 2 per weight and token, and those of attention over the context

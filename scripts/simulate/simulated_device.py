@@ -70,7 +70,7 @@ class SimulatedExecutor:
         steps: int = 16,
         prefills_per_dispatch: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch=None` means the estimate of the server."""
+        """With `prefills_per_dispatch=None`, the scheduler uses the estimate of the server."""
         self.clock = Clock()
         self.info = EngineInfo(
             base_model="local/simulated",

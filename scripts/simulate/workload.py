@@ -77,7 +77,7 @@ def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float],
             finished.set()
 
     def sample(prompt: np.ndarray, turn: int, number: int) -> None:
-        def done(future: Future[SampleResult]) -> None:  # on the engine's thread, at the end of the turn
+        def done(future: Future[SampleResult]) -> None:  # runs on the engine's thread at the end of the turn
             if (error := future.exception()) is not None:
                 return end(error)
             completion = future.result().sequences[0].tokens

@@ -1,10 +1,11 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
-As for the quick start `terminal` (scripts/quickstart/build_model.py), a small Qwen3 with random initial
-weights is trained on demonstrations, with the loss on the agent's tokens only. Training has three phases:
-drills in copying names, lessons, and the mixture. The lessons and the mixture are conversations of a careful
-and a hasty demonstrator (`demonstrations.py`). Most lessons are conversations of the careful demonstrator.
-The result is deterministic. The script takes 16 minutes on two cores of a busy machine.
+toy_retail is the small shop whose customers the agent of `quickstart=tau_bench` serves. As for the quick
+start `terminal` (scripts/quickstart/build_model.py), a small Qwen3 with random initial weights is trained on
+demonstrations, with the loss on the agent's tokens only. Training has three phases: drills in copying names,
+lessons, and the mixture. The lessons and the mixture are conversations of a careful and a hasty demonstrator
+(`demonstrations.py`). Most lessons are conversations of the careful demonstrator. The result is
+deterministic. The script takes 16 minutes on two cores of a busy machine.
 """
 
 from __future__ import annotations

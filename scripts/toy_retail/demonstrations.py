@@ -26,7 +26,7 @@ class Mistake(StrEnum):
     handles the request correctly."""
 
     NONE = "none"
-    NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
+    NO_CALL = "no call"  # makes no call and claims that the request is done, or that the answer is unknown
     SHORT_NAME = "short name"  # omits the last syllable of a name, so that the call fails
     # Changes an order without a look-up. If the policy forbids the requested change, calls cancel_order.
     NO_LOOKUP = "no look-up"
@@ -37,7 +37,7 @@ class Mistake(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Style:
     begins: str  # the text before the question and before the first tool call of a request
-    mistakes: Mapping[Mistake, float]  # mistake -> probability per request; NONE has the rest
+    mistakes: Mapping[Mistake, float]  # probability per request; NONE has the remaining probability
 
 
 CAREFUL = Style(

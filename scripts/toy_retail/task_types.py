@@ -186,7 +186,7 @@ REQUESTS: Mapping[str, Callable[[Words], Request]] = {
     "price": price,
     "points": points,
 }
-PAIRS = {  # two consecutive requests
+PAIRS = {  # task types with two consecutive requests
     "cancel-and-price": ("cancel", "price"),
     "return-and-points": ("return", "points"),
     "status-and-cancel": ("status", "cancel"),
