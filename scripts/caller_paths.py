@@ -35,7 +35,7 @@ def _absolute(argument: str, caller: Path) -> str:
     if name in OUTPUT_OPTIONS:
         is_path_of_caller = value.lower() not in ("", "none", "null") and not value.startswith("~")
         return f"{name}={caller / value}" if is_path_of_caller else argument
-    if name not in INPUT_OPTIONS or argument == "compare_with=base":  # the base model
+    if name not in INPUT_OPTIONS or argument == "compare_with=base":  # `base` is not a file
         return argument
     return f"{name}={','.join(_absolute_entry(entry, caller) for entry in value.split(','))}"
 

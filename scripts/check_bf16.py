@@ -7,9 +7,9 @@ the distributions of the sampling and the training programs.
 
 The model is a random Qwen3 with a trained adapter. The final norm is scaled so that the entropy of the
 predictions is similar to that of a trained model. The engine samples single completions, groups and second
-turns, and `forward` scores them. The KL divergence is estimated by the mean of exp(d) - 1 - d over sampled
-tokens, where d is the trainer's logprob minus the sampler's (k3 in Schulman, "Approximating KL
-Divergence"). The exit status is 1 if an estimate is above 1e-4.
+turns, and the operation `forward` computes their logprobs with the training program. The KL divergence is
+estimated by the mean of exp(d) - 1 - d over sampled tokens, where d is the trainer's logprob minus the
+sampler's (k3 in Schulman, "Approximating KL Divergence"). The exit status is 1 if an estimate is above 1e-4.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(config: Bf16Config) -> int:
                 print_figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
                 spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {mean_nll:.2f}"
                 print_figure(f"  mean and largest |d| of {len(differences)} tokens, mean NLL", spread)
-                worst_divergence = float(np.maximum(worst_divergence, divergence))  # NaN remains
+                worst_divergence = float(np.maximum(worst_divergence, divergence))  # NaN if one is NaN
     return int(not worst_divergence <= MAX_DIVERGENCE)
 
 

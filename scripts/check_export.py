@@ -129,7 +129,7 @@ def read(directory: Path) -> int:
         ):
             by_logit = float(np.abs(logits - ours["logits"]).max())
             by_logprob = float(np.abs(logprobs(logits, ours) - logprobs(ours["logits"], ours)).max())
-            worst = float(np.maximum(worst, by_logprob if ours["is_text"] else by_logit))  # NaN remains
+            worst = float(np.maximum(worst, by_logprob if ours["is_text"] else by_logit))  # keeps NaN
             print(
                 f"{name:8} largest difference from the server: logits {by_logit:.2e}, logprobs of the tokens "
                 f"{by_logprob:.2e}; from the base model: logits {np.abs(logits - base).max():.2e}"

@@ -116,7 +116,7 @@ def _vllm_adapter(directory: Path) -> list[str]:
     for name, module in loaded.items():
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
         if not torch.allclose(module.scaling * module.lora_b @ module.lora_a, 32 / 4 * b @ a):
-            errors.append(f"vLLM computes another product for {name}")
+            errors.append(f"vLLM's product of the LoRA factors of {name} differs from the exported one")
     return errors
 
 

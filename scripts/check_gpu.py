@@ -1,6 +1,6 @@
 """Compile programs for NVIDIA H200s to machine code, on a machine without a GPU. The programs compute a
-micro-batch, tile batches, a decode dispatch and, for one GPU, paged attention. By default, they have the
-shapes of Qwen3-4B.
+micro-batch of training, tile batches (parts of a prefill), a decode dispatch (several decode steps) and, for
+one GPU, paged attention. By default, they have the shapes of Qwen3-4B.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
@@ -281,7 +281,7 @@ def compile_and_report(
     **options: object,
 ) -> LoopBody | None:
     """Compile a program, print its figures and append failed checks to `failures`. Return its longest loop
-    body. None: the program has no loop or no command buffer."""
+    body, or None if the program has no loop or no command buffer."""
     before = set(directory.iterdir())
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
@@ -346,8 +346,8 @@ class LoopBody:
     launches: list[str] = field(default_factory=list)  # names of launched operations, in order
 
     def launches_per_layer(self) -> float:
-        """Return the average number of launches from one launch of ONCE_PER_LAYER to the next. 0: the loop
-        body has fewer than two launches of ONCE_PER_LAYER."""
+        """Return the average number of launches from one launch of ONCE_PER_LAYER to the next, or 0 if
+        the loop body has fewer than two launches of ONCE_PER_LAYER."""
         layers = [index for index, kernel in enumerate(self.launches) if kernel == ONCE_PER_LAYER]
         return (layers[-1] - layers[0]) / (len(layers) - 1) if len(layers) > 1 else 0.0
 
@@ -361,8 +361,8 @@ class LoopBody:
 
 
 def longest_body(path: Path) -> LoopBody | None:
-    """Return the loop body with the most operations in the file `path`, XLA's list of operations. None: the
-    program has no loop."""
+    """Return the loop body with the most operations in the file `path`, XLA's list of operations, or None
+    if the program has no loop."""
     bodies: list[LoopBody] = []
     open_bodies: list[tuple[int, LoopBody]] = []  # (indentation of the line `body:`, body)
     buffer_indentation = sys.maxsize  # indentation of the current command buffer; maxsize: no command buffer
@@ -421,8 +421,8 @@ def find_ptxas() -> Path:
 
 
 def read_kernel(path: Path) -> Kernel | None:
-    """Assemble the Pallas kernel of a PTX file with ptxas, and return its figures. None: the file contains no
-    kernel of KERNELS."""
+    """Assemble the Pallas kernel of a PTX file with ptxas, and return its figures, or None if the file
+    contains no kernel of KERNELS."""
     text = path.read_text()
     name = re.search(r"\.entry (\w+)", text)
     if name is None or name[1] not in KERNELS:

@@ -110,8 +110,8 @@ def outputs_of(
 ) -> dict[str, np.ndarray]:
     """Train two models for two steps each. Then sample a group at temperature 0 and a group at temperature 1
     with each saved adapter and with the base model. The second group reads its prompt from the prefix cache.
-    With `save_adapters`, the adapters of the two models are saved; without it, those of an earlier call are
-    used.
+    With `save_adapters`, the adapters of the two models are saved before sampling. Without it, sampling uses
+    the adapters that an earlier call saved.
 
     The keys of the result begin with a kind of LIMITS, for example `loss/<model> <step>` or
     `tokens/<request> <sample>`.
@@ -188,8 +188,8 @@ def sampling(temperature: float) -> SamplingSettings:
 
 
 def differences(on_one_device: dict[str, np.ndarray], on_mesh: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the largest difference of each kind: absolute for logprobs, relative for losses and norms, and 0
-    or 1 for tokens."""
+    """Return the largest difference of each kind: absolute for logprobs, relative for losses and norms. The
+    difference of tokens is 1 if a token differs, and 0 otherwise."""
     worst: dict[str, float] = defaultdict(float)
     for name, expected in on_one_device.items():
         kind = name.split("/")[0]

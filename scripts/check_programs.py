@@ -1,5 +1,6 @@
 """Print one sha256 per lowered program of a tiny model on the default device: the programs of
-`DeviceExecutor.programs` (prefill, decode, forward_backward and forward), score and Adam.
+`DeviceExecutor.programs` (prefill, decode, forward_backward and forward), the program that computes
+top-k logprobs and the logprobs of given targets for a prompt (`score`), and the step of Adam.
 
     python -m scripts.check_programs
 

@@ -5,10 +5,10 @@
 The program changes one expression at a time (a comparison, a condition, a number, a string or a boolean). It
 changes lines that the tests of the row execute in the pytest process, and starts with the files that the row
 names. A row is confirmed if an assertion of one of its tests fails after one of at most MAX_CHANGES changes.
-The last change of a row starts within ROW_TIMEOUT_S. All other rows are open. They are listed at the end, and
-the exit status is then 1. Rows whose tests start other processes often stay open, because these tests execute
-few lines in the pytest process. The program changes only copies of HEAD and not the working tree; commit your
-edits first.
+After ROW_TIMEOUT_S seconds, no further change of a row is tried. A row that is not confirmed is open. The
+program lists the open rows at the end, and the exit status is 1 if there are any. Rows whose tests start
+other processes often stay open, because these tests execute few lines in the pytest process. The program
+changes only copies of HEAD and not the working tree; commit your edits first.
 
 The module is also the pytest plugin that records the lines that tests execute and the type of each failure.
 """
@@ -46,7 +46,7 @@ OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.Is: ast.IsNot,
 }
-EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # used if pytest wrote none
+EMPTY_REPORT: dict[str, Any] = {"imported": {}, "lines": {}, "failures": {}}  # used if pytest wrote no report
 OPPOSITES |= {opposite: operator for operator, opposite in OPPOSITES.items()}
 
 
@@ -59,7 +59,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One expression to change: the expression number `index` that `candidates` yields for `file`."""
+    """One expression to change: the one with the number `index` among those that `candidates` yields for
+    `file`."""
 
     file: str
     line: int
@@ -221,7 +222,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.imported: dict[str, set[int]] = {}  # file -> lines that ran before the first test
-        self.lines: dict[str, set[int]] = {}  # file -> lines that ran during collection, then during tests
+        self.lines: dict[str, set[int]] = {}  # file -> lines that ran since the collection began or ended
         self.failures: dict[str, str] = {}  # test -> type of its exception
 
     def on_line(self, code: Any, line: int) -> Any:

@@ -1,5 +1,5 @@
-"""Check `env=tau_bench` with the installed tau2-bench: gold actions, agents that refuse everything,
-adversarial answers, and load.
+"""Check `env=tau_bench` with the installed tau2-bench: gold actions (the reference solution of each task),
+agents that refuse everything, adversarial answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
@@ -53,14 +53,14 @@ SOLVED_BY_REFUSING: dict[tuple[str, Grading], tuple[int, int]] = {
     ("airline", "env"): (24, 50),
     ("telecom", "all"): (0, 20),
 }
-# An action that a mock task requires although its gold actions do not contain it.
+# An action that a task of the domain `mock` requires although its gold actions do not contain it.
 COMPLETE_TASK = {
     "requestor": "assistant",
     "name": "update_task_status",
     "arguments": {"task_id": "task_2", "status": "completed"},
 }
 ADDITIONAL_ACTIONS = {"update_task_with_history_and_env_assertions": [COMPLETE_TASK]}
-# The criteria of this mock task contradict each other: the assertion requires a read notification, and the
+# The criteria of this task contradict each other: the assertion requires a read notification, and the
 # gold database contains an unread one.
 CONTRADICTORY = "mock/update_task_with_user_tools"
 DISMISS_NOTIFICATION = {
@@ -278,8 +278,8 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 
 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Check that 64 concurrent gold episodes on four workers get the reward 1, also if four workers are
-    killed, one every half second."""
+    """Check that 64 concurrent episodes on four workers get the reward 1 if the agents execute the gold
+    actions. Repeat the check while four workers are killed, one every half second."""
     gold_tasks = [task for task in tasks if not task.row["needs_judge"]]
     gold_tasks = [gold_tasks[number % len(gold_tasks)] for number in range(NUM_EPISODES)]
     all_right = True

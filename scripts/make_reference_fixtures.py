@@ -289,7 +289,7 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
 
 
 class AddLoraProducts(torch.nn.Module):
-    """Adds the products of LoRA factors to the matrices [E, out, in] of all experts. `factors` has one list
+    """Adds products of LoRA factors to the matrices [experts, out, in] of all experts. `factors` has one list
     for each matrix that is stacked along `out`, e.g. gate and up. The list has the factors (A, B) of each
     expert."""
 

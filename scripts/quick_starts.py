@@ -65,7 +65,7 @@ class QuickStart:
     duration: str  # how long `base_model` takes on two CPU cores, as shown in `message`
     options: dict[str, str]  # options of the trainer; they replace those in QUICKSTART_OPTIONS
     server: tuple[str, ...] = QUICKSTART_SERVER  # options of the server
-    model_alias: str | None = None  # name of `base_model` at the server; None: that of `named_model`
+    model_alias: str | None = None  # name of `base_model` at the server; None: the one of `named_model`
     warm_start: WarmStart | None = None  # for models other than `base_model`; None: no fine-tuning
 
     def message(self, base_model: str, warm_start: WarmStart | None) -> str:

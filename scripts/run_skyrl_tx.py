@@ -4,12 +4,12 @@
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
 `model_name`, the recipe trains the model of the server at `skyrl_tx_url`, if a run can use that server.
-Otherwise, a quick start runs (`quick_starts`); `model_of_a_running_server` lists the exceptions. With
-`quickstart=NAME`, this quick start runs in any case. A quick start has a small model, an embedded server on a
-free port, and one of these kinds of tasks: terminal tasks (`terminal`), the customers of a shop (`tau_bench`)
-or word problems (`arithmetic`). With `quickstart=terminal` and another `model_name`, the model is first
-fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is set. Options on the command line
-take precedence over the recipe.
+Otherwise, a quick start runs (`quick_starts`), unless `model_of_a_running_server` raises an error. With
+`quickstart=NAME`, the quick start NAME runs even if a run could use a running server. A quick start has a
+small model, an embedded server on a free port, and one of these kinds of tasks: terminal tasks (`terminal`),
+the customers of a shop (`tau_bench`) or word problems (`arithmetic`). With `quickstart=terminal` and another
+`model_name`, the model is first fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is
+set. Options on the command line take precedence over the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` in the directory of its log. `resume=RUN` continues a run with its original options.
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
         known = [*chz.chz_fields(_config_class(argv)), *ACTIONS]
         argv = with_present_names(argv, known)
         require_known([argument for argument in argv if "=" in argument], known)
-        argv = with_absolute_paths(argv, ROOT)  # the paths in configuration files and under names of SkyRL
+        argv = with_absolute_paths(argv, ROOT)  # paths from config files and from options with SkyRL names
     except ConfigError as error:
         return fail(str(error))
     user_options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
     except (ConfigError, ServerConfigError) as error:
         return fail(str(error))
-    except KeyboardInterrupt:  # before the trainer starts; the trainer handles its signals
+    except KeyboardInterrupt:  # Ctrl-C before the trainer starts; a running trainer handles it
         fail("stopped")
         return 130
 

@@ -2,9 +2,9 @@
 
     python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
 
-The server must not require an API key. Calls that the server contract requires must succeed. Some calls that
-this server does not support are also made; they must be refused with a clear user error. The exit status is 1
-if a call has another outcome.
+The server must not require an API key. Calls that docs/server-contract.md requires must succeed. Some calls
+that this server does not support are also made; they must be refused with a clear user error. The exit status
+is 1 if a call has another outcome.
 """
 
 from __future__ import annotations
