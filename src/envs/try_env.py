@@ -275,10 +275,8 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
-    """Return a panel with the reward of a trial, or with the reason why the trial was not graded.
-
-    If `with_messages` is true, the panel of a graded trial also contains the conversation.
-    """
+    """Return a panel with the reward of a trial, or the reason why it was not graded. With `with_messages`,
+    the panel of a graded trial also contains the conversation."""
     title = f"{task.id}, trial {member + 1}"
     if isinstance(result, TrialFailure):
         return Panel(

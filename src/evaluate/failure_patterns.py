@@ -115,11 +115,8 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
     return frozenset(matching)
 
 
-def has_user_simulator(trajectory: Trajectory) -> bool:
-    """Return whether the trial is one of a service domain or of env=fleet.
-
-    Trials of env=fleet have no user simulator.
-    """
+def has_tool_messages(trajectory: Trajectory) -> bool:
+    """Return whether the trial is one of a service domain or of env=fleet."""
     return "parse_attempts" in trajectory.metrics
 
 
@@ -128,7 +125,7 @@ def tool_results(trajectory: Trajectory) -> list[str]:
 
     If an answer has no commands, the terminal output after it is added to the previous result.
     """
-    if has_user_simulator(trajectory):
+    if has_tool_messages(trajectory):
         messages = [message for message in trajectory.conversation if message.get("role") == "tool"]
         return [_text(message) for message in messages]
     results: list[str] = []
@@ -172,7 +169,7 @@ def pattern_of(error: str) -> Pattern:
 
 def user_simulator_faults(trajectory: Trajectory) -> list[str]:
     """Return the faults of the user simulator in a trial, in words; none without a user simulator."""
-    if not has_user_simulator(trajectory):
+    if not has_tool_messages(trajectory):
         return []
     messages = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
     messages = [text for text in messages if not text.startswith("Error")]  # errors come from the environment

@@ -43,9 +43,7 @@ class Backend(Protocol):
         ...
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
-        """Open the sampler checkpoint `name` (tinker://...) or the model `name`. If `name` is None, open the
-        base model of the run.
-        """
+        """Open the sampler checkpoint `name` (tinker://...) or the model `name`. None: the base model."""
         ...
 
     async def save(self, name: str) -> SavedPaths:

@@ -37,4 +37,4 @@ async def check_checkpoint(
     if differing:
         parts = [f"{name}={saved}, not {given}" for name, (saved, given) in differing.items()]
         fix = " ".join(f"{name}={saved}" for name, (saved, _) in differing.items())
-        raise ConfigError(f"{path} has {", and ".join(parts)}; set {fix}, or start from another checkpoint")
+        raise ConfigError(f"{path} has {', and '.join(parts)}; set {fix}, or start from another checkpoint")
