@@ -117,10 +117,10 @@ def tool_call(action: Mapping[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': action['name'], 'arguments': action['arguments']})}</tool_call>"
 
 
-async def play(
+async def run_episode(
     task: Task, pool: WorkerPool, grading: Grading, user: UserSimulator, answer: Callable[[], str]
 ) -> StepResult:
-    """Play an episode with the agent's answers from `answer`. Return the result of the last step."""
+    """Run an episode with the agent's answers from `answer`. Return the result of the last step."""
 
     def make_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
         return user
@@ -147,7 +147,7 @@ async def rewards(tasks: Sequence[Task], pool: WorkerPool, grading: Grading, *, 
         async with concurrency:
             script = Script(task)
             user, answer = (script, script.answer) if gold else (ImpatientUser(2), lambda: REFUSAL)
-            return (await play(task, pool, grading, user, answer)).reward
+            return (await run_episode(task, pool, grading, user, answer)).reward
 
     return list(await asyncio.gather(*(reward(task) for task in tasks)))
 
@@ -189,7 +189,7 @@ async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     all_right = True
     for more_actions, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
         script = Script(task, *more_actions)
-        metrics = (await play(task, pool, "all", script, script.answer)).metrics
+        metrics = (await run_episode(task, pool, "all", script, script.answer)).metrics
         label = f"{task.id} {'with' if more_actions else 'without'} dismissal: db, assertion"
         all_right &= report(label, (metrics["reward_db"], metrics["reward_env_assertion"]), expected=expected)
     return all_right
@@ -261,7 +261,7 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
             remaining = iter(answers)
             case_pool = short_pool if stop_reason is StopReason.TIMEOUT else pool
             started = time.monotonic()
-            last = await play(
+            last = await run_episode(
                 task,
                 case_pool,
                 "env",
@@ -288,7 +288,7 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
             await rewards(gold_tasks[:NUM_WORKERS], pool, "all", gold=True)  # starts the workers
             scripts, started = [Script(task) for task in gold_tasks], time.monotonic()
             episodes = [
-                asyncio.create_task(play(task, pool, "all", script, script.answer))
+                asyncio.create_task(run_episode(task, pool, "all", script, script.answer))
                 for task, script in zip(gold_tasks, scripts, strict=True)
             ]
             for number in range(num_kills):

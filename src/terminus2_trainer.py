@@ -217,15 +217,15 @@ class Terminus2RLTrainer:
         config, started = self._config, time.monotonic()
         collected = await self._collector.collect(batch, self._stream_of(batch))
         kept, examples_P_G, dropped = self._examples(collected.to_learn)
-        self._record(batch, collected.played, examples_P_G)
+        self._record(batch, collected.rolled_out, examples_P_G)
         if self._dump_directory is not None:
             await asyncio.to_thread(
-                dump_examples, self._dump_directory, batch.step, collected.played, self._source.text
+                dump_examples, self._dump_directory, batch.step, collected.rolled_out, self._source.text
             )
             await self._upload(upload_examples, batch.step)
         seconds = time.monotonic() - started
-        metrics = group_metrics(collected.played, group_size=config.group_size) | collected.metrics
-        metrics |= zeroed_metrics(collected.played, config) | {"time/rollouts": seconds}
+        metrics = group_metrics(collected.rolled_out, group_size=config.group_size) | collected.metrics
+        metrics |= zeroed_metrics(collected.rolled_out, config) | {"time/rollouts": seconds}
         sampled = metrics.get("tokens/sampled", 0.0)
         metrics["throughput/sampled_tokens_per_s"] = sampled / max(1e-9, seconds)
         return Collected(

@@ -104,7 +104,7 @@ def main(config: ComparisonOptions) -> None:
 
 
 def run_pass(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:
-    """Play all trajectories concurrently. The turns of one trajectory run one after another."""
+    """Roll out all trajectories concurrently. The turns of one trajectory run one after another."""
     before, cpu = server.count("tokens_prefilled"), process_cpu_s(server.pid)
     began = time.perf_counter()
     asyncio.run(_trajectories(server.sampler, stateless=stateless, seed=seed))

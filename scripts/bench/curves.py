@@ -90,10 +90,10 @@ def adapters(config: CurvesConfig, model_dir: Path) -> None:
 
 
 def turns(config: CurvesConfig, model_dir: Path) -> None:
-    """Play four trajectories whose turns have 16 observed and 16 sampled tokens."""
+    """Roll out four trajectories whose turns have 16 observed and 16 sampled tokens."""
     seeds = itertools.count()
 
-    def play(ours: Ours, count: int) -> None:
+    def roll_out(ours: Ours, count: int) -> None:
         tokens = random_sequences([128] * 4, seed=next(seeds))
         for _ in range(count):
             tokens = [
@@ -105,7 +105,7 @@ def turns(config: CurvesConfig, model_dir: Path) -> None:
     with running(model_dir, max_context_length=2048, max_num_seqs=4) as ours:
         curve(
             "turns of a trajectory",
-            {count: partial(play, ours, count) for count in (1, 2, 5, 10, 25, 50)},
+            {count: partial(roll_out, ours, count) for count in (1, 2, 5, 10, 25, 50)},
             config,
         )
 

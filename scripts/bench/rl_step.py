@@ -1,8 +1,8 @@
 """Compare the times that our engine and other programs take for a complete RL step and for each of its phases
 (sampling, training, saving).
 
-The step plays 2 groups of 8 trajectories and makes one update. A trajectory has a prompt of 512 tokens and
-3 turns, each with 48 observed and 32 sampled tokens.
+The step rolls out 2 groups of 8 trajectories and makes one update. A trajectory has a prompt of 512 tokens
+and 3 turns, each with 48 observed and 32 sampled tokens.
 
     taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
     python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON base_model=smollm2-135m micro_batch_size=2

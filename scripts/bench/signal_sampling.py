@@ -27,8 +27,8 @@ POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    informative: float  # share of the played groups whose rewards differ
-    num_visited: int  # tasks that were played at least once
+    informative: float  # share of the groups whose rewards differ
+    num_visited: int  # tasks that were rolled out at least once
     longest_wait: int  # largest number of steps that a task waited for its first or next group
 
 
@@ -50,7 +50,7 @@ def simulated(
     uniform = schedule(
         tasks, ScheduleOptions(batch_size=batch_size, n_epochs=num_steps, max_steps=num_steps, seed=seed)
     )
-    state, informative, played = Curriculum(), 0, 0
+    state, informative, num_groups = Curriculum(), 0, 0
     last, longest = dict.fromkeys((task.id for task in tasks), 0), 0
     visited: set[str] = set()
     for step in range(1, num_steps + 1):
@@ -60,11 +60,11 @@ def simulated(
         groups = [group_of(task, rates[tasks.index(task)], group_size, rng) for task in chosen]
         state = state.after(groups)
         informative += sum(map(is_good, groups))
-        played += len(groups)
+        num_groups += len(groups)
         visited |= {task.id for task in chosen}
         longest = max(longest, *(step - last[task.id] for task in tasks))
         last |= {task.id: step for task in chosen}
-    return Outcome(informative=informative / played, num_visited=len(visited), longest_wait=longest)
+    return Outcome(informative=informative / num_groups, num_visited=len(visited), longest_wait=longest)
 
 
 def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> TrajectoryGroup:
@@ -94,7 +94,7 @@ def main(num_steps: int) -> None:
         )
         print(
             f"{name:8} floor {floor:4.0%}: {share:6.1%} of the groups are informative, "
-            f"at least {visited} of 100 tasks were played, longest wait {wait} steps"
+            f"at least {visited} of 100 tasks were rolled out, longest wait {wait} steps"
         )
 
 

@@ -63,10 +63,10 @@ class EnginePolicy:
 async def evaluate(
     source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float
 ) -> list[Trajectory]:
-    """Play `samples` trials of every task. Trials without a grade are printed and left out."""
+    """Run `samples` trials of every task. Trials without a grade are printed and left out."""
     semaphore = asyncio.Semaphore(PARALLEL_TRIALS)
 
-    async def play(task: Task, seed: int, directory: Path) -> Trajectory | None:
+    async def run_trial(task: Task, seed: int, directory: Path) -> Trajectory | None:
         async with semaphore:
             trial = source.trial(task, directory=directory, seed=seed, temperature=temperature)
             result = await trial.run(policy)
@@ -77,7 +77,7 @@ async def evaluate(
 
     with tempfile.TemporaryDirectory() as directory:
         trials = [
-            play(task, 1000 * number + seed, Path(directory))
+            run_trial(task, 1000 * number + seed, Path(directory))
             for number, task in enumerate(tasks)
             for seed in range(samples)
         ]

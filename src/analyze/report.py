@@ -15,7 +15,7 @@ from src.analyze.markdown import MISSING, change, number, percent, table
 from src.analyze.run_files import AnalyzedRun, DumpedTrial
 from src.evaluate.eval_stats import Comparison, Tally, compare_paired, pass_at_k
 from src.evaluate.failure_patterns import Pattern, patterns, result_patterns, tool_results
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 from src.loop.outcome import MIN_SIGNAL
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded_variances

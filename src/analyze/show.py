@@ -34,7 +34,7 @@ from src.cli.saved_options import program_of
 from src.core.errors import ConfigError
 from src.core.printable import printable
 from src.core.trajectory import Trajectory, TrialFailure, Turn
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 from src.records.journal import RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 from src.records.rollout_store import find_rollouts
@@ -255,8 +255,8 @@ def _file_name(key: RolloutKey, files: Collection[str] = ()) -> str:
     """Return the name of the rollout's file in rollouts/, without suffix. `files` are the names of the files
     that contain a trial with the name of the rollout.
 
-    If dynamic sampling plays further batches for a step (refills), their rollouts are also in the file of the
-    step. With `max_staleness`, a rollout may be in the file of a later step, which was trained on it.
+    If dynamic sampling rolls out further batches for a step (refills), their rollouts are also in the file of
+    the step. With `max_staleness`, a rollout may be in the file of a later step, which was trained on it.
     """
     name = f"{'eval' if key.purpose == 'eval' else 'step'}_{key.step:06d}"
     later = sorted(file for file in files if file.startswith("step_") and file > name)

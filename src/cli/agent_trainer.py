@@ -25,7 +25,7 @@ from src.core.errors import ConfigError
 
 MODULES = {
     "train": ("src.train", "Train an agent"),
-    "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
+    "try": ("src.envs.try_env", "Run a few trials of an environment and print them"),
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
     "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint, an endpoint or a run (evaluate RUN)"),
     "chat": ("src.evaluate.chat", "Chat with a checkpoint or with the policy of a run (chat RUN)"),

@@ -19,7 +19,7 @@ from rich.text import Text
 from src.core.printable import printable
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, TaskRewards
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 from src.loop.outcome import GRADING_ERROR_REASONS, counted, shown_reward, success_name
 
 logger = logging.getLogger(__name__)

@@ -127,7 +127,7 @@ class TrajectoryGroup:
     task: Task
     trajectories: list[Trajectory]
     failures: list[TrialFailure] = field(default_factory=list)
-    step: int = 0  # the training step for which, or after which, the group was played
+    step: int = 0  # the training step for which, or after which, the group was rolled out
 
     @property
     def rewards(self) -> list[float]:

@@ -24,7 +24,7 @@ class Trial(Protocol):
     """One attempt of a trial. `run` is called once."""
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
-        """Play the task with `policy` and grade the result.
+        """Run the task with `policy` and grade the result.
 
         Raises nothing except CancelledError. If `run` is cancelled, it frees the resources of the trial.
         """
@@ -37,19 +37,19 @@ async def run_with_timeout(
     """Run a trial. Return a TrialFailure if the trial does not finish within `timeout_s` (None: two hours),
     or if a call inside the trial cancels the trial."""
     timeout_s = timeout_s or DEFAULT_DEADLINE_S
-    playing = asyncio.ensure_future(trial.run(policy))
+    running = asyncio.ensure_future(trial.run(policy))
     try:
-        await asyncio.wait({playing}, timeout=timeout_s)
-        if playing.done() and not playing.cancelled():
-            return playing.result()
+        await asyncio.wait({running}, timeout=timeout_s)
+        if running.done() and not running.cancelled():
+            return running.result()
         kind, message = FailureKind.TIMEOUT, f"not finished after {timeout_s:g} s"
-        if playing.cancelled():
+        if running.cancelled():
             kind, message = FailureKind.HARBOR, "a call inside the trial cancelled the trial"
         return TrialFailure(task_id=task.id, kind=kind, message=message)
     finally:
-        if not playing.done():
-            playing.cancel()
-            await asyncio.wait({playing})
+        if not running.done():
+            running.cancel()
+            await asyncio.wait({running})
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ class EnvSpec:
     # The test split of the benchmark, of which `eval_tasks` can select a part. Empty: `eval_tasks` or
     # `eval_split` selects held-out tasks from `tasks`.
     held_out: Sequence[Task] = ()
-    # Plays the environment as an agent that does nothing, closes the environment, and returns the reward.
+    # Runs the environment with an agent that does nothing, closes the environment, and returns the reward.
     # None: the reward of such an agent cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
     # The options of TASK_FILES that the factory reads. A run that sets another of these is refused.
@@ -54,7 +54,7 @@ class EnvSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeTrial:
-    """A trial that plays one episode. Implements `Trial`."""
+    """A trial that runs one episode. Implements `Trial`."""
 
     task: Task
     env: Callable[[], MessageEnv]

@@ -1,4 +1,4 @@
-"""Message environments, and `run_episode`, which plays one episode of an environment with a policy.
+"""Message environments, and `run_episode`, which runs one episode of an environment with a policy.
 
 Without `step_wise`, the next prompt is the previous prompt, the answer and the observation:
 
@@ -70,7 +70,10 @@ class StepResult:
 
 
 class MessageEnv(Protocol):
-    """The environment of one trial, played in messages. An object is used for one episode."""
+    """The environment of one trial, which exchanges messages with the agent.
+
+    An object is used for one episode.
+    """
 
     async def start(self) -> ResetResult:
         """Return the first messages.
@@ -125,13 +128,13 @@ async def run_episode(
     task_id: str,
     trial_name: str = "",
 ) -> Trajectory | TrialFailure:
-    """Play one episode to its end and close `env`. Raises nothing except CancelledError."""
+    """Run one episode to its end and close `env`. Raises nothing except CancelledError."""
     episode = _Episode(env, policy, chat, limits, settings)
     started = time.monotonic()
     failure: tuple[FailureKind, str] | None = None
     try:
         try:
-            await episode.play()
+            await episode.run()
         except AgentFault as fault:
             shown = users_exc_info(fault.__cause__ or fault)
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=shown)
@@ -176,7 +179,7 @@ class _Episode:
         self._zero_reason: ZeroReason | None = None
         self._zero_detail = ""
 
-    async def play(self) -> None:
+    async def run(self) -> None:
         reset_result = await self._env.start()
         self.failure_kind = FailureKind.ENV_ERROR
         _require_type(self._env, "start", reset_result, ResetResult)

@@ -1,4 +1,4 @@
-"""`python -m src.envs.try_env data=FILE|env=NAME|tasks_dir=DIR`: play a few trials of an environment.
+"""`python -m src.envs.try_env data=FILE|env=NAME|tasks_dir=DIR`: run a few trials of an environment.
 
 The command prints each conversation with its reward, and then the pass rate. The option `policy` selects the
 source of the answers:
@@ -51,7 +51,7 @@ from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions,
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
 from src.envs.try_server import with_backend, with_local_server
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 from src.policy.backend import connect
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
@@ -62,7 +62,7 @@ from src.records.checkpoints import sampler_path
 TITLE = [
     "python -m src.envs.try_env key=value ...",
     "",
-    "Plays a few trials of an environment and prints them with their rewards and the pass rate.",
+    "Runs a few trials of an environment and prints them with their rewards and the pass rate.",
 ]
 NO_SERVER = "http://unused"  # for typed and scripted answers; the options require an address
 
@@ -77,9 +77,9 @@ class TryConfig(HarborOptions, TauBenchOptions):
         default="", doc="Model as the server or the endpoint names it, for policy=model"
     )
     tasks: list[str] | None = chz.field(
-        default=None, doc="Ids or globs; the first n_tasks matching tasks are played; None: all tasks match"
+        default=None, doc="Ids or globs; the first n_tasks matching tasks are run; None: all tasks match"
     )
-    n_tasks: int = chz.field(default=3, doc="Maximum number of tasks to play", validator=at_least(1))
+    n_tasks: int = chz.field(default=3, doc="Maximum number of tasks to run", validator=at_least(1))
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
@@ -229,7 +229,7 @@ def _same_policy(policy: Policy, task: Task) -> Policy:
 
 
 async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
-    """Play the trials and print them. Appends the exit status to `statuses`."""
+    """Run the trials and print them. Appends the exit status to `statuses`."""
     async with opened(config, console) as (source, policy_for):
         tasks = chosen_tasks([*source.train, *source.eval], config.tasks)[: config.n_tasks]
         slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
@@ -237,7 +237,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
             trials = [(task, member) for task in tasks for member in range(config.n_samples)]
             unprinted, panels = list(range(len(trials))), dict[int, Panel]()  # panels of finished trials
 
-            async def play(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
+            async def run_one(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
                 async with slots:
                     trial = source.trial(
                         task,
@@ -255,7 +255,7 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
             notice = WaitNotice(console.print)
             if config.uses_backend:
                 notice.start("the first trial", explanation=MAY_COMPILE, is_over=lambda: 0 not in unprinted)
-            results = await asyncio.gather(*(play(number, *trial) for number, trial in enumerate(trials)))
+            results = await asyncio.gather(*(run_one(number, *trial) for number, trial in enumerate(trials)))
     groups = [
         TrajectoryGroup(
             task=task,
@@ -328,7 +328,7 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Play the trials and return the exit status."""
+    """Run the trials and return the exit status."""
     return run_program(argv, _run, lambda words: help_for(TryConfig, title=TITLE, words=words))
 
 

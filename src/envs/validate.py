@@ -1,7 +1,7 @@
 """`python -m src.envs.validate tasks_dir=DIR`: check Harbor tasks, and record the grading method of each
 task.
 
-Each task is played without a model: its own solution must get the reward 1, and an agent that does nothing
+Each task is run without a model: its own solution must get the reward 1, and an agent that does nothing
 must get the reward 0. A task is sound if it passes both checks, and unsound if it fails one. An unsound task
 gives no training signal or a wrong one. A task that has no solution and passes the other check is counted
 separately. The command prints one line per task. The exit status is 1 if a task is unsound or `grading.json`

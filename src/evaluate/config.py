@@ -118,7 +118,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
 class CompareConfig(Options):
     """Comparison of two finished evaluations"""
 
-    results: str = chz.field(doc="Directory of a finished evaluation; no trials are played")
+    results: str = chz.field(doc="Directory of a finished evaluation; no trials are run")
     compare_with: str = chz.field(
         doc="Directory of the evaluation that is compared with results, task by task; the difference is "
         "results minus compare_with"

@@ -10,7 +10,7 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_at_k, pass_rates
 from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import held_out_metrics
-from src.learning.played_groups import SOLVED, by_domain_or_task_type
+from src.learning.rollout_groups import SOLVED, by_domain_or_task_type
 from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
 

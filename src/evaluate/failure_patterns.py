@@ -26,7 +26,7 @@ from typing import Any
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE
 from src.learning.filters import OVERLONG
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 
 NUM_REPEATS = 3  # a user simulator that gives the same answer this often in a row is stuck
 LONG_ANSWER = 40  # characters; shorter answers, such as a consent, may be repeated

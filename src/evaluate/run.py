@@ -1,4 +1,4 @@
-"""Run an evaluation: connect, play the tasks with the rollout code of training, write the results and
+"""Run an evaluation: connect, run the tasks with the rollout code of training, write the results and
 compare.
 
 The directory of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
@@ -116,7 +116,7 @@ async def run(
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
     second_path = None  # the checkpoint to compare with; None: the base model, or a finished evaluation
     if isinstance(second, str) and second != "base":
-        second_path = sampler_path(second)  # raises ConfigError, so it is called before any trial is played
+        second_path = sampler_path(second)  # raises ConfigError, so it is called before any trial is run
     first = await run_one(
         config,
         sampler_path(config.checkpoint),

@@ -1,11 +1,11 @@
 """Task selection by Thompson sampling. It prefers tasks with a success rate near one half.
 
 Each task has a Beta posterior of its success rate, with the prior Beta(1, 1). A share of every batch,
-`exploration_floor`, goes to the tasks played longest ago, so that every task is played again at some time.
-For the rest of the batch, a step draws a rate for each remaining task from the posterior of the task and
-selects the tasks whose draws are closest to one half. The draws for a task with few trials vary widely, so
-such tasks are tried. The draws for a task that is known to be impossible or solved are far from one half, so
-such tasks are avoided.
+`exploration_floor`, goes to the tasks rolled out longest ago, so that every task is rolled out again at some
+time. For the rest of the batch, a step draws a rate for each remaining task from the posterior of the task
+and selects the tasks whose draws are closest to one half. The draws for a task with few trials vary widely,
+so such tasks are tried. The draws for a task that is known to be impossible or solved are far from one half,
+so such tasks are avoided.
 
 The policy changes during training, so old evidence decays. Each new graded group of a task multiplies the
 earlier counts of the task by `DECAY`, so about the last 1 / (1 - DECAY) groups count. Without decay, an
@@ -21,7 +21,7 @@ from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.options import CurriculumOptions
-from src.learning.played_groups import SOLVED
+from src.learning.rollout_groups import SOLVED
 
 DECAY = 0.75  # about the last four groups count
 
@@ -32,7 +32,8 @@ class TaskPosterior:
 
     solved: float = 0.0
     failed: float = 0.0
-    last_played: int = -1  # index of the task's last group among all groups of the run; -1: never played
+    # Index of the task's last group among all groups of the run; -1: the task was never rolled out.
+    last_rolled_out: int = -1
 
     @property
     def mean(self) -> float:
@@ -47,12 +48,12 @@ class Curriculum:
     """
 
     evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # task id -> posterior
-    num_groups: int = 0  # number of groups that were played in the run so far
+    num_groups: int = 0  # number of groups that were rolled out in the run so far
 
     def after(self, groups: Sequence[TrajectoryGroup]) -> Curriculum:
         """Return the state after `groups`.
 
-        Ungraded trials are no evidence, but their tasks count as played.
+        Ungraded trials are no evidence, but their tasks count as rolled out.
         """
         evidence, count = dict(self.evidence), self.num_groups
         for group in groups:
@@ -62,7 +63,7 @@ class Curriculum:
             evidence[group.task.id] = TaskPosterior(
                 solved=decay * before.solved + solved,
                 failed=decay * before.failed + len(group.rewards) - solved,
-                last_played=count,
+                last_rolled_out=count,
             )
             count += 1
         return replace(self, evidence=evidence, num_groups=count)
@@ -79,7 +80,7 @@ class Curriculum:
         rng.shuffle(order)  # so that ties are broken at random
         share = options.exploration_floor * min(count, len(order))
         num_explored = int(share) + (rng.random() < share - int(share))
-        waiting = sorted(order, key=lambda task: self.posterior(task).last_played)
+        waiting = sorted(order, key=lambda task: self.posterior(task).last_rolled_out)
         explored, rest = waiting[:num_explored], waiting[num_explored:]
         distance = {
             task.id: abs(
@@ -96,13 +97,13 @@ class Curriculum:
 def curriculum_metrics(
     state: Curriculum, tasks: Sequence[Task], options: CurriculumOptions
 ) -> dict[str, float]:
-    """Return the number of unplayed tasks, and of played tasks with a low, medium or high posterior mean.
+    """Return the number of tasks without a trial, and of tasks with a low, medium or high posterior mean.
 
     Returns {} with `task_sampling=uniform`.
     """
     if options.task_sampling == "uniform":
         return {}
-    means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]
+    means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_rolled_out >= 0]
     return {
         "curriculum/tasks_unplayed": float(len(tasks) - len(means)),
         "curriculum/tasks_hard": float(sum(mean < 0.1 for mean in means)),
@@ -113,8 +114,8 @@ def curriculum_metrics(
 
 def to_record(state: Curriculum, *, since: int) -> dict[str, object]:
     """Return the posteriors that changed after the first `since` groups. Each step writes only these."""
-    changed = {task: item for task, item in state.evidence.items() if item.last_played >= since}
-    evidence = {task: [item.solved, item.failed, item.last_played] for task, item in changed.items()}
+    changed = {task: item for task, item in state.evidence.items() if item.last_rolled_out >= since}
+    evidence = {task: [item.solved, item.failed, item.last_rolled_out] for task, item in changed.items()}
     return {"evidence": evidence, "num_groups": state.num_groups}
 
 
@@ -124,8 +125,8 @@ def from_records(records: Iterable[Mapping[str, Any]]) -> Curriculum:
     num_groups = 0
     for record in records:
         evidence |= {
-            task: TaskPosterior(solved=solved, failed=failed, last_played=last_played)
-            for task, (solved, failed, last_played) in record.get("evidence", {}).items()
+            task: TaskPosterior(solved=solved, failed=failed, last_rolled_out=last_rolled_out)
+            for task, (solved, failed, last_rolled_out) in record.get("evidence", {}).items()
         }
         num_groups = record.get("num_groups", num_groups)
     return Curriculum(evidence=evidence, num_groups=num_groups)

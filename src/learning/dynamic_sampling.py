@@ -18,16 +18,16 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import apply_reward_rules, is_constant
 from src.learning.options import DynamicSamplingOptions, FilterOptions
 
-# Plays tasks. The second argument is `refill_index`: 0 for the first tasks of a step, and 1 or more for a
+# Runs tasks. The second argument is `refill_index`: 0 for the first tasks of a step, and 1 or more for a
 # refill.
-Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
+RunTasks = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingState:
     """The groups that a step has sampled so far."""
 
-    played: list[TrajectoryGroup]  # all groups, with their original rewards
+    rolled_out: list[TrajectoryGroup]  # all groups, with their original rewards
     kept: list[TrajectoryGroup]  # the groups to train on, with the rewards that the reward rules give
     is_complete: bool
     num_batches: int = 0
@@ -39,7 +39,7 @@ class SamplingState:
 # Returns the tasks of the next batch, given the state and the number of groups that the step needs.
 Refill = Callable[[SamplingState, int], Sequence[Task]]
 
-EMPTY = SamplingState(played=[], kept=[], is_complete=False)
+EMPTY = SamplingState(rolled_out=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
@@ -54,7 +54,7 @@ def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
 
 
 async def sample_groups(
-    play: Play,
+    run_tasks: RunTasks,
     tasks: Sequence[Task],
     refills: Refill,
     options: DynamicSamplingOptions,
@@ -62,12 +62,12 @@ async def sample_groups(
     *,
     step: int,
 ) -> SamplingState:
-    """Play `tasks`, and batches of `refills` if needed, until the step has its groups."""
+    """Run `tasks`, and batches of `refills` if needed, until the step has its groups."""
     state = EMPTY
     while not state.is_complete:
         refill_index = state.num_batches
         batch = refills(state, len(tasks)) if refill_index else tasks
-        groups = await play(batch, refill_index)
+        groups = await run_tasks(batch, refill_index)
         state = add_batch(
             state,
             apply_reward_rules(groups, filters),
@@ -76,7 +76,7 @@ async def sample_groups(
             num_groups=len(tasks),
             min_group_size=filters.min_group_size,
         )
-        state = replace(state, played=[*state.played, *groups])
+        state = replace(state, rolled_out=[*state.rolled_out, *groups])
     return state
 
 

@@ -1,4 +1,5 @@
-"""Metrics of played groups and of the training batch. A table entry declares a metric and computes its value.
+"""Metrics of rolled-out groups and of the training batch. A table entry declares a metric and computes its
+value.
 
 To add a metric, add an entry. Names follow tinker-cookbook (`progress`, `env`, `optim`) and SkyRL (`reward`,
 `generate`). `src/records/metrics_table.py` joins these tables with the metrics of other modules, and
@@ -22,8 +23,8 @@ from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroRe
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 from src.learning.filters import DropReason, is_constant
-from src.learning.played_groups import (
-    PlayedGroups,
+from src.learning.rollout_groups import (
+    RolloutGroups,
     aggregate,
     by_domain_or_task_type,
     num_response_tokens,
@@ -76,21 +77,23 @@ class TrainingBatch:
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Return counts, rewards and lengths of one batch as it was played; only counts if no trial is graded.
+    """Return counts, rewards and lengths of one batch as it was rolled out.
+
+    Returns only counts if no trial is graded.
 
     If an environment reports a metric under a name of this module, such as `success`, the metric of this
     module is returned.
     """
-    played = PlayedGroups(groups, group_size=group_size)
-    counts = measure(TRIAL_METRICS, played)
-    if not played.trajectories:
+    rollouts = RolloutGroups(groups, group_size=group_size)
+    counts = measure(TRIAL_METRICS, rollouts)
+    if not rollouts.trajectories:
         return counts
-    lengths = [num_response_tokens(trajectory) for trajectory in played.trajectories]
+    lengths = [num_response_tokens(trajectory) for trajectory in rollouts.trajectories]
     return (
-        measure(LENGTH_METRICS, played)
+        measure(LENGTH_METRICS, rollouts)
         | counts
-        | measure(REWARD_METRICS, played)
-        | token_metrics(lengths, played.rewards)
+        | measure(REWARD_METRICS, rollouts)
+        | token_metrics(lengths, rollouts.rewards)
     )
 
 
@@ -113,51 +116,53 @@ def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> d
     """Return an evaluation's metrics: `test/` for all groups, `test/env/<domain>/` by domain or task type."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
     for domain, members in by_domain_or_task_type(groups).items():
-        values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))
+        values = measure(DOMAIN_METRICS, RolloutGroups(members, group_size=group_size))
         metrics |= {name.replace("<domain>", domain): value for name, value in values.items()}
     return metrics
 
 
-def _success_where(played: PlayedGroups, writes: bool) -> float | None:
+def _success_where(rollouts: RolloutGroups, writes: bool) -> float | None:
     return success_rate(
-        [r for group in played.groups if group.task.has_writes is writes for r in group.rewards]
+        [r for group in rollouts.groups if group.task.has_writes is writes for r in group.rewards]
     )
 
 
-def _share_of_groups(played: PlayedGroups, condition: Callable[[Sequence[float]], bool]) -> float:
-    return float(np.mean([condition(rewards) for rewards in played.rewards_P_G]))
+def _share_of_groups(rollouts: RolloutGroups, condition: Callable[[Sequence[float]], bool]) -> float:
+    return float(np.mean([condition(rewards) for rewards in rollouts.rewards_P_G]))
 
 
-def _signals(played: PlayedGroups) -> dict[str, float]:
-    return signal_metrics(played.rewards_P_G, group_size=played.group_size)
+def _signals(rollouts: RolloutGroups) -> dict[str, float]:
+    return signal_metrics(rollouts.rewards_P_G, group_size=rollouts.group_size)
 
 
-def _signals_by_domain_or_task_type(played: PlayedGroups) -> dict[str, float]:
+def _signals_by_domain_or_task_type(rollouts: RolloutGroups) -> dict[str, float]:
     return {
         f"reward/{name}/{signal}": value
-        for name, groups in by_domain_or_task_type(played.groups).items()
-        for signal, value in _signals(PlayedGroups(groups, group_size=played.group_size)).items()
+        for name, groups in by_domain_or_task_type(rollouts.groups).items()
+        for signal, value in _signals(RolloutGroups(groups, group_size=rollouts.group_size)).items()
     }
 
 
-def _stop_reasons(played: PlayedGroups) -> dict[str, float]:
-    total = len(played.trajectories)
+def _stop_reasons(rollouts: RolloutGroups) -> dict[str, float]:
+    total = len(rollouts.trajectories)
     return {
-        f"env/all/stop_reason/{name}": count / total for name, count in sorted(played.stop_reasons.items())
+        f"env/all/stop_reason/{name}": count / total for name, count in sorted(rollouts.stop_reasons.items())
     }
 
 
-def _sampled_tokens(played: PlayedGroups) -> list[int]:
-    return [sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in played.trajectories]
+def _sampled_tokens(rollouts: RolloutGroups) -> list[int]:
+    return [
+        sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in rollouts.trajectories
+    ]
 
 
-def _durations(played: PlayedGroups) -> list[float] | None:
-    durations = (trajectory.metrics.get("duration_s") for trajectory in played.trajectories)
+def _durations(rollouts: RolloutGroups) -> list[float] | None:
+    durations = (trajectory.metrics.get("duration_s") for trajectory in rollouts.trajectories)
     return [seconds for seconds in durations if seconds is not None] or None
 
 
-def _judge_sum(played: PlayedGroups, name: str) -> float | None:
-    return sum(trajectory.metrics[name] for trajectory in played.judged) if played.judged else None
+def _judge_sum(rollouts: RolloutGroups, name: str) -> float | None:
+    return sum(trajectory.metrics[name] for trajectory in rollouts.judged) if rollouts.judged else None
 
 
 def _statistics[Source](
@@ -182,7 +187,7 @@ def _statistics[Source](
     return tuple(statistic(name) for name in statistics)
 
 
-def _of_domain(*names: str) -> tuple[Metric[PlayedGroups], ...]:
+def _of_domain(*names: str) -> tuple[Metric[RolloutGroups], ...]:
     """Return copies of metrics for one domain: `env/all/success` becomes `test/env/<domain>/success`."""
     metrics = {metric.name: metric for metric in (*REWARD_METRICS, *LENGTH_METRICS)}
     return tuple(
@@ -197,76 +202,81 @@ def _mean(values: Sequence[float]) -> float:
 
 # One entry takes two or three lines; the formatter would take seven.
 # fmt: off
-TRIAL_METRICS: tuple[Metric[PlayedGroups], ...] = (
-    Metric("trials/total", COUNT, SUM, "Trials that were played, graded or not.",
-        lambda played: len(played.trajectories) + played.failures.total()),
-    Metric("trials/graded", COUNT, SUM, "Trials with a reward.", lambda played: len(played.trajectories)),
-    Metric("trials/ungraded", COUNT, SUM, "Trials without a reward.", lambda played: played.failures.total()),
+TRIAL_METRICS: tuple[Metric[RolloutGroups], ...] = (
+    Metric("trials/total", COUNT, SUM, "Trials that were run, graded or not.",
+        lambda rollouts: len(rollouts.trajectories) + rollouts.failures.total()),
+    Metric("trials/graded", COUNT, SUM, "Trials with a reward.", lambda rollouts: len(rollouts.trajectories)),
+    Metric("trials/ungraded", COUNT, SUM, "Trials without a reward.",
+        lambda rollouts: rollouts.failures.total()),
     Metric("trials/failed/<kind>", COUNT, SUM,
         "Trials without a reward, by the kind of the infrastructure failure.",
-        lambda played: {f"trials/failed/{kind}": played.failures[kind] for kind in FailureKind}),
+        lambda rollouts: {f"trials/failed/{kind}": rollouts.failures[kind] for kind in FailureKind}),
     Metric("trials/graded_zero/<reason>", COUNT, SUM,
         "Trials with reward 0 whose agent prevented its own grading.",
-        lambda played: {f"trials/graded_zero/{name}": played.zero_reasons[name] for name in ZeroReason}),
+        lambda rollouts: {f"trials/graded_zero/{name}": rollouts.zero_reasons[name] for name in ZeroReason}),
     Metric("generate/trajectory_timeouts", COUNT, SUM, "Trials that reached a deadline, graded or not.",
-        lambda played: played.failures[FailureKind.TIMEOUT] + sum(played.stop_reasons[r] for r in TIMEOUTS)),
+        lambda rollouts: rollouts.failures[FailureKind.TIMEOUT]
+            + sum(rollouts.stop_reasons[r] for r in TIMEOUTS)),
 )
 
-REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
+REWARD_METRICS: tuple[Metric[RolloutGroups], ...] = (
     Metric("env/all/reward/total", REWARD, MEAN, "Reward per graded trial.",
-        lambda played: _mean(played.rewards)),
+        lambda rollouts: _mean(rollouts.rewards)),
     Metric("env/all/reward/min", REWARD, MIN, "Smallest reward of a trial.",
-        lambda played: min(played.rewards)),
+        lambda rollouts: min(rollouts.rewards)),
     Metric("env/all/reward/max", REWARD, MAX, "Largest reward of a trial.",
-        lambda played: max(played.rewards)),
+        lambda rollouts: max(rollouts.rewards)),
     Metric("env/all/success", SHARE, MEAN, "Graded trials with a reward of at least 1.",
-        lambda played: success_rate(played.rewards)),
+        lambda rollouts: success_rate(rollouts.rewards)),
     Metric("env/all/success_write", SHARE, MEAN, "Success at tasks whose solution takes a writing action.",
-        lambda played: _success_where(played, writes=True)),
+        lambda rollouts: _success_where(rollouts, writes=True)),
     Metric("env/all/success_nowrite", SHARE, MEAN, "Success at tasks whose solution takes no writing action.",
-        lambda played: _success_where(played, writes=False)),
+        lambda rollouts: _success_where(rollouts, writes=False)),
     Metric("reward/positive_rate", SHARE, MEAN, "Graded trials with a reward above 0.",
-        lambda played: _mean([reward > 0 for reward in played.rewards])),
+        lambda rollouts: _mean([reward > 0 for reward in rollouts.rewards])),
     Metric("reward/zero_reward_rate", SHARE, MEAN, "Graded trials with the reward 0.",
-        lambda played: _mean([reward == 0 for reward in played.rewards])),
+        lambda rollouts: _mean([reward == 0 for reward in rollouts.rewards])),
     Metric("reward/mean_clipped_at_zero", REWARD, MEAN,
         "`max(reward, 0)` per trial, which upstream SkyRL calls `mean_positive_reward`.",
-        lambda played: _mean([max(reward, 0.0) for reward in played.rewards])),
+        lambda rollouts: _mean([max(reward, 0.0) for reward in rollouts.rewards])),
     Metric("reward/avg_pass_at_<k>", SHARE, MEAN, "Groups with any reward above 0. k is the group size.",
-        lambda played: {f"reward/avg_{n}": v for n, v in _signals(played).items() if "pass_at" in n}),
+        lambda rollouts: {f"reward/avg_{n}": v for n, v in _signals(rollouts).items() if "pass_at" in n}),
     Metric("reward/variance_per_prompt", REWARD, MEAN,
         "Population variance of the rewards of a group of two or more trials.",
-        lambda played: _signals(played)["variance_per_prompt"]),
+        lambda rollouts: _signals(rollouts)["variance_per_prompt"]),
     Metric("reward/signal_ratio", SHARE, MEAN, "Groups of two or more trials whose rewards differ.",
-        lambda played: _signals(played)["signal_ratio"]),
+        lambda rollouts: _signals(rollouts)["signal_ratio"]),
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
-        lambda played: _signals(played)["mean_positive_reward"]),
+        lambda rollouts: _signals(rollouts)["mean_positive_reward"]),
     Metric("reward/<domain>/<signal>", VARIES, MEAN,
         "`pass_at_<k>`, `variance_per_prompt`, `signal_ratio`, `mean_positive_reward` of a domain or "
         "task type.",
         _signals_by_domain_or_task_type),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
-        lambda played: _share_of_groups(played, lambda rewards: not is_constant(rewards))),
+        lambda rollouts: _share_of_groups(rollouts, lambda rewards: not is_constant(rewards))),
     Metric("env/all/by_group/frac_all_good", SHARE, MEAN, "Groups whose rewards are equal and at least 0.5.",
-        lambda played: _share_of_groups(played, lambda rewards: is_constant(rewards) and rewards[0] >= 0.5)),
+        lambda rollouts: _share_of_groups(
+            rollouts, lambda rewards: is_constant(rewards) and rewards[0] >= 0.5)),
     Metric("env/all/by_group/frac_all_bad", SHARE, MEAN, "Groups whose rewards are equal and below 0.5.",
-        lambda played: _share_of_groups(played, lambda rewards: is_constant(rewards) and rewards[0] < 0.5)),
+        lambda rollouts: _share_of_groups(
+            rollouts, lambda rewards: is_constant(rewards) and rewards[0] < 0.5)),
     Metric("reward/avg_shaped_reward", REWARD, MEAN, "Reward plus the judge's bonus, if there is a judge.",
-        lambda played: _mean([t.reward + t.bonus for t in played.trajectories]) if played.judged else None),
+        lambda rollouts: _mean([t.reward + t.bonus for t in rollouts.trajectories])
+            if rollouts.judged else None),
     Metric("reward/judge_bonus_mean", REWARD, MEAN, "Bonus of a judged trial.",
-        lambda played: _mean([trajectory.bonus for trajectory in played.judged]) if played.judged else None),
+        lambda rollouts: _mean([t.bonus for t in rollouts.judged]) if rollouts.judged else None),
     Metric("judge/calls", COUNT, SUM, "Calls of the judge.",
-        lambda played: _judge_sum(played, "judge_calls")),
+        lambda rollouts: _judge_sum(rollouts, "judge_calls")),
     Metric("judge/errors", COUNT, SUM, "Judged trials without a usable verdict, which earn no bonus.",
-        lambda played: _judge_sum(played, "judge_errors")),
+        lambda rollouts: _judge_sum(rollouts, "judge_errors")),
     Metric("judge/cost_usd", Unit.USD, SUM, "Price of the judge's tokens.",
-        lambda played: _judge_sum(played, "judge_cost_usd")),
+        lambda rollouts: _judge_sum(rollouts, "judge_cost_usd")),
     Metric("reward/parse_failure_rate", SHARE, MEAN,
         "Answers that could not be parsed, as a share of the answers with a tool call (Terminus-2: of all "
         "answers).",
-        lambda played: parse_metrics(played.trajectories).get("reward/parse_failure_rate")),
+        lambda rollouts: parse_metrics(rollouts.trajectories).get("reward/parse_failure_rate")),
     Metric("parse/recovered", COUNT, SUM, "Tool calls whose missing closing brackets were added.",
-        lambda played: parse_metrics(played.trajectories).get("parse/recovered")),
+        lambda rollouts: parse_metrics(rollouts.trajectories).get("parse/recovered")),
 )
 
 RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
@@ -281,28 +291,29 @@ RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
         lambda lengths: _mean([n for n, reward in lengths.pairs if reward == 0])),
 )
 
-LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
+LENGTH_METRICS: tuple[Metric[RolloutGroups], ...] = (
     Metric("environment/<name>", VARIES, SUM,
         "A metric of the trial (`Trajectory.metrics`). If its name ends in avg, mean, min or max, that "
         "reduction replaces the sum.",
-        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(played).items()}),
+        lambda rollouts: {
+            f"environment/{n}": aggregate(n, v) for n, v in trajectory_metrics(rollouts).items()}),
     Metric("env/all/<name>", VARIES, MEAN,
         "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
-        lambda played: {f"env/all/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
+        lambda rollouts: {f"env/all/{n}": _mean(v) for n, v in trajectory_metrics(rollouts).items()}),
     Metric("env/all/turns", COUNT, MEAN, "Turns per trial.",
-        lambda played: len(played.turns) / len(played.trajectories)),
+        lambda rollouts: len(rollouts.turns) / len(rollouts.trajectories)),
     Metric("tokens/sampled", TOKENS, SUM, "Sampled tokens of the graded trials.",
-        lambda played: sum(_sampled_tokens(played))),
+        lambda rollouts: sum(_sampled_tokens(rollouts))),
     Metric("tokens/context_max", TOKENS, MAX, "Longest prompt plus completion of a turn.",
-        lambda played: max((len(t.prompt_ids) + len(t.completion_ids) for t in played.turns), default=0)),
+        lambda rollouts: max((len(t.prompt_ids) + len(t.completion_ids) for t in rollouts.turns), default=0)),
     Metric("generate/batch_num_seq", COUNT, SUM, "Graded trials, under SkyRL's name.",
-        lambda played: len(played.trajectories)),
+        lambda rollouts: len(rollouts.trajectories)),
     *_statistics("sampling_client/step_{}", ("min", "mean", "max"), Unit.UPDATES,
-        "Policy version that sampled a turn.", lambda played: played.versions),
+        "Policy version that sampled a turn.", lambda rollouts: rollouts.versions),
     *_statistics("generate/{}_assistant_tokens", ("avg", "min", "max", "std"), TOKENS,
         "Sampled tokens of a trajectory.", _sampled_tokens),
     *_statistics("generate/tokens_per_turn_{}", ("mean", "std", "max"), TOKENS, "Sampled tokens of a turn.",
-        lambda played: [len(turn.completion_ids) for turn in played.turns]),
+        lambda rollouts: [len(turn.completion_ids) for turn in rollouts.turns]),
     *_statistics("generate/trajectory_time_{}", ("mean", "std", "min", "max"), Unit.SECONDS,
         "Duration of a trial.", _durations),
     Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
@@ -335,15 +346,16 @@ BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
         lambda batch: sum(len(sequence.tokens) for sequence in batch.sequences)),
 )
 
-DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
+DOMAIN_METRICS: tuple[Metric[RolloutGroups], ...] = (
     Metric("test/env/<domain>/<name>", VARIES, MEAN,
         "A metric of the trial (`Trajectory.metrics`), over the trials that have it.",
-        lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in trajectory_metrics(played).items()}),
+        lambda rollouts: {
+            f"test/env/<domain>/{n}": _mean(v) for n, v in trajectory_metrics(rollouts).items()}),
     Metric("test/env/<domain>/reward/<signal>", VARIES, MEAN,
         "As `reward/<domain>/<signal>`, for the held-out tasks of the domain.",
-        lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),
+        lambda rollouts: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(rollouts).items()}),
     *_of_domain("env/all/success_write", "env/all/success_nowrite"),
-    Metric("test/env/<domain>/trials", COUNT, SUM, "Graded trials.", lambda played: len(played.rewards)),
+    Metric("test/env/<domain>/trials", COUNT, SUM, "Graded trials.", lambda rollouts: len(rollouts.rewards)),
     *_of_domain("env/all/reward/total", "env/all/reward/min", "env/all/reward/max", "env/all/success",
         "reward/positive_rate", "env/all/turns"),
 )

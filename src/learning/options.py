@@ -282,7 +282,7 @@ class CurriculumOptions(SeedOptions):
         "success rate near one half",
     )
     exploration_floor: float = chz.field(
-        default=0.1, doc="thompson: share of a batch that goes to the tasks that were played longest ago"
+        default=0.1, doc="thompson: share of a batch that goes to the tasks that were rolled out longest ago"
     )
 
     @chz.validate

@@ -40,7 +40,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
-from src.learning.played_groups import domain_or_task_type
+from src.learning.rollout_groups import domain_or_task_type
 from src.records.atomic_io import readable, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.tracking import finite

@@ -215,7 +215,7 @@ class Journal:
                 pass
 
     def _note_end(self, key: RolloutKey, outcome: str) -> None:
-        if outcome == "graded":  # such a rollout is not played again
+        if outcome == "graded":  # such a rollout is not run again
             self.progress += 1
             del self._attempts[key]
 

@@ -139,7 +139,7 @@ EVALUATION_METRICS: tuple[Metric[Any], ...] = (
 )
 # fmt: on
 
-PLAYED_METRICS: tuple[Metric[Any], ...] = (
+ROLLOUT_METRICS: tuple[Metric[Any], ...] = (
     *TRIAL_METRICS,
     *REWARD_METRICS,
     *RESPONSE_METRICS,
@@ -278,13 +278,13 @@ def is_alias(name: str) -> bool:
 def metric_of(name: str) -> Metric[Any] | None:
     """Return the entry that describes a logged name; None if no entry does.
 
-    An evaluation logs the metrics of played trials under `test/`, and an alias has the entry of its metric.
+    An evaluation logs the metrics of its trials under `test/`, and an alias has the entry of its metric.
 
     >>> metric_of("test/trials/failed/sandbox").name
     'trials/failed/<kind>'
     """
     entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
-    entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
+    entries += [(f"test/{metric.name}", metric) for metric in ROLLOUT_METRICS]
     matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
     if matches:  # prefer patterns without `<name>`, then the pattern with the fewest placeholders
         return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]

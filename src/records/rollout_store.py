@@ -160,10 +160,10 @@ def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, Finis
 
 
 def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Trajectory | TrialFailure]]:
-    """Return the rollouts whose trial is named `trial_name`, in the order in which they were played.
+    """Return the rollouts whose trial is named `trial_name`, in the order in which they were run.
 
     Several rollouts can have this name, because the trials of a task, except for Harbor tasks, have the same
-    names in all evaluations of a run. The evaluation of a step is played after the step's training rollouts.
+    names in all evaluations of a run. The evaluation of a step is run after the step's training rollouts.
     """
     results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
     written_name = json.dumps(trial_name).encode()

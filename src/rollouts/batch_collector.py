@@ -44,7 +44,7 @@ OnGroup = Callable[[TrajectoryGroup], None]
 class StepBatch:
     """The groups of one step."""
 
-    played: list[TrajectoryGroup]  # all groups that the step rolled out or took, with their original rewards
+    rolled_out: list[TrajectoryGroup]  # all groups of the step, with their original rewards
     to_learn: list[TrajectoryGroup]  # the groups that may be trained on, after the reward rules
     metrics: dict[str, float]
 
@@ -77,7 +77,7 @@ class BatchCollector:
         states = self._journal.states_until(steps_done)
         self._faults = from_record(states[-1] if states else {})
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
-        self._num_groups_before = 0  # number of groups that the run had played before the current step
+        self._num_groups_before = 0  # number of groups that the run had rolled out before the current step
         self._policy = NewestPolicy()
         # Step -> (the plan of the step, its rollouts on disk that no group has used yet).
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
@@ -153,7 +153,7 @@ class BatchCollector:
             "trials/retries": float(sum(timed.num_retries for timed in rolled_out)),
             "groups/quarantined": float(len(scheduled) - len(tasks)),
         }
-        return StepBatch(played=sampled.played, to_learn=sampled.kept, metrics=metrics)
+        return StepBatch(rolled_out=sampled.rolled_out, to_learn=sampled.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Take as many groups as the batch has tasks, in the order in which the groups end.
@@ -178,12 +178,12 @@ class BatchCollector:
         recorded = self._journal.groups_of(batch.step)
         if recorded is not None:
             replayed = all_results(map(self._roll_out_ahead, self._scheduled(recorded)))
-            for timed in await self._watchdog.guard(replayed, f"playing {title}"):
+            for timed in await self._watchdog.guard(replayed, f"rolling out {title}"):
                 take(timed)
         else:
             for _ in batch.tasks:
                 taking = self._pipeline.take(batch.step)
-                if (timed := await self._watchdog.guard(taking, f"playing {title}")) is None:
+                if (timed := await self._watchdog.guard(taking, f"rolling out {title}")) is None:
                     break
                 take(timed)
         groups = [timed.group for timed in taken]
@@ -195,7 +195,7 @@ class BatchCollector:
             "trials/retries": float(sum(timed.num_retries for timed in taken)),
             "groups/quarantined": float(len(batch.tasks) - len(groups)),
         }
-        return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
+        return StepBatch(rolled_out=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
         """Return the groups with their tasks. Raises ConfigError if the environment lacks a task."""
@@ -252,7 +252,7 @@ class BatchCollector:
         position = {"step": batch.step, "refill_index": state.num_batches}
         if options.task_sampling == "uniform":
             return refill(tasks, num_needed, seed=options.seed, **position)
-        rolled_out, num_missing = {group.task.id for group in state.played}, num_needed - len(state.kept)
+        rolled_out, num_missing = {group.task.id for group in state.rolled_out}, num_needed - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
         return self._curriculum.choose(candidates, num_missing, options, **position)
@@ -268,13 +268,13 @@ class BatchCollector:
         plan = self._plan(f"refill-{refill_index}" if refill_index else "step", batch.step)
         title = f"step {batch.step}" + (f", refill {refill_index}" if refill_index else "")
         self._events.batch_started(title, num_groups=len(tasks), group_size=plan.group_size)
-        playing = self._rollouts.groups(
+        running = self._rollouts.groups(
             tasks,
             self._policy,
             plan,
             lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
         )
-        timed_groups = await self._watchdog.guard(playing, f"playing {title}")
+        timed_groups = await self._watchdog.guard(running, f"rolling out {title}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         self._update_faults([timed.group for timed in timed_groups], plan)
         return timed_groups

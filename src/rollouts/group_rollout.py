@@ -207,10 +207,10 @@ class Rollouts:
         except Exception as error:
             logger.exception("%s: the trial could not be created", task.id)
             return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
-        playing = asyncio.ensure_future(trial.run(policy))
+        running = asyncio.ensure_future(trial.run(policy))
         try:
-            await asyncio.wait({playing}, timeout=deadline_s)
-            if not playing.done():
+            await asyncio.wait({running}, timeout=deadline_s)
+            if not running.done():
                 message = f"not finished after {deadline_s:g} s"
                 graded = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
                 if graded is None:
@@ -222,20 +222,20 @@ class Rollouts:
                     message,
                 )
                 return graded
-            if playing.cancelled():  # a call inside the trial cancelled the trial; the run was not cancelled
+            if running.cancelled():  # a call inside the trial cancelled the trial; the run was not cancelled
                 return TrialFailure(
                     task_id=task.id,
                     kind=FailureKind.HARBOR,
                     message="a call inside the trial cancelled the trial",
                 )
-            return playing.result()
+            return running.result()
         except BackendError as error:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
             logger.exception("%s: the trial raised an exception", task.id)
             return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
         finally:
-            await _end(playing, task)
+            await _end(running, task)
 
 
 async def all_results[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
@@ -254,12 +254,12 @@ async def all_results[T](works: Iterable[Coroutine[object, object, T]]) -> list[
     return [task.result() for task in tasks]
 
 
-async def _end(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
+async def _end(running: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
     """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
-    if not playing.done():
-        playing.cancel()
-        await asyncio.wait({playing}, timeout=CLEANING_S)
-        if not playing.done():
+    if not running.done():
+        running.cancel()
+        await asyncio.wait({running}, timeout=CLEANING_S)
+        if not running.done():
             logger.error(
                 "%s: a cancelled trial still runs after %g s; its sandbox is freed when this process ends",
                 task.id,

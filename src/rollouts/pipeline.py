@@ -144,13 +144,13 @@ class Pipeline:
     def __init__(
         self,
         scheduled: Iterable[Scheduled],
-        play: Callable[[Scheduled], Awaitable[TimedGroup]],
+        roll_out: Callable[[Scheduled], Awaitable[TimedGroup]],
         options: PipelineOptions,
         *,
         is_left_out: Callable[[Task], bool],
     ) -> None:
         self._ahead = deque(scheduled)
-        self._play = play
+        self._roll_out = roll_out
         self._options = options
         self._is_left_out = is_left_out
         self._rolling: set[asyncio.Task[TimedGroup]] = set()
@@ -169,8 +169,8 @@ class Pipeline:
         """Cancel all rollouts and wait for their end."""
         self._ahead.clear()  # a group that has just ended must not start another group
         rolling = list(self._rolling)
-        for playing in rolling:
-            playing.cancel()
+        for rollout in rolling:
+            rollout.cancel()
         await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
 
     async def take(self, step: int) -> TimedGroup | None:
@@ -209,9 +209,9 @@ class Pipeline:
                 return
             scheduled = self._ahead.popleft()
             if not self._is_left_out(scheduled.task):
-                playing = asyncio.create_task(self._timed(scheduled))
-                self._rolling.add(playing)
-                playing.add_done_callback(self._on_end)
+                rollout = asyncio.create_task(self._timed(scheduled))
+                self._rolling.add(rollout)
+                rollout.add_done_callback(self._on_end)
 
     def _admission_limit(self) -> int:
         """Return the number of groups that may be rolled out at once.
@@ -243,13 +243,13 @@ class Pipeline:
     async def _timed(self, scheduled: Scheduled) -> TimedGroup:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        finished = await self._play(scheduled)
+        finished = await self._roll_out(scheduled)
         self._durations_s.append(loop.time() - started)
         return finished
 
-    def _on_end(self, playing: asyncio.Task[TimedGroup]) -> None:
-        self._rolling.discard(playing)
-        self._waiting.append(playing)
+    def _on_end(self, rollout: asyncio.Task[TimedGroup]) -> None:
+        self._rolling.discard(rollout)
+        self._waiting.append(rollout)
         self._ended.set()
-        if not playing.cancelled() and playing.exception() is None:
+        if not rollout.cancelled() and rollout.exception() is None:
             self._start_groups()

@@ -98,7 +98,7 @@ class Bench:
 async def test_a_quarantined_task_stays_excluded_after_a_restart(tmp_path):
     bench = Bench(tmp_path, failing="a")
     first = await bench.collect(1, "ab")
-    assert [group.task.id for group in first.played] == ["a", "b"]
+    assert [group.task.id for group in first.rolled_out] == ["a", "b"]
     names = ("tasks/quarantined", "groups/quarantined", "trials/retries")
     assert [first.metrics[name] for name in names] == [1, 0, TRIALS]
     bench.end_step(1)
@@ -123,7 +123,7 @@ async def test_a_single_failed_group_does_not_quarantine_a_task(tmp_path):
 
 async def test_a_batch_without_a_graded_trial_stops_the_run(tmp_path):
     bench = Bench(tmp_path, failing="abc")
-    assert not (await bench.collect(1, "a")).played[0].trajectories
+    assert not (await bench.collect(1, "a")).rolled_out[0].trajectories
     with pytest.raises(TooManyFailuresError, match="none of the 6 trials of step 2"):
         await bench.collect(2, "bc")
 
@@ -156,7 +156,7 @@ async def test_the_curriculum_continues_after_a_restart(tmp_path):
     for step in range(1, 9):
         step_batch = await bench.collect(step, "ab")
         bench.end_step(step)
-        chosen.append([group.task.id for group in step_batch.played])
+        chosen.append([group.task.id for group in step_batch.rolled_out])
         assert bench.journal.groups_of(step) == [(step, name) for name in chosen[-1]] and len(chosen[-1]) == 2
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
@@ -177,7 +177,7 @@ async def test_thompson_refills_prefer_tasks_not_yet_played(tmp_path):
         assert sorted(group.task.id for group in step_batch.to_learn) == ["e", "f"]
         counts = Counter(trial.task.id for trial in bench.source.made)
         assert set(counts.values()) == {TRIALS}, "no task is played twice while unplayed tasks exist"
-        assert len(step_batch.played) == len(counts)
+        assert len(step_batch.rolled_out) == len(counts)
         num_batches = int(step_batch.metrics["dynamic_sampling/batches"])
         purposes = ["step", *(f"refill-{number}" for number in range(1, num_batches))]
         assert {trial.directory.name for trial in bench.source.made} == {
@@ -208,7 +208,7 @@ async def test_a_lost_server_ends_the_wait_for_groups(tmp_path):
         collecting = asyncio.ensure_future(bench.collect(1, "ab"))
         await asyncio.sleep(0)
         bench.lost.set_result("gone")
-        with pytest.raises(ServerLost, match="playing step 1: gone"):
+        with pytest.raises(ServerLost, match="rolling out step 1: gone"):
             await collecting
 
 
@@ -261,7 +261,7 @@ async def test_loaded_rollouts_are_freed_after_their_step(tmp_path):
         await first.collect(1, "ab")
     again = Bench(tmp_path, max_staleness=1)
     async with again.groups.running(batches, UnusedPolicy(0)):
-        assert (await again.collect(1, "ab")).played
+        assert (await again.collect(1, "ab")).rolled_out
         gc.collect()
         assert not any(isinstance(item, FinishedRollout) for item in gc.get_objects())
 

@@ -35,7 +35,7 @@ def test_an_ungraded_group_counts_as_played_without_evidence():
         before.posterior(task("a")).solved,
         before.posterior(task("a")).failed,
     )
-    assert after.posterior(task("a")).last_played == 1
+    assert after.posterior(task("a")).last_rolled_out == 1
 
 
 def test_choice_prefers_rates_near_one_half_and_explores():

@@ -129,7 +129,7 @@ async def test_refills_receive_the_state_after_each_batch():
         return played[index]
 
     def refills(state, num_groups):
-        requests.append((state.num_batches, num_groups - len(state.kept), names(state.played)))
+        requests.append((state.num_batches, num_groups - len(state.kept), names(state.rolled_out)))
         return [task("x")]
 
     filters = FilterOptions(
@@ -177,4 +177,4 @@ async def test_reward_rules_are_applied_before_dynamic_sampling():
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
     # The failure of b has the reward 0, so both rewards of b are 0.
     assert (names(state.kept), state.num_bad) == (["a"], 1)
-    assert state.played == played
+    assert state.rolled_out == played

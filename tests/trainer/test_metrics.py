@@ -7,7 +7,7 @@ from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroRe
 from src.learning.examples import Example
 from src.learning.filters import DropReason
 from src.learning.metrics import batch_metrics, group_metrics, held_out_metrics, token_metrics
-from src.learning.played_groups import num_response_tokens, task_type
+from src.learning.rollout_groups import num_response_tokens, task_type
 from tests.fakes.trials import failure, task, trajectory, turn
 
 

@@ -97,7 +97,7 @@ class Bench(FakeRun):
 @pytest.mark.parametrize(
     ("waits", "message"),
     [
-        (True, "server lost: playing step 4: the server at http://"),
+        (True, "server lost: rolling out step 4: the server at http://"),
         # The message depends on which part of the trainer notices the loss first.
         (False, "server lost: training(: no model session-| step 4: the server at http://)"),
     ],
@@ -172,7 +172,7 @@ async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"playing step 2: the server has passed no health check for heartbeat_timeout_s=0\.5 .*"
+        match=r"rolling out step 2: the server has passed no health check for heartbeat_timeout_s=0\.5 .*"
         "start the server again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)

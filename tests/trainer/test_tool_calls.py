@@ -13,7 +13,7 @@ from src.core.log_setup import set_log_levels
 from src.core.trajectory import Trajectory
 from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
-from src.learning.played_groups import parse_metrics
+from src.learning.rollout_groups import parse_metrics
 from src.policy.tool_messages import describe_tool
 from tests.fakes.trials import trajectory, turn
 

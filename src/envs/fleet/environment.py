@@ -1,4 +1,4 @@
-"""env=fleet: tasks with a verifier, played with the tools of an MCP server. docs/fleet.md describes it.
+"""env=fleet: tasks with a verifier, whose agent uses the tools of an MCP server. docs/fleet.md describes it.
 
 Each trial has a session with the server of its `env_key`. An answer without a tool call is the final answer.
 """

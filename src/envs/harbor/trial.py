@@ -85,7 +85,7 @@ class HarborTrial:
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         try:
-            outcome = await self._play(policy)
+            outcome = await self._run(policy)
         finally:
             directory = await self._limit_directory()
         if not isinstance(outcome, Trajectory):
@@ -117,7 +117,7 @@ class HarborTrial:
             )
             return DirectorySummary(size=0, is_complete=False)
 
-    async def _play(self, policy: Policy) -> Trajectory | TrialFailure:
+    async def _run(self, policy: Policy) -> Trajectory | TrialFailure:
         started = time.monotonic()
         key = uuid.uuid4().hex
         timed_policy = TimedPolicy(policy)

@@ -81,7 +81,7 @@ async def validate(
     report: Callable[[TaskValidation], None],
     method: GradingMethod | None = None,
 ) -> list[TaskValidation]:
-    """Play each task with its solution and with an agent that does nothing.
+    """Run each task with its solution and with an agent that does nothing.
 
     `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
     known. All tasks are graded with `method`. If `method` is None, the grading method of each task depends on
@@ -89,25 +89,25 @@ async def validate(
     """
     slots = asyncio.Semaphore(n_parallel)
 
-    async def play(task: Task, agent: str, method: GradingMethod) -> float | str | None:
+    async def run_task(task: Task, agent: str, method: GradingMethod) -> float | str | None:
         async with slots:
-            return await _play(task, agent, method, environment=environment, directory=directory)
+            return await _run_task(task, agent, method, environment=environment, directory=directory)
 
     async def validate_task(task: Task) -> TaskValidation:
         """Validate one task. If `method` is None, a task is graded FRESH unless grading in place gives its
         solution another reward. In place, the processes are kept only if the reward depends on them."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
-            play(task, "oracle", first),
-            play(task, "nop", first),
-            *([] if method else [play(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
+            run_task(task, "oracle", first),
+            run_task(task, "nop", first),
+            *([] if method else [run_task(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
         )
         assert nop is not None
         if not in_place or in_place[0] == oracle or not isinstance(in_place[0], float):
             return TaskValidation(task=task, oracle=oracle, nop=nop, grading=first)
-        without_processes = await play(task, "oracle", IN_PLACE)
+        without_processes = await run_task(task, "oracle", IN_PLACE)
         grading = IN_PLACE if without_processes == in_place[0] else IN_PLACE_WITH_PROCESSES
-        nop = await play(task, "nop", grading)
+        nop = await run_task(task, "nop", grading)
         assert nop is not None
         return TaskValidation(task=task, oracle=in_place[0], nop=nop, grading=grading)
 
@@ -119,10 +119,10 @@ async def validate(
     return results
 
 
-async def _play(
+async def _run_task(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> float | str | None:
-    """Play a task with one of Harbor's agents. Return its reward, or the reason for a missing reward. Return
+    """Run a task with one of Harbor's agents. Return its reward, or the reason for a missing reward. Return
     None if the agent is the oracle and the task has no solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
@@ -143,5 +143,5 @@ async def _play(
         return f"the trial did not end within {TRIAL_TIMEOUT_S:g} s"
     except VerifierError as error:
         return (result and describe_exception(result)) or str(error)
-    except Exception as error:  # The other tasks are validated even if this one cannot be played.
+    except Exception as error:  # The other tasks are validated even if this one cannot be run.
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A pool of worker processes. The workers of tau2-bench play episodes. The workers of `env=data` compare
+"""A pool of worker processes. The workers of tau2-bench run episodes. The workers of `env=data` compare
 answers with reference answers.
 
 Requests and replies are JSON lines, and every request has a deadline. A worker answers one request at a time.

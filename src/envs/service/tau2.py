@@ -113,8 +113,8 @@ class Tau2Episode:
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Play one answer of the agent. If its calls exceed their deadline and requests of this episode have
-        then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0.
+        """Process one answer of the agent. If its calls exceed their deadline and requests of this episode
+        have then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0.
 
         Raises AgentFault if the worker rejects the calls. Also raises AgentFault if as many workers have
         ended, but the calls ended the last worker in another way than by exceeding their deadline.

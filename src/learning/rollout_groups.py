@@ -1,4 +1,4 @@
-"""The groups of one batch as they were played, and the quantities that metrics are computed from."""
+"""The groups of one batch as they were rolled out, and the quantities that metrics are computed from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from src.learning.filters import is_constant
 SOLVED = 1.0  # a trial with at least this reward is a success
 
 
-class PlayedGroups:
-    """The groups of one batch as they were played, before any filter."""
+class RolloutGroups:
+    """The groups of one batch as they were rolled out, before any filter."""
 
     def __init__(self, groups: Sequence[TrajectoryGroup], *, group_size: int) -> None:
         self.groups = groups
@@ -107,10 +107,10 @@ def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {"reward/parse_failure_rate": failures / max(1, num_answers), "parse/recovered": float(recovered)}
 
 
-def trajectory_metrics(played: PlayedGroups) -> dict[str, list[float]]:
+def trajectory_metrics(rollouts: RolloutGroups) -> dict[str, list[float]]:
     """Return the values of each entry of `Trajectory.metrics`, by name."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in played.trajectories:
+    for trajectory in rollouts.trajectories:
         for name, value in trajectory.metrics.items():
             values[name].append(value)
     return dict(sorted(values.items()))
