@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SDK_MARK = "official_sdk"
-SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
+SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandboxes, or perform whole runs
     *(
         "test_add_a_metric_page",
         "test_analyze",

@@ -75,10 +75,10 @@ def simulate_random_schedules(count: int) -> int:
     for seed in range(count):
         schedule = Schedule.draw(seed)
         with tempfile.TemporaryDirectory() as directory:
-            result = schedule.play(Path(directory) / "run")
+            result = schedule.run(Path(directory) / "run")
         faults = schedule.faults(result)
         num_faulty += bool(faults)
-        num_groups += result.played.total()
+        num_groups += result.rolled_out.total()
         num_discarded += result.num_discarded
         for fault in faults:
             print(f"{schedule}: {fault}")

@@ -55,7 +55,7 @@ async def run_script(
     return result, policy, environment
 
 
-async def play(*args: Any, **options: Any) -> tuple[Trajectory, FakePolicy, ScriptedEnv]:
+async def run_graded(*args: Any, **options: Any) -> tuple[Trajectory, FakePolicy, ScriptedEnv]:
     """Call `run_script` and check that the episode is graded."""
     result, policy, environment = await run_script(*args, **options)
     assert isinstance(result, Trajectory), result

@@ -37,7 +37,7 @@ def remaining_files(tasks: HarborTasks) -> set[str]:
     return {path.name for path in sandbox_directory(tasks.run_label).iterdir()}
 
 
-async def play(
+async def run_trial(
     tmp_path: Path,
     script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]],
     tasks: HarborTasks | None = None,

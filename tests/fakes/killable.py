@@ -79,9 +79,9 @@ class Killer:
 os_write = os.write
 
 
-def play_in_child(path: Path, kill_point: int | None, *options: str) -> int:
-    """Call `play` in a child process. Returns the number of points, or 0 if the child was killed."""
-    return count_in_child(lambda: play(path, kill_point, *options))
+def run_in_child(path: Path, kill_point: int | None, *options: str) -> int:
+    """Call `run_trainer` in a child process. Returns the number of points, or 0 if the child was killed."""
+    return count_in_child(lambda: run_trainer(path, kill_point, *options))
 
 
 def count_in_child(run: Callable[[], int]) -> int:
@@ -130,7 +130,7 @@ def count_writes(killer: Killer) -> None:
     os.write, Path.replace = write, ticking_replace  # type: ignore[assignment]
 
 
-def play(path: Path, kill_point: int | None, *options: str) -> int:
+def run_trainer(path: Path, kill_point: int | None, *options: str) -> int:
     """Run the trainer in `path` and kill this process at `kill_point`. Returns the number of points."""
     killer = Killer(kill_point=kill_point)
     count_writes(killer)
@@ -150,7 +150,7 @@ def play(path: Path, kill_point: int | None, *options: str) -> int:
     source = FakeTasks(
         train=[task(f"say-{number:02d}") for number in range(5)],
         eval=[task("held-1"), task("held-2")],
-        play=sometimes_failing,
+        run_trial=sometimes_failing,
     )
 
     def dependencies(config: TrainerConfig) -> Dependencies:
@@ -207,16 +207,16 @@ def started_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 def faults_of(path: Path, kills: list[int], expected: Outcome, mode: str, *options: str) -> list[str]:
     """Kill a run at each point of `kills` in turn, finish it, and return its faults.
 
-    In every mode, a finished rollout that is lost or played again is a fault. In synchronous mode, each
+    In every mode, a finished rollout that is lost or run again is a fault. In synchronous mode, each
     difference from `expected` is also a fault. In the other modes, the groups of a step depend on timing, so
     the function does not use `expected` and checks how often each task was trained.
     """
     faults = []
     for kill_point in [*kills, None]:
         before, num_records = finished_rollouts(path), len(records(path / "run" / "journal.jsonl"))
-        num_points = play_in_child(path, kill_point, *MODES[mode], *options)
+        num_points = run_in_child(path, kill_point, *MODES[mode], *options)
         if repeated := before & started_since(path, num_records):
-            faults.append(f"{len(repeated)} finished rollouts were played again")
+            faults.append(f"{len(repeated)} finished rollouts were run again")
         if lost := before - finished_rollouts(path):
             faults.append(f"{len(lost)} finished rollouts were lost")
         if num_points:
@@ -250,7 +250,7 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     times. Print every fault and a summary. Return 0 if there is no fault.
     """
     started = time.monotonic()
-    total = play_in_child(directory / "uninterrupted", None, *MODES[mode], *options)
+    total = run_in_child(directory / "uninterrupted", None, *MODES[mode], *options)
     uninterrupted = outcome(directory / "uninterrupted")
     rng = random.Random(seed)
     points = sorted(rng.sample(range(1, total + 1), num_points))

@@ -155,7 +155,7 @@ def write_chats(path: Path, count: int = 9) -> Path:
     return path
 
 
-def play(path: Path, kill_point: int | None, *options: str) -> int:
+def run_sft(path: Path, kill_point: int | None, *options: str) -> int:
     """Run `src.sft` in `path` and kill this process at `kill_point`. Returns the number of points."""
     killer = Killer(kill_point=kill_point)
     data = write_chats(path / "chats.jsonl")
@@ -175,7 +175,7 @@ def main(directory: Path, num_points: int, seed: int, *options: str) -> int:
     times. Compare each run with an uninterrupted run. Return 0 if no run differs and the uninterrupted run
     trained every group exactly once.
     """
-    total = count_in_child(lambda: play(directory / "uninterrupted", None, *options))
+    total = count_in_child(lambda: run_sft(directory / "uninterrupted", None, *options))
     uninterrupted, rng, num_bad = result(directory / "uninterrupted"), random.Random(seed), 0
     chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
     for kills in [
@@ -184,7 +184,7 @@ def main(directory: Path, num_points: int, seed: int, *options: str) -> int:
     ]:
         path = directory / f"kill-{'-'.join(map(str, kills))}"[:60]
         for kill_point in [*kills, None]:
-            if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
+            if count_in_child(lambda path=path, kill_point=kill_point: run_sft(path, kill_point, *options)):
                 break
         if result(path) != uninterrupted:
             num_bad += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
 from src.policy.sampling_policy import Policy, SampleRequest
 
-Play = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
+RunTrial = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
 
 
 def task(name: str) -> Task:
@@ -69,11 +69,11 @@ class FakeTrial:
     directory: Path
     seed: int
     temperature: float
-    play: Play
+    run_trial: RunTrial
     member: int = 0
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
-        return await self.play(self, policy)
+        return await self.run_trial(self, policy)
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class FakeTasks:
 
     train: Sequence[Task]
     eval: Sequence[Task] = ()
-    play: Play = say_a_token
+    run_trial: RunTrial = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
     noop_rewards: dict[str, float] = field(default_factory=dict)  # task -> reward of doing nothing
     num_closed: int = 0
@@ -92,7 +92,12 @@ class FakeTasks:
         self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0
     ) -> FakeTrial:
         trial = FakeTrial(
-            task=task, directory=directory, seed=seed, temperature=temperature, play=self.play, member=member
+            task=task,
+            directory=directory,
+            seed=seed,
+            temperature=temperature,
+            run_trial=self.run_trial,
+            member=member,
         )
         self.made.append(trial)
         return trial

@@ -107,13 +107,13 @@ def unresponsive(
 def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
     """Return tasks whose trials have one turn. The reward of a trial is its seed modulo 2."""
 
-    async def play(trial, policy: Policy) -> Trajectory:
+    async def run_trial(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
             SampleRequest(prompt_ids=[1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed)
         )
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
 
-    return FakeTasks(train=[task(f"t{number}") for number in range(4)], play=play)
+    return FakeTasks(train=[task(f"t{number}") for number in range(4)], run_trial=run_trial)
 
 
 def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:

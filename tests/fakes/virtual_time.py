@@ -129,7 +129,7 @@ class Result:
 
     minutes_per_step: float
     num_steps: int
-    played: Counter[str] = field(default_factory=Counter)  # task -> number of finished groups
+    rolled_out: Counter[str] = field(default_factory=Counter)  # task -> number of finished groups
     trained: Counter[str] = field(default_factory=Counter)  # task -> number of trained groups
     slowest: set[str] = field(default_factory=set)  # the tasks with the longest durations
     ages: list[int] = field(default_factory=list)  # ages of trained tokens, in updates
@@ -137,8 +137,8 @@ class Result:
 
     @property
     def num_discarded(self) -> int:
-        """The number of groups that were played but contributed no token to the training."""
-        return sum((self.played - self.trained).values()) + int(
+        """The number of groups that were rolled out but contributed no token to the training."""
+        return sum((self.rolled_out - self.trained).values()) + int(
             sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics)
         )
 
@@ -170,9 +170,9 @@ def simulate(
     rng = random.Random(seed)
     names = [f"task-{number}" for number in range(num_steps * batch_size)]
     duration_s = {name: 60 * minutes(rng) for name in names}
-    played: Counter[str] = Counter()
+    rolled_out: Counter[str] = Counter()
 
-    async def play(trial, policy):
+    async def run_trial(trial, policy):
         trial_turns = []
         for _ in range(turns):
             await asyncio.sleep(duration_s[trial.task.id] / turns)
@@ -189,12 +189,12 @@ def simulate(
             assert turn.policy_version == version
             trial_turns.append(turn)
         if trial.directory.name.startswith("step"):
-            played[trial.task.id] += 1
+            rolled_out[trial.task.id] += 1
         return trajectory(trial.task.id, 1.0, trial_turns, name=f"{trial.task.id}-{trial.seed}")
 
     backend, client = BanditBackend(), SlowTrainingClient(60 * train_minutes, batch_size)
     backend.training_client = client
-    source = FakeTasks(train=[task(name) for name in names], play=play)
+    source = FakeTasks(train=[task(name) for name in names], run_trial=run_trial)
     required = [
         "tasks_dir=t",
         "eval_split=0",
@@ -220,7 +220,7 @@ def simulate(
     return Result(
         minutes_per_step=elapsed_s / 60 / num_steps,
         num_steps=num_steps,
-        played=played,
+        rolled_out=rolled_out,
         trained=Counter(name for _, name in groups_trained(path).elements()),
         slowest=set(by_duration[-max(1, int(len(names) * SLOWEST)) :]),
         ages=client.ages,
@@ -256,7 +256,7 @@ class Schedule:
             seed=seed,
         )
 
-    def play(self, path: Path) -> Result:
+    def run(self, path: Path) -> Result:
         options = [f"max_staleness={self.max_staleness}", f"max_groups_in_flight={self.groups_in_flight}"]
         if self.stream_groups:
             options += ["stream_groups=true", "loss_reduction=sequence_mean"]
@@ -280,7 +280,7 @@ class Schedule:
             violations.append(f"trained a token {max(result.ages)} updates old")
         if (
             set(result.trained.values()) != {1}
-            or result.trained != result.played
+            or result.trained != result.rolled_out
             or len(result.trained) != 6 * self.batch_size
         ):
             violations.append("not every group was trained exactly once")

@@ -85,7 +85,7 @@ def test_the_loop_on_the_sdk_has_at_most_60_lines() -> None:
     assert len(code) <= 60
 
 
-def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
+def test_training_runs_the_message_environment(url: str, tmp_path: Path) -> None:
     options = ["env=examples.count_up:open_count_up", "model_name=local/quickstart", f"logs_dir={tmp_path}"]
     options += ["tokenizer=datasets/quickstart/model", "backend=skyrl-tx", f"skyrl_tx_url={url}"]
     options += ["max_turns=3", "max_tokens=8", "max_steps=1", "batch_size=2", "group_size=2", "lora_rank=8"]

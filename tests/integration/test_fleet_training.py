@@ -135,17 +135,17 @@ def test_training_continues_if_the_mcp_server_exits_once(url: str, model_dir: Pa
         assert line["trials/graded"] == 16 and line["optim/grad_norm"] > 0
         # The trainer computes the logprobs of the sampled tokens again, in their contexts.
         assert line["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
-        played = trajectories(run, f"step_{step:06d}")
-        assert len(played) == 16
+        trained = trajectories(run, f"step_{step:06d}")
+        assert len(trained) == 16
         for env_key in VERIFIERS:
-            positive = [t.reward for t in played if t.task_id.startswith(env_key) and t.reward > 0]
+            positive = [t.reward for t in trained if t.task_id.startswith(env_key) and t.reward > 0]
             mean = sum(positive) / max(1, len(positive))
             assert line[f"reward/{env_key}/mean_positive_reward"] == pytest.approx(mean)
             assert f"reward/{env_key}/variance_per_prompt" in line
-        for trajectory in played:
+        for trajectory in trained:
             check_tokens(trajectory, chat)
             assert trajectory.reward == expected_reward(trajectory), trajectory.conversation
-        assert sum(t.metrics.get("tool_calls", 0) for t in played) > 0
+        assert sum(t.metrics.get("tool_calls", 0) for t in trained) > 0
 
     evaluated = trajectories(run, "eval_000002")
     for env_key in VERIFIERS:

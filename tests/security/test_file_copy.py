@@ -261,7 +261,7 @@ def open_tasks(**options: object) -> HarborTasks:
     )
 
 
-async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: float = 0.3) -> Trajectory:
+async def run_trial(tasks: HarborTasks, directory: Path, *commands: str, duration: float = 0.3) -> Trajectory:
     policy = ScriptedPolicy(byte_chat(), {"": [answer(*commands, duration=duration), *solving("true")[1:]]})
     outcome = await tasks.trial(tasks.train[0], directory=directory, seed=1, temperature=1.0).run(policy)
     assert isinstance(outcome, Trajectory), outcome
@@ -274,7 +274,7 @@ async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
         "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p "
         "/logs/artifacts; cp big /logs/artifacts"
     )
-    outcome = await play(
+    outcome = await run_trial(
         open_tasks(),
         tmp_path / "jobs" / "step_000001",
         "echo hello > /app/hello.txt",
@@ -298,7 +298,7 @@ async def test_trials_over_the_quota_of_a_run_keep_their_results(
 ) -> None:
     tasks = open_tasks(jobs_quota_gb=2 / 1024)
     commands = ("echo hello > /app/hello.txt", "head -c 1500000 /dev/urandom > /logs/agent/noise")
-    outcomes = [await play(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
+    outcomes = [await run_trial(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 1.0]
     assert [outcome.metrics["essential_files_only"] for outcome in outcomes] == [0.0, 1.0, 1.0]
     directories = {path.parent.parent.name: path for path in (tmp_path / "jobs").rglob("noise")}

@@ -94,7 +94,7 @@ def task(
     return directory
 
 
-async def play(
+async def run_trial(
     tmp_path: Path,
     directory: Path,
     *commands: str,
@@ -102,7 +102,7 @@ async def play(
     environment_type: str = "sandbox",
     **options: object,
 ):
-    """Play one trial, in which the agent types the commands with `wait_s` seconds for each."""
+    """Run one trial, in which the agent types the commands with `wait_s` seconds for each."""
     settings = {
         "environment_type": environment_type,
         "max_turns": 6,
@@ -228,7 +228,7 @@ FORGERIES = {
 async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     test, attack = FORGERIES[name]
     wait_s = 2.0 if "memory" in name else 0.5
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait_s=wait_s
     )
     if name == "a planted reward":  # the verifier of this task never writes a reward
@@ -242,14 +242,14 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     directory = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, directory, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
     directory = task(tmp_path / "verifier", BY_CAT, dockerfile=f"{DOCKERFILE}RUN mkdir /opt/tools\n")
     variables = '[verifier.env]\nPATH = "/opt/tools:/usr/bin:/bin"\n'
     (directory / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{variables}")
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, directory, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
@@ -257,7 +257,7 @@ async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) 
     attack = (
         f"mkdir /app/bin; {shim('cat', directory='/app/bin')}; rm -rf /opt/tools; ln -s /app/bin /opt/tools"
     )
-    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
+    outcome = await run_trial(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
@@ -309,7 +309,7 @@ IMAGE_FORGERIES = {
 async def test_programs_of_the_image_load_no_files_of_the_agent(tmp_path: Path, name: str) -> None:
     instructions, test, attack = IMAGE_FORGERIES[name]
     directory = task(tmp_path / "task", test, dockerfile=DOCKERFILE + instructions)
-    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
+    outcome = await run_trial(tmp_path, directory, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
@@ -331,7 +331,7 @@ async def test_the_verifier_runs_the_standard_library_of_the_task(tmp_path: Path
         f"{DOCKERFILE}RUN python3 -m venv --without-pip /opt/venv\nENV PATH=/opt/venv/bin:/usr/bin:/bin\n"
     )
     directory = task(tmp_path / "task", BY_PYTHON, dockerfile=dockerfile)
-    outcome = await play(tmp_path, directory, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
+    outcome = await run_trial(tmp_path, directory, "printf wrong > /app/answer.txt", OTHER_PYTHON, wait_s=4)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
@@ -414,7 +414,7 @@ async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path,
     command, test = HONEST_WORK[name]
     dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir directory && echo x > directory/x\n"
     dockerfile += "RUN mkdir locked gone && touch locked/a locked/b gone/a && chmod 555 locked gone\n"
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}"
     )
     assert isinstance(outcome, Trajectory), outcome
@@ -426,7 +426,7 @@ async def test_collect_commands_run_before_the_processes_end(tmp_path: Path) -> 
     directory = task(tmp_path / "task", graded_if('[ "$(cat /app/state)" = running ]'))
     collect = "\n[[verifier.collect]]\ncommand = 'kill -0 $(cat /app/pid) && echo running > /app/state'\n"
     (directory / "task.toml").write_text(f"{TASK.format(timeout_s=30)}{collect}")
-    outcome = await play(tmp_path, directory, "sleep 1000 & echo $! > /app/pid")
+    outcome = await run_trial(tmp_path, directory, "sleep 1000 & echo $! > /app/pid")
     assert isinstance(outcome, Trajectory) and outcome.reward == 1.0
 
 
@@ -494,7 +494,7 @@ async def test_a_trial_that_its_agent_breaks_is_graded_0_with_a_reason(
 ) -> None:
     monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
     test, attack, reason = BROKEN_TRIALS[name]
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, task(tmp_path / "task", test, timeout_s=4), attack, environment_kwargs=["storage_mb=64"]
     )
     assert isinstance(outcome, Trajectory), outcome
@@ -507,12 +507,12 @@ async def test_too_many_or_too_large_files_are_graded_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}"
     )
     assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
     monkeypatch.setattr(carried_files, "MAX_BYTES", 1000)
-    outcome = await play(
+    outcome = await run_trial(
         tmp_path,
         task(tmp_path / "large", BY_CAT),
         "printf right > answer.txt; head -c 2000 /dev/zero > large",
@@ -523,7 +523,7 @@ async def test_too_many_or_too_large_files_are_graded_0(
 @in_sandbox
 async def test_a_broken_verifier_gives_a_failure_and_no_reward(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
-        outcome = await play(
+        outcome = await run_trial(
             tmp_path, task(tmp_path / f"task-{number}", test, timeout_s=2), "printf right > answer.txt"
         )
         assert not isinstance(outcome, Trajectory), outcome
@@ -565,7 +565,7 @@ async def test_the_log_reports_the_tasks_per_grading_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+        await run_trial(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert (
         "grading: 1 tasks in a fresh environment, 0 in place "
         "(records of src.envs.validate; tasks without a record: fresh)" in caplog.messages
@@ -693,21 +693,21 @@ def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tr
     for name, (attack, _) in BROKEN_CONTAINER_TRIALS.items():
         trials[name] = ContainerTrial(test=RUN_SH_VERIFIER, commands=(attack,), timeout_s=20)
 
-    async def play_all() -> dict[str, Trajectory | TrialFailure]:
+    async def run_all() -> dict[str, Trajectory | TrialFailure]:
         container_slots = asyncio.Semaphore(CONTAINERS_AT_ONCE)
 
-        async def play_one(trial: ContainerTrial) -> Trajectory | TrialFailure:
+        async def run_one(trial: ContainerTrial) -> Trajectory | TrialFailure:
             directory = tmp_path_factory.mktemp("container")
             task_directory = docker_task(directory / "task", trial.test, timeout_s=trial.timeout_s)
             async with container_slots:
-                return await play(
+                return await run_trial(
                     directory, task_directory, *trial.commands, wait_s=1.0, environment_type="docker"
                 )
 
-        outcomes = await asyncio.gather(*map(play_one, trials.values()))
+        outcomes = await asyncio.gather(*map(run_one, trials.values()))
         return dict(zip(trials, outcomes, strict=True))
 
-    return asyncio.run(play_all())
+    return asyncio.run(run_all())
 
 
 @in_docker
@@ -749,7 +749,7 @@ async def test_too_large_files_in_a_container_are_graded_0(
     directory = docker_task(tmp_path / "task", BY_CAT)
     attack = "mkdir large; truncate -s 300M large/file"
     async with asyncio.timeout(150):  # Docker removes the container only after it has written the archive
-        outcome = await play(tmp_path, directory, attack, wait_s=1.0, environment_type="docker")
+        outcome = await run_trial(tmp_path, directory, attack, wait_s=1.0, environment_type="docker")
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
     assert containers(outcome.trial_name.lower()) == set()
@@ -765,7 +765,7 @@ async def test_a_failure_to_unpack_files_gives_no_reward(
         raise FileExistsError("handed-in")
 
     monkeypatch.setattr(SandboxFiles, "unpack", fail_to_unpack)
-    outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+    outcome = await run_trial(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome
 
 
@@ -785,5 +785,5 @@ async def test_a_failure_to_remove_files_gives_no_reward(
 
     monkeypatch.setattr(SandboxFiles, "unpack", unpack_without_rm)
     directory = task(tmp_path / "task", BY_CAT, dockerfile=f"{DOCKERFILE}RUN touch old.txt\n")
-    outcome = await play(tmp_path, directory, "rm old.txt; printf right > answer.txt")
+    outcome = await run_trial(tmp_path, directory, "rm old.txt; printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome

@@ -56,7 +56,7 @@ class AttackRuns:
         ]
         self._missing_requirements = {where: missing_requirement(where) for where, _ in places}
         self._futures = {
-            place: pool.submit(self._play, *place)
+            place: pool.submit(self._run, *place)
             for place in places
             if self._missing_requirements[place[0]] is None
         }
@@ -67,7 +67,7 @@ class AttackRuns:
             pytest.skip(f"{where} is not available: {reason}")
         return self._futures[where, run_as].result()
 
-    def _play(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
+    def _run(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
         names = [
             attack.name
             for attack in sampled(NUM_ATTACKS, where, run_as)

@@ -5,7 +5,7 @@
 POINTS runs (default 50) are killed once each, and one more run is killed repeatedly. The runs use the real
 trainer and the backend of `tests.fakes.disk_bandit`. MODE is synchronous (the default), asynchronous or
 streaming. A synchronous run must equal an uninterrupted run. In the other modes, each task must be trained
-once per epoch, except the task whose trials always fail. No graded rollout may be lost or played again. The
+once per epoch, except the task whose trials always fail. No graded rollout may be lost or run again. The
 program prints every fault and a summary. The exit status is 1 if there is a fault.
 """
 

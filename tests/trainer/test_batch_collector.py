@@ -41,7 +41,7 @@ class Bench:
     def __init__(self, path, names="abcdef", *, failing="", mixed="", held=(), steps_done=0, **changes):
         self.path, self.failing, self.mixed = path, failing, mixed
         self.release = {name: asyncio.Event() for name in held}
-        self.source = FakeTasks(train=[task(name) for name in names], play=self._play)
+        self.source = FakeTasks(train=[task(name) for name in names], run_trial=self._run_trial)
         self.trial_started: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.reported: list[str] = []
         self.missing: list[str] = []
@@ -65,7 +65,7 @@ class Bench:
         )
         self.groups.update_ended(UnusedPolicy(steps_done))
 
-    async def _play(self, trial, policy):
+    async def _run_trial(self, trial, policy):
         directory = trial.directory / f"{trial.task.id}-{trial.member}"
         directory.mkdir(parents=True, exist_ok=True)
         self.trial_started[trial.task.id].set()
@@ -87,7 +87,7 @@ class Bench:
     def end_step(self, step: int) -> None:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
-    def played(self, *, directory: str = "") -> str:
+    def rolled_out(self, *, directory: str = "") -> str:
         """Return the sorted ids of the tasks that have a trial in a directory whose name contains
         `directory`."""
         return "".join(
@@ -105,7 +105,7 @@ async def test_a_quarantined_task_stays_excluded_after_a_restart(tmp_path):
     for again in (bench, Bench(tmp_path, failing="a", steps_done=1)):
         again.source.made.clear()
         second = await again.collect(2, "ac")
-        assert again.played() in ("c", "")  # In the second iteration, c is loaded from disk.
+        assert again.rolled_out() in ("c", "")  # In the second iteration, c is loaded from disk.
         assert [group.task.id for group in second.to_learn] == ["c"] and [
             second.metrics[name] for name in names
         ] == [1, 1, 0]
@@ -170,13 +170,13 @@ async def test_the_curriculum_continues_after_a_restart(tmp_path):
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
-async def test_thompson_refills_prefer_tasks_not_yet_played(tmp_path):
+async def test_thompson_refills_prefer_tasks_not_yet_rolled_out(tmp_path):
     for step in range(1, 9):
         bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
         step_batch = await bench.collect(step, "ab")
         assert sorted(group.task.id for group in step_batch.to_learn) == ["e", "f"]
         counts = Counter(trial.task.id for trial in bench.source.made)
-        assert set(counts.values()) == {TRIALS}, "no task is played twice while unplayed tasks exist"
+        assert set(counts.values()) == {TRIALS}, "no task is rolled out twice while other tasks are left"
         assert len(step_batch.rolled_out) == len(counts)
         num_batches = int(step_batch.metrics["dynamic_sampling/batches"])
         purposes = ["step", *(f"refill-{number}" for number in range(1, num_batches))]
@@ -186,18 +186,20 @@ async def test_thompson_refills_prefer_tasks_not_yet_played(tmp_path):
     few = Bench(tmp_path / "few", "ab", task_sampling="thompson", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had no differing rewards"):
         await few.collect(1, "ab")
-    assert len(few.source.made) == 5 * 2 * TRIALS, "without unplayed tasks, the same tasks are played again"
+    assert len(few.source.made) == 5 * 2 * TRIALS, (
+        "if no other tasks are left, the same tasks are rolled out again"
+    )
 
 
 async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     bench = Bench(tmp_path / "none", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had no differing rewards"):
         await bench.collect(1, "ab")
-    refills = [bench.played(directory=f"refill-{number}_") for number in range(1, 5)]
+    refills = [bench.rolled_out(directory=f"refill-{number}_") for number in range(1, 5)]
     assert {len(names) for names in refills} == {2} and len(set(refills)) > 1
     bench = Bench(tmp_path / "one", mixed="a", dynamic_sampling="filter")
     await bench.collect(1, "ab")
-    assert len(bench.played(directory="refill-1_")) == 2, (
+    assert len(bench.rolled_out(directory="refill-1_")) == 2, (
         "a refill is a whole batch, even if one group is missing"
     )
 
@@ -228,7 +230,7 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
     again = Bench(tmp_path, failing="c", max_staleness=1, quarantine_after=0)
     async with again.groups.running(batches, UnusedPolicy(0)):
         await again.collect(1, "ab")
-        assert sorted(again.reported) == sorted(bench.reported) and "b" not in again.played()
+        assert sorted(again.reported) == sorted(bench.reported) and "b" not in again.rolled_out()
         again.groups.update_begins()
         again.groups.update_ended(UnusedPolicy(1))
         second = await again.collect(2, "cd")
@@ -240,7 +242,7 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         await again.collect(1, "ab")
 
 
-async def test_an_error_ends_all_groups_that_are_played_again(tmp_path, monkeypatch):
+async def test_an_error_ends_all_groups_that_are_rolled_out_again(tmp_path, monkeypatch):
     first = Bench(tmp_path, max_staleness=1)
     first.journal.batch_fixed(1, [(1, "a"), (1, "b")])
     bench = Bench(tmp_path, held="b", max_staleness=1)
@@ -282,7 +284,9 @@ async def test_groups_of_quarantined_tasks_are_counted_per_step(tmp_path):
             bench.groups.update_begins()
             bench.groups.update_ended(UnusedPolicy(step))
     assert quarantined == [(1, 0, TRIALS), (1, 0, 0), (1, 1, 0)]
-    assert "a" in bench.played(directory="step_000001") and bench.played(directory="step_000003") == "b"
+    assert (
+        "a" in bench.rolled_out(directory="step_000001") and bench.rolled_out(directory="step_000003") == "b"
+    )
 
 
 async def test_a_group_keeps_the_directories_of_other_groups(tmp_path):

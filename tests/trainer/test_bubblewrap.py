@@ -221,7 +221,7 @@ async def main(label, marker):
     ]
     for box in boxes:
         await box.run(f"tmux new-session -d 'sleep {marker}'; setsid sleep {marker} >/dev/null 2>&1 &")
-    print("playing", flush=True)
+    print("running", flush=True)
     await asyncio.gather(*(box.run(f"trap '' TERM HUP; sleep {marker}") for box in boxes))
 
 asyncio.run(main(*sys.argv[1:]))
@@ -233,7 +233,7 @@ def test_kill_9_of_the_trainer_leaves_no_sandbox() -> None:
     mounts_before = mounts()
     trainer = subprocess.Popen([sys.executable, "-c", CHILD, label, marker], stdout=subprocess.PIPE, cwd=ROOT)
     try:
-        assert trainer.stdout is not None and trainer.stdout.readline() == b"playing\n"
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"running\n"
         assert len(processes_with(marker)) >= 6
         assert label not in remove_ended_runs(), "the directory of a live run was removed"
     finally:

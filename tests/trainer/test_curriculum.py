@@ -28,7 +28,7 @@ def test_evidence_accumulates_and_decays():
     assert state.posterior(task("b")).mean == 0.5
 
 
-def test_an_ungraded_group_counts_as_played_without_evidence():
+def test_an_ungraded_group_counts_as_rolled_out_without_evidence():
     before = Curriculum().after([group("a", 1, 0)])
     after = before.after([group("a")])
     assert (after.posterior(task("a")).solved, after.posterior(task("a")).failed) == (

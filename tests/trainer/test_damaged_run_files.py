@@ -90,7 +90,7 @@ class BanditRun(FakeRun):
         source = FakeTasks(
             train=[task(f"say-{n}") for n in range(4)],
             eval=[task("held-0"), task("held-1")],
-            play=say_a_token,
+            run_trial=say_a_token,
         )
         super().__init__(path, lambda config: Dependencies(source=source, backend=BanditBackend()))
 

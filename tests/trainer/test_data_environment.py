@@ -48,7 +48,7 @@ def opened(*options: str) -> TaskSource:
     return open_task_source(config, byte_chat())
 
 
-async def play(source: TaskSource, *answers: str) -> Trajectory:
+async def run_trial(source: TaskSource, *answers: str) -> Trajectory:
     trial = source.trial(source.train[0], directory=Path("unused"), seed=1, temperature=1.0)
     result = await trial.run(FakePolicy(byte_chat(), answers))
     assert isinstance(result, Trajectory), result
@@ -65,8 +65,8 @@ async def test_a_file_like_gsm8k_needs_only_data_and_reward(tmp_path: Path):
     task = source.train[0]
     number = int(re.findall(r"\d+", task.instruction)[0])
     assert task.id == f"sums-{number + 1:05d}"
-    right = await play(source, f"<think>7 and 8</think>It is ${7 * number}.00")
-    wrong = await play(source, f"{7 * number}, no: 3")
+    right = await run_trial(source, f"<think>7 and 8</think>It is ${7 * number}.00")
+    wrong = await run_trial(source, f"{7 * number}, no: 3")
     assert (right.reward, wrong.reward, right.stop_reason) == (1.0, 0.0, StopReason.STOP)
     assert right.conversation[0] == {"role": "user", "content": task.instruction}
 
@@ -129,17 +129,17 @@ async def test_later_user_messages_are_sent_one_by_one(tmp_path: Path):
     turns = [{"role": "user", "content": text} for text in ("Say 1.", "Now 2.", "Now 3.")]
     path = written(tmp_path / "turns.jsonl", {"messages": turns, "answer": "3"})
     source = opened(f"data={path}", "reward=exact", "eval_split=0")
-    result = await play(source, "1", "2", "3")
+    result = await run_trial(source, "1", "2", "3")
     contents = [message["content"] for message in result.conversation]
     assert contents == ["Say 1.", "1", "Now 2.", "2", "Now 3.", "3"] and result.reward == 1.0
-    assert (await play(source, "3", "3", "2")).reward == 0.0  # the last answer is graded
+    assert (await run_trial(source, "3", "3", "2")).reward == 0.0  # the last answer is graded
 
 
 @pytest.mark.parametrize("option", ["max_answers", "attempts"])  # the second is the former name
 async def test_max_answers_lets_the_agent_try_again(tmp_path: Path, option: str):
     path = written(tmp_path / "a.jsonl", GSM8K[1])
     source = opened(f"data={path}", "reward=number", f"environment_kwargs={option}=2", "eval_split=0")
-    results = [await play(source, *answers) for answers in (["7"], ["6", "7"], ["6", "5"])]
+    results = [await run_trial(source, *answers) for answers in (["7"], ["6", "7"], ["6", "5"])]
     assert [(len(result.turns), result.reward) for result in results] == [(1, 1.0), (2, 1.0), (2, 0.0)]
 
 
@@ -147,7 +147,7 @@ async def test_a_system_message_comes_from_a_file(tmp_path: Path):
     (tmp_path / "system.txt").write_text("Answer with a number, nothing else.\n")
     path = written(tmp_path / "a.jsonl", {"q": "1+1?", "a": "2"})
     options = f"environment_kwargs=system={tmp_path / 'system.txt'},question=q,answer=a"
-    result = await play(opened(f"data={path}", "reward=exact", options, "eval_split=0"), "2")
+    result = await run_trial(opened(f"data={path}", "reward=exact", options, "eval_split=0"), "2")
     assert result.conversation[0] == {"role": "system", "content": "Answer with a number, nothing else."}
     assert result.reward == 1.0
 
@@ -198,7 +198,7 @@ async def test_an_endless_comparison_gives_reward_0(tmp_path, monkeypatch, rewar
         f"reward={reward}",
         "eval_split=0",
     )
-    result = await play(source, answer)
+    result = await run_trial(source, answer)
     assert (result.reward, result.zero_reason) == (0.0, ZeroReason.VERIFIER_TIMEOUT)
     await source.close()
 
@@ -233,19 +233,19 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_function_of_the_user_grades_and_replies(tmp_path: Path):
     path = written(tmp_path / "a.jsonl", {"question": "?", "answer": "b", "longest": 8, "hint": "letters"})
     assert (
-        await play(opened(f"data={path}", "reward=my_rewards:length", "eval_split=0"), "four")
+        await run_trial(opened(f"data={path}", "reward=my_rewards:length", "eval_split=0"), "four")
     ).reward == 0.5
-    result = await play(opened(f"data={path}", "reward=my_rewards:hint", "eval_split=0"), "a", "b")
+    result = await run_trial(opened(f"data={path}", "reward=my_rewards:hint", "eval_split=0"), "a", "b")
     assert result.turn_rewards == [0.25, 1.0] and result.metrics["hints"] == 0
     assert result.conversation[2] == {"role": "user", "content": "Think of letters"}
-    broken = await play(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
+    broken = await run_trial(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
     assert (broken.reward, broken.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
     for name, returned in (
         ("nothing", "None"),
         ("no_reward", "{'score': 1}"),
         ("text", "{'reward': 1, 'info': 'x'}"),
     ):
-        result = await play(opened(f"data={path}", f"reward=my_rewards:{name}", "eval_split=0"), "a")
+        result = await run_trial(opened(f"data={path}", f"reward=my_rewards:{name}", "eval_split=0"), "a")
         expected = f"TypeError: the function of reward= returned {returned}; return a number, or a mapping"
         assert result.zero_detail.startswith(expected)
 

@@ -103,9 +103,9 @@ def test_lines_of_one_task_are_grouped_by_task_key(tmp_path):
     members = [
         replace(trajectory("copy-01", 1.0, TURNS), trial_name=f"t{n}", member=n, seed=7 + n) for n in (0, 1)
     ]
-    played = TrajectoryGroup(task=task("copy-01"), trajectories=members)
-    dump_evaluation(tmp_path, 0, [played], {}, decode, env_class="harbor")
-    dump_examples(tmp_path, 1, [played], decode)
+    evaluated = TrajectoryGroup(task=task("copy-01"), trajectories=members)
+    dump_evaluation(tmp_path, 0, [evaluated], {}, decode, env_class="harbor")
+    dump_examples(tmp_path, 1, [evaluated], decode)
     dumped = lines(tmp_path / "dumped_evals" / "global_step_0_evals" / "copy.jsonl")
     examples = lines(tmp_path / "training_examples" / "step_1_examples.jsonl")
     names = ("task_key", "data_source", "trial", "member", "seed")
@@ -125,8 +125,8 @@ def test_dumped_tool_calls_are_json_objects():
     ]
     calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}]
     fields = {1: {"content": "", "tool_calls": calls}, 2: {"name": "f", "tool_call_id": "call_1"}}
-    played = replace(trajectory(turns=TURNS), conversation=messages, tool_fields=fields)
-    assert conversation(played, decode) == [
+    result = replace(trajectory(turns=TURNS), conversation=messages, tool_fields=fields)
+    assert conversation(result, decode) == [
         messages[0],
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "here", "name": "f", "tool_call_id": "call_1"},
@@ -159,9 +159,9 @@ def test_conversations_have_no_sampled_special_tokens():
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant", "content": "f<｜tool▁sep｜>{}<｜end▁of▁sentence｜>"},
     ]
-    played = trajectory(turns=TURNS)
-    played.conversation.extend(messages)
-    assert conversation(played, decode) == [
+    result = trajectory(turns=TURNS)
+    result.conversation.extend(messages)
+    assert conversation(result, decode) == [
         {"role": "assistant", "content": "Hi there"},
         messages[1],
         {"role": "assistant", "content": "f<｜tool▁sep｜>{}"},

@@ -122,11 +122,11 @@ def test_a_refill_depends_only_on_seed_step_and_index():
 
 
 async def test_refills_receive_the_state_after_each_batch():
-    played = {0: [*good("a"), *bad("b")], 1: bad("c"), 2: good("d")}
+    batches = {0: [*good("a"), *bad("b")], 1: bad("c"), 2: good("d")}
     requests = []
 
-    async def play(tasks, index):
-        return played[index]
+    async def run_tasks(tasks, index):
+        return batches[index]
 
     def refills(state, num_groups):
         requests.append((state.num_batches, num_groups - len(state.kept), names(state.rolled_out)))
@@ -138,7 +138,9 @@ async def test_refills_receive_the_state_after_each_batch():
         failed_trial_reward=None,
         apply_overlong_filtering="off",
     )
-    state = await sample_groups(play, [task("a"), task("b")], refills, settings("filter"), filters, step=1)
+    state = await sample_groups(
+        run_tasks, [task("a"), task("b")], refills, settings("filter"), filters, step=1
+    )
     assert requests == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
     assert names(state.kept) == ["a", "d"]
 
@@ -146,10 +148,10 @@ async def test_refills_receive_the_state_after_each_batch():
 @pytest.mark.parametrize(("mode", "kept"), [("filter", ["a", "c"]), ("replace", ["a", "a"])])
 async def test_a_group_below_min_group_size_takes_no_place(mode, kept):
     small = replace(group("b", 1, 0), failures=[failure()])
-    played = {0: [group("a", 1, 0, 0), small], 1: [group("c", 1, 1, 0)]}
+    batches = {0: [group("a", 1, 0, 0), small], 1: [group("c", 1, 1, 0)]}
 
-    async def play(tasks, index):
-        return played[index]
+    async def run_tasks(tasks, index):
+        return batches[index]
 
     filters = FilterOptions(
         remove_constant_reward_groups=False,
@@ -158,15 +160,15 @@ async def test_a_group_below_min_group_size_takes_no_place(mode, kept):
         apply_overlong_filtering="off",
     )
     tasks = [task("a"), task("b")]
-    state = await sample_groups(play, tasks, lambda *_: [task("c")], settings(mode), filters, step=1)
+    state = await sample_groups(run_tasks, tasks, lambda *_: [task("c")], settings(mode), filters, step=1)
     assert names(state.kept) == kept and state.num_bad == 1
 
 
 async def test_reward_rules_are_applied_before_dynamic_sampling():
-    played = [group("a", 1), replace(group("b", 0), failures=[failure()])]
+    groups = [group("a", 1), replace(group("b", 0), failures=[failure()])]
 
-    async def play(tasks, index):
-        return played
+    async def run_tasks(tasks, index):
+        return groups
 
     filters = FilterOptions(
         remove_constant_reward_groups=False,
@@ -174,7 +176,7 @@ async def test_reward_rules_are_applied_before_dynamic_sampling():
         failed_trial_reward=0,
         apply_overlong_filtering="off",
     )
-    state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
+    state = await sample_groups(run_tasks, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
     # The failure of b has the reward 0, so both rewards of b are 0.
     assert (names(state.kept), state.num_bad) == (["a"], 1)
-    assert state.rolled_out == played
+    assert state.rolled_out == groups

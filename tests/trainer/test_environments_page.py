@@ -48,8 +48,8 @@ def higher_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: Chat) ->
     return open_task_source(parse(OPTIONS), chat)
 
 
-async def play(source: TaskSource, policy: FakePolicy, directory: Path) -> Trajectory:
-    """Play a trial of the task whose secret number is 6."""
+async def run_trial(source: TaskSource, policy: FakePolicy, directory: Path) -> Trajectory:
+    """Run a trial of the task whose secret number is 6."""
     task = next(task for task in (*source.train, *source.eval) if task.id == "guess-6")
     result = await source.trial(task, directory=directory, seed=1, temperature=1.0).run(policy)
     assert isinstance(result, Trajectory)
@@ -78,18 +78,18 @@ def test_the_message_environment_has_held_out_tasks(higher_lower):
     ],
 )
 async def test_the_message_environment_is_graded(answers, reward, stop_reason, higher_lower, chat, tmp_path):
-    result = await play(higher_lower, FakePolicy(chat, answers), tmp_path)
+    result = await run_trial(higher_lower, FakePolicy(chat, answers), tmp_path)
     assert (result.reward, result.stop_reason) == (reward, stop_reason)
 
 
 async def test_the_message_environment_gives_hints(higher_lower, chat, tmp_path):
-    result = await play(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
+    result = await run_trial(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
     hints = [message["content"] for message in result.conversation if message["role"] == "user"]
     assert hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."]
 
 
 async def test_the_message_environment_reports_metrics(higher_lower, chat, tmp_path):
-    result = await play(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
+    result = await run_trial(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
     assert result.metrics["guesses"] == 3
 
 

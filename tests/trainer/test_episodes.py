@@ -109,7 +109,7 @@ async def test_the_training_loop_trains_on_episodes(tmp_path, options):
     assert metrics[-1]["test/env/all/reward/total"] > 0.9
 
 
-async def test_episodes_are_played_while_training(tmp_path):
+async def test_episodes_run_while_training(tmp_path):
     metrics = await EpisodesRun(tmp_path).trained(
         "n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo"
     )

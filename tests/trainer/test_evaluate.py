@@ -58,7 +58,7 @@ class Bench:
         self.path = path / "evaluation"
         self.text = io.StringIO()
         self.opened = []
-        self.played = 0
+        self.num_trials = 0
         self.policies = []
         self._solves, self.lost = solves, lost
         self._iterations = iterations
@@ -75,8 +75,8 @@ class Bench:
         self.opened.append(checkpoint)
         members = {}
 
-        async def play(trial, policy):
-            self.played += 1
+        async def run_trial(trial, policy):
+            self.num_trials += 1
             self.policies.append(policy)
             for _ in range(self._iterations):
                 await asyncio.sleep(0)
@@ -85,12 +85,12 @@ class Bench:
             if (trial.task.id, member) in self.lost:
                 return failure(trial.task.id, FailureKind.BACKEND, "gone")
             reward = float(self._solves(checkpoint, trial.task.id, member))
-            played = trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
-            return replace(played, metrics=self.metrics)
+            result = trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
+            return replace(result, metrics=self.metrics)
 
         yield PolicyAndTasks(
             policy=UnusedPolicy(0),
-            source=FakeTasks(train=self.tasks, play=play, noop_rewards=self.noop_rewards),
+            source=FakeTasks(train=self.tasks, run_trial=run_trial, noop_rewards=self.noop_rewards),
         )
 
     def results(self, name="results.json"):
@@ -141,16 +141,16 @@ async def test_an_evaluation_does_not_continue_with_other_content(tmp_path):
         ConfigError, match=r"the content of say-00 has changed since the evaluation in .*; giv"
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
-    bench.tasks, bench.played = TASKS, 0
+    bench.tasks, bench.num_trials = TASKS, 0
     await bench.go("n_samples=4", "trial_attempts=1")
-    assert bench.played == 4  # the ungraded trials
+    assert bench.num_trials == 4  # the ungraded trials
 
 
 async def test_a_wrong_comparison_is_refused_before_any_trial(tmp_path):
     bench = Bench(tmp_path, first_half)
     with pytest.raises(ConfigError, match="none is neither a tinker:// path nor a run directory"):
         await bench.go(f"compare_with={tmp_path}/none")
-    assert bench.played == 0
+    assert bench.num_trials == 0
 
 
 @pytest.mark.seed_behaviour(80)
@@ -280,13 +280,13 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
         TooManyFailuresError, match=r"24 of 32 trials are ungraded, more than max_failure_rate=0.5"
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
-    bench.lost, bench.played = (), 0
+    bench.lost, bench.num_trials = (), 0
     # The second call continues the evaluation. The server may have another address. Version 0.1 saved the
     # value of TAU2_HOME for every environment.
     path = bench.path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tau2_home": "/tau2"}))
     await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")
-    assert bench.played == 24
+    assert bench.num_trials == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
     with pytest.raises(ConfigError, match="belongs to another evaluation"):
         await bench.go("n_samples=8", "trial_attempts=1")

@@ -169,7 +169,7 @@ def test_terminal_trials_train_the_sampled_tokens(
 
 
 async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int:
-    """Play the events and return how many of them rewrote the history."""
+    """Apply the events and return how many of them rewrote the history."""
     conversation, rewrites = HarborChat(llm), 0
     try:
         for event in events:

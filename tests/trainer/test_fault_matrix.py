@@ -84,10 +84,12 @@ class Bench(FakeRun):
         self.stuck_seeds = set()  # Sampling never returns for the trials with these seeds.
         self._before_trial, self._before_call = before_trial, before_call
         self.source = FakeTasks(
-            train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play
+            train=[task(f"say-{n}") for n in range(6)],
+            eval=[task("held-1"), task("held-2")],
+            run_trial=self._run_trial,
         )
 
-    async def _play(self, trial, policy):
+    async def _run_trial(self, trial, policy):
         self.open_sandboxes += 1
         self.num_started += 1
         self.max_open = max(self.max_open, self.open_sandboxes)

@@ -102,9 +102,9 @@ def test_long_messages_of_tools_and_users_keep_the_reward():
     turns = [turn([1] * 9, [2]), turn([1] * 9 + [2] + [3] * 9, [4])]  # 9 tokens of the user, then 9 of a tool
     messages = [{"role": "user", "content": "u" * 9}, {"role": "assistant", "content": "a"}]
     messages += [{"role": "tool", "content": "t" * 9}, {"role": "assistant", "content": "b"}]
-    played = replace(trajectory(reward=1, turns=turns), conversation=messages)
+    result = replace(trajectory(reward=1, turns=turns), conversation=messages)
     rules = settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
-    [after] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=[played])], rules)
+    [after] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=[result])], rules)
     assert after.rewards == [1]
 
 

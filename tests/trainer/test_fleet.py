@@ -51,7 +51,9 @@ def opened(url: str, *rows: dict[str, object], directory: Path, options: str = H
     )
 
 
-async def play(url: str, *answers: str, directory: Path, row: dict[str, object] | None = None, **options):
+async def run_trial(
+    url: str, *answers: str, directory: Path, row: dict[str, object] | None = None, **options
+):
     source = await asyncio.to_thread(opened, url, row or task_row(), directory=directory, **options)
     policy = FakePolicy(byte_chat(), answers)
     try:
@@ -74,14 +76,14 @@ def results(result: Trajectory | TrialFailure) -> list[str]:
 @pytest.mark.seed_behaviour(140)
 async def test_calls_change_the_state_that_the_verifier_reads(server: str, tmp_path: Path, env_key: str):
     row = task_row(env_key=env_key)
-    result = await play(server, ADD, "Done.", directory=tmp_path, row=row)
+    result = await run_trial(server, ADD, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, Trajectory) and (result.reward, result.zero_reason) == (0.8, None)
     assert results(result) == ['{"item":"W1","units":8}']
     assert result.tool_fields[2]["tool_calls"] and result.metrics["tool_calls"] == 1
 
 
 async def test_the_agent_sees_all_tools_except_hidden_ones(server: str, tmp_path: Path):
-    result = await play(server, "Done.", directory=tmp_path)
+    result = await run_trial(server, "Done.", directory=tmp_path)
     assert isinstance(result, Trajectory)
     system = str(result.conversation[0]["content"])
     assert "\n- add_stock(item: string, units: integer): Add units of an item." in system
@@ -90,13 +92,13 @@ async def test_the_agent_sees_all_tools_except_hidden_ones(server: str, tmp_path
 
 
 async def test_each_trial_has_its_own_state(server: str, tmp_path: Path):
-    rewards = [await play(server, ADD, "Done.", directory=tmp_path) for _ in range(2)]
+    rewards = [await run_trial(server, ADD, "Done.", directory=tmp_path) for _ in range(2)]
     assert [result.reward for result in rewards if isinstance(result, Trajectory)] == [0.8, 0.8]
 
 
 async def test_all_calls_of_an_answer_can_be_executed(server: str, tmp_path: Path):
     both = f"[{ADD}, {ADD}]"
-    result = await play(
+    result = await run_trial(
         server, both, "Done.", directory=tmp_path, options=f"{HIDDEN},parallel_tool_calls=true"
     )
     assert isinstance(result, Trajectory) and (result.reward, len(results(result))) == (1.1, 2)
@@ -104,7 +106,7 @@ async def test_all_calls_of_an_answer_can_be_executed(server: str, tmp_path: Pat
 
 async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
     code = "async def verify(env, final_answer): return final_answer == env.task['prompt']"
-    result = await play(server, "Add 3 units of W1.", directory=tmp_path, row=task_row(code))
+    result = await run_trial(server, "Add 3 units of W1.", directory=tmp_path, row=task_row(code))
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
@@ -126,7 +128,9 @@ async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
 )
 async def test_a_failed_call_is_text_for_the_agent(server: str, tmp_path: Path, answer: str, text: str):
     options = f"{HIDDEN},call_timeout_s={3 if 'hang' in answer else 60}"
-    result = await play(server, answer, ADD, "Done.", directory=tmp_path, options=options, row=task_row())
+    result = await run_trial(
+        server, answer, ADD, "Done.", directory=tmp_path, options=options, row=task_row()
+    )
     assert isinstance(result, Trajectory) and results(result)[0].startswith(text)
     assert result.reward == 0.8  # the session still works
     assert result.metrics["tool_errors"] == text.startswith("Error")
@@ -145,7 +149,7 @@ async def test_a_lost_server_is_an_infrastructure_failure(
 ):
     monkeypatch.setattr(mcp_session, "PING_TIMEOUT_S", 0.5)
     with mcp_server() as server:
-        result = await play(server, call(tool), directory=tmp_path, options=f"{HIDDEN},call_timeout_s=3")
+        result = await run_trial(server, call(tool), directory=tmp_path, options=f"{HIDDEN},call_timeout_s=3")
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_SERVER
     assert f"{server}/shop/mcp {problem}" in result.message and "\n" not in result.message
 
@@ -168,7 +172,7 @@ async def test_a_verifier_without_a_reward_gives_zero(
     server: str, tmp_path: Path, code: str, reason: ZeroReason
 ):
     options = f"{HIDDEN},verifier_timeout_s={0.5 if 'while' in code else 60}"
-    result = await play(server, ADD, "Done.", directory=tmp_path, row=task_row(code), options=options)
+    result = await run_trial(server, ADD, "Done.", directory=tmp_path, row=task_row(code), options=options)
     assert isinstance(result, Trajectory) and (result.reward, result.zero_reason) == (0.0, reason)
 
 
@@ -177,7 +181,7 @@ async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, to
     options = f"{HIDDEN},call_timeout_s=3"
     row = task_row(f"def verify(env): return env.call_tool('{tool}')")
     with mcp_server() as server:
-        result = await play(server, "Done.", directory=tmp_path, row=row, options=options)
+        result = await run_trial(server, "Done.", directory=tmp_path, row=row, options=options)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_SERVER
 
 
@@ -196,7 +200,7 @@ async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, to
 async def test_a_verifier_reaches_nothing_of_the_host(server: str, tmp_path: Path, attempt: str):
     line = attempt.replace("PORT", server.rpartition(":")[2])
     code = f"def verify(env):\n    try:\n        {line}\n    except Exception as error:\n        return 1\n"
-    result = await play(server, "Done.", directory=tmp_path, row=task_row(code))
+    result = await run_trial(server, "Done.", directory=tmp_path, row=task_row(code))
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
@@ -309,7 +313,7 @@ def test_a_machine_without_a_sandbox_gives_a_one_line_error(
 
 async def test_a_killed_verifier_is_an_infrastructure_failure(server: str, tmp_path: Path):
     row = task_row("import os\ndef verify(env): os.kill(os.getpid(), 9)")
-    result = await play(server, "Done.", directory=tmp_path, row=row)
+    result = await run_trial(server, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_ERROR
     assert "the verifier was killed; the machine may lack memory" in result.message
 
@@ -329,5 +333,5 @@ async def test_a_verifier_cannot_call_tools_forever(
 ):
     monkeypatch.setattr(verifier, "MAX_CALLS", 3)
     row = task_row("def verify(env):\n    while True: env.call_tool('export_stock')")
-    result = await play(server, "Done.", directory=tmp_path, row=row)
+    result = await run_trial(server, "Done.", directory=tmp_path, row=row)
     assert isinstance(result, Trajectory) and result.zero_reason is ZeroReason.VERIFIER_ERROR

@@ -21,9 +21,9 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(
+async def run_groups(
     tmp_path,
-    play_trial,
+    run_trial,
     *,
     tasks=(A, B),
     parallel=8,
@@ -33,7 +33,7 @@ async def play(
     source_class=FakeTasks,
     **changes,
 ):
-    source = source_class(train=tasks, play=play_trial)
+    source = source_class(train=tasks, run_trial=run_trial)
     reported = []
     settings = RolloutOptions(
         n_parallel_envs=parallel,
@@ -58,7 +58,7 @@ async def test_groups_keep_the_order_of_the_tasks_and_every_member(tmp_path):
         await asyncio.sleep(0.02 if trial.task is A else 0)
         return await succeed(trial, policy)
 
-    groups, made, reported = await play(tmp_path, slow_a)
+    groups, made, reported = await run_groups(tmp_path, slow_a)
     assert [(group.task.id, group.rewards) for group in groups] == [("a", [1, 1]), ("b", [1, 1])]
     assert [finished.group.task.id for finished in reported] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
@@ -70,24 +70,24 @@ async def test_groups_keep_the_order_of_the_tasks_and_every_member(tmp_path):
 
 
 async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
-    await play(tmp_path, succeed)
-    groups, made, reported = await play(tmp_path, succeed)
+    await run_groups(tmp_path, succeed)
+    groups, made, reported = await run_groups(tmp_path, succeed)
     assert (
         not made
         and [group.rewards for group in groups] == [[1, 1], [1, 1]]
         and [finished.duration_s for finished in reported] == [0, 0]
     )
-    _, made, _ = await play(tmp_path, succeed, seed=1)
+    _, made, _ = await run_groups(tmp_path, succeed, seed=1)
     assert len(made) == 4
 
 
 @pytest.mark.seed_behaviour(147)
 async def test_trajectories_have_their_member_and_seed(tmp_path):
-    [group, _], made, _ = await play(tmp_path, succeed)
+    [group, _], made, _ = await run_groups(tmp_path, succeed)
     seeds = {(trial.task.id, trial.member): trial.seed for trial in made}
     named = [(trajectory.member, trajectory.seed) for trajectory in group.trajectories]
     assert named == [(member, seeds[group.task.id, member]) for member in (0, 1)]
-    [again, _], _, _ = await play(tmp_path, succeed)
+    [again, _], _, _ = await run_groups(tmp_path, succeed)
     assert again.trajectories == group.trajectories  # from disk
 
 
@@ -96,7 +96,7 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
         await asyncio.sleep(0.02)
         return await succeed(trial, policy)
 
-    _, _, [finished] = await play(tmp_path, slow, tasks=(A,), parallel=1)
+    _, _, [finished] = await run_groups(tmp_path, slow, tasks=(A,), parallel=1)
     assert finished.duration_s >= 0.03
 
 
@@ -112,7 +112,7 @@ async def test_concurrent_trials_stay_within_the_limit(tmp_path):
         running -= 1
         return await succeed(trial, policy)
 
-    await play(tmp_path, count, parallel=3, group_size=5)
+    await run_groups(tmp_path, count, parallel=3, group_size=5)
     assert max_running == 3
 
 
@@ -131,7 +131,7 @@ async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, 
     async def fail_a(trial, policy):
         return failure("a", kind) if trial.task is A else await succeed(trial, policy)
 
-    groups, made, reported = await play(tmp_path, fail_a, group_size=1)
+    groups, made, reported = await run_groups(tmp_path, fail_a, group_size=1)
     seeds_of_a = [trial.seed for trial in made if trial.task is A]
     assert len(seeds_of_a) == tries and len(set(seeds_of_a)) == 1
     assert {finished.group.task.id: finished.num_retries for finished in reported} == {"a": tries - 1, "b": 0}
@@ -152,7 +152,7 @@ async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
         times.append(loop.time())
         return failure("a")
 
-    await play(tmp_path, fail, tasks=(A,), group_size=1, wait=0.02)
+    await run_groups(tmp_path, fail, tasks=(A,), group_size=1, wait=0.02)
     assert times[1] - times[0] >= 0.019
 
 
@@ -160,7 +160,7 @@ async def test_a_backend_error_is_an_infrastructure_failure(tmp_path):
     async def lose(trial, policy):
         raise BackendError("gone")
 
-    [group], made, _ = await play(tmp_path, lose, tasks=(A,), group_size=1)
+    [group], made, _ = await run_groups(tmp_path, lose, tasks=(A,), group_size=1)
     assert [(failed.kind, failed.message) for failed in group.failures] == [
         (FailureKind.BACKEND, "gone")
     ] and len(made) == 2
@@ -175,7 +175,7 @@ async def test_a_retried_trial_can_succeed(tmp_path):
             return failure("a")
         return await succeed(trial, policy)
 
-    [group], _, _ = await play(tmp_path, fail_first, tasks=(A,))
+    [group], _, _ = await run_groups(tmp_path, fail_first, tasks=(A,))
     assert group.rewards == [1, 1] and not group.failures
 
 
@@ -191,7 +191,7 @@ async def test_a_trial_past_its_deadline_is_cancelled_and_counted(tmp_path):
             await asyncio.sleep(0.02)  # stopping a sandbox takes time
             cancelled_trials.append(trial)
 
-    groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
+    groups, _, _ = await run_groups(tmp_path, hang, deadline=0.01, group_size=1)
     assert groups[0].failures[0].kind is FailureKind.TIMEOUT
     assert groups[0].failures[0].message == "not finished after 0.01 s"
     assert len(cancelled_trials) == 1
@@ -203,7 +203,7 @@ async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
             raise KeyError("oops")
         return await succeed(trial, policy)
 
-    groups, _, _ = await play(tmp_path, break_a, group_size=1)
+    groups, _, _ = await run_groups(tmp_path, break_a, group_size=1)
     [failed] = groups[0].failures
     assert failed.kind == FailureKind.HARBOR
     assert failed.message.startswith("KeyError: 'oops' (tests/trainer/test_group_rollout.py:")
@@ -217,7 +217,7 @@ async def test_an_exception_when_a_trial_is_created_is_its_failure(tmp_path):
                 raise KeyError("oops")
             return super().trial(task, **options)
 
-    groups, _, _ = await play(tmp_path, succeed, group_size=1, source_class=BrokenTasks)
+    groups, _, _ = await run_groups(tmp_path, succeed, group_size=1, source_class=BrokenTasks)
     assert [failure.kind for failure in groups[0].failures] == [FailureKind.HARBOR]
     assert groups[1].rewards == [1]
 
@@ -230,7 +230,7 @@ async def test_without_a_graded_trial_the_most_frequent_cause_is_named(tmp_path)
             else failure("b", FailureKind.SANDBOX, "no tmux")
         )
 
-    groups, _, _ = await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
+    groups, _, _ = await run_groups(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
     jobs = tmp_path / "jobs" / "eval_000003"
     with pytest.raises(
         TrainerError,
@@ -257,7 +257,7 @@ async def test_cancelling_cancels_every_trial(tmp_path):
         finally:
             cancelled_trials.append(trial)
 
-    running = asyncio.ensure_future(play(tmp_path, hang))
+    running = asyncio.ensure_future(run_groups(tmp_path, hang))
     await asyncio.wait_for(started.wait(), 5)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -283,11 +283,11 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
 class NoopSource(FakeTasks):
     """A source whose no-op trial solves task a and fails for task b."""
 
-    played_tasks: list[str]
+    measured: list[str]
     num_running = 0
 
     async def noop_reward(self, task):
-        self.played_tasks.append(task.id)
+        self.measured.append(task.id)
         self.num_running += 1
         assert self.num_running == 1, "more trials at once than n_parallel_envs"
         await asyncio.sleep(0)
@@ -299,14 +299,14 @@ class NoopSource(FakeTasks):
 
 async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, caplog):
     source = NoopSource(train=(A, B))
-    source.played_tasks = []
+    source.measured = []
     settings = RolloutOptions(
         n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.noop_rewards([A, B]) == await rollouts.noop_rewards([A, B]) == {"a": 1.0}
     assert (
-        source.played_tasks == ["a", "b"]
+        source.measured == ["a", "b"]
         and "b: the reward of an agent that does nothing could not be measured: OSError: gone" in caplog.text
     )
 
@@ -343,5 +343,5 @@ async def test_a_trial_that_cancels_itself_fails_alone(tmp_path):
             raise asyncio.CancelledError
         return await succeed(trial, policy)
 
-    (a, b), _, _ = await play(tmp_path, cancelled)
+    (a, b), _, _ = await run_groups(tmp_path, cancelled)
     assert [failure.kind for failure in a.failures] == [FailureKind.HARBOR] * 2 and b.rewards == [1, 1]

@@ -23,8 +23,8 @@ from tests.fakes.harbor_trials import (
     TASKS,
     harbor_tasks,
     in_sandbox,
-    play,
     remaining_files,
+    run_trial,
     variant,
 )
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -41,7 +41,7 @@ SUMMARIZED_SCRIPT = {
 
 
 async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> None:
-    outcome, policy = await play(tmp_path, SOLUTION)
+    outcome, policy = await run_trial(tmp_path, SOLUTION)
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
     assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts
@@ -64,26 +64,26 @@ async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> No
 
 
 async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, solving("echo goodbye > /app/hello.txt"))
+    outcome, _ = await run_trial(tmp_path, solving("echo goodbye > /app/hello.txt"))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.STOP)
 
 
 async def test_a_trial_that_reaches_max_turns_is_graded(tmp_path: Path) -> None:
     script = [answer("echo hello > /app/hello.txt"), answer("true", duration=0.1)]
-    outcome, _ = await play(tmp_path, script, harbor_tasks(max_turns=3))
+    outcome, _ = await run_trial(tmp_path, script, harbor_tasks(max_turns=3))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.MAX_TURNS, 3)
 
 
 async def test_an_unconfirmed_completion_in_the_last_turn_is_max_turns(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(max_turns=2))
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(max_turns=2))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.MAX_TURNS)
 
 
 async def test_consecutive_cut_answers_end_the_episode(tmp_path: Path) -> None:
-    outcome, _ = await play(
+    outcome, _ = await run_trial(
         tmp_path, [SOLUTION[0], "word " * 1000], harbor_tasks(max_tokens=200, max_consecutive_truncations=2)
     )
     assert isinstance(outcome, Trajectory)
@@ -95,7 +95,7 @@ async def test_consecutive_cut_answers_end_the_episode(tmp_path: Path) -> None:
 
 async def test_a_full_context_is_graded(tmp_path: Path) -> None:
     script = [answer("echo hello > /app/hello.txt"), answer("seq 1000", duration=0.5)]
-    outcome, _ = await play(tmp_path, script, harbor_tasks(context_limit=5000))
+    outcome, _ = await run_trial(tmp_path, script, harbor_tasks(context_limit=5000))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, outcome.metrics["prefix_breaks"]) == (
         1.0,
@@ -105,7 +105,7 @@ async def test_a_full_context_is_graded(tmp_path: Path) -> None:
 
 
 async def test_a_summary_breaks_the_prefix_and_is_not_trained(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, SUMMARIZED_SCRIPT, harbor_tasks(**SUMMARIZING))
+    outcome, _ = await run_trial(tmp_path, SUMMARIZED_SCRIPT, harbor_tasks(**SUMMARIZING))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
     assert outcome.metrics["prefix_breaks"] == 1
@@ -118,7 +118,7 @@ async def test_a_summary_breaks_the_prefix_and_is_not_trained(tmp_path: Path) ->
 
 
 async def test_train_subagents_trains_summaries(tmp_path: Path) -> None:
-    outcome, policy = await play(
+    outcome, policy = await run_trial(
         tmp_path, SUMMARIZED_SCRIPT, harbor_tasks(**SUMMARIZING, train_subagents="all")
     )
     assert isinstance(outcome, Trajectory)
@@ -128,7 +128,9 @@ async def test_train_subagents_trains_summaries(tmp_path: Path) -> None:
 
 async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
     directory = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n")
-    outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], harbor_tasks(directory))
+    outcome, _ = await run_trial(
+        tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], harbor_tasks(directory)
+    )
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
 
@@ -141,20 +143,20 @@ async def test_multipliers_extend_the_time_limits_of_a_task(tmp_path: Path) -> N
         agent_timeout_multiplier=600,
         verifier_timeout_multiplier=600,
     )
-    outcome, _ = await play(tmp_path, SOLUTION, tasks)
+    outcome, _ = await run_trial(tmp_path, SOLUTION, tasks)
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
 
 
 @pytest.mark.parametrize("command", ["exit", "tmux kill-server", "kill -9 -1"])
 async def test_closing_the_terminal_is_graded(tmp_path: Path, command: str) -> None:
-    outcome, _ = await play(tmp_path, [SOLUTION[0], answer(command, duration=0.5)])
+    outcome, _ = await run_trial(tmp_path, [SOLUTION[0], answer(command, duration=0.5)])
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.SESSION_CLOSED, 2)
 
 
 async def test_emptying_tmp_does_not_close_the_terminal(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, solving("rm -rf /tmp/* /tmp/.[!.]*; echo hello > /app/hello.txt"))
+    outcome, _ = await run_trial(tmp_path, solving("rm -rf /tmp/* /tmp/.[!.]*; echo hello > /app/hello.txt"))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
 
@@ -164,7 +166,7 @@ async def test_a_broken_machine_has_reward_0(tmp_path: Path) -> None:
         answer("echo hello > /app/hello.txt; rm -rf --no-preserve-root / 2>/dev/null", duration=3),
         answer("ls"),
     ]
-    outcome, _ = await play(tmp_path, script)
+    outcome, _ = await run_trial(tmp_path, script)
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.SESSION_CLOSED)
 
@@ -179,13 +181,15 @@ async def test_a_broken_machine_has_reward_0(tmp_path: Path) -> None:
     ],
 )
 async def test_a_machine_that_cannot_be_graded_has_reward_0(tmp_path: Path, command: str) -> None:
-    outcome, _ = await play(tmp_path, solving(command), harbor_tasks(environment_kwargs=["storage_mb=64"]))
+    outcome, _ = await run_trial(
+        tmp_path, solving(command), harbor_tasks(environment_kwargs=["storage_mb=64"])
+    )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
 async def test_a_terminal_closed_within_a_turn_is_graded(tmp_path: Path) -> None:
     # Harbor raises a RuntimeError for the second command of the answer, because the terminal is closed.
-    outcome, _ = await play(
+    outcome, _ = await run_trial(
         tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)]
     )
     assert isinstance(outcome, Trajectory), outcome
@@ -193,7 +197,7 @@ async def test_a_terminal_closed_within_a_turn_is_graded(tmp_path: Path) -> None
 
 
 async def test_a_backend_error_is_a_failure(tmp_path: Path) -> None:
-    outcome, policy = await play(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
+    outcome, policy = await run_trial(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
     assert outcome == TrialFailure(
         task_id="hello-file",
         kind=FailureKind.BACKEND,
@@ -209,7 +213,7 @@ async def test_an_unexpected_error_of_the_agent_is_not_graded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingTerminus2, "_normal_stop_reason", lambda _: 1 / 0)
-    outcome, _ = await play(tmp_path, SOLUTION)
+    outcome, _ = await run_trial(tmp_path, SOLUTION)
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.AGENT_ERROR)
     assert outcome.zero_detail == "ZeroDivisionError: division by zero"
@@ -260,19 +264,19 @@ async def test_a_call_in_progress_is_not_time_of_the_agent() -> None:
 async def test_a_backend_error_in_a_summary_is_a_failure(tmp_path: Path) -> None:
     error = BackendError("sampling: gone")
     script = {"You are about to hand off": [error], "": [answer("true"), answer("seq 2000", duration=0.5)]}
-    outcome, _ = await play(tmp_path, script, harbor_tasks(**SUMMARIZING))
+    outcome, _ = await run_trial(tmp_path, script, harbor_tasks(**SUMMARIZING))
     assert isinstance(outcome, TrialFailure) and outcome.kind == FailureKind.BACKEND
 
 
 async def test_a_verifier_without_a_reward_is_a_failure(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(variant(tmp_path, test="true")))
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(variant(tmp_path, test="true")))
     assert isinstance(outcome, TrialFailure)
     assert outcome.kind == FailureKind.VERIFIER and "No reward file found" in outcome.message
 
 
 async def test_a_verifier_that_never_ends_is_a_failure(tmp_path: Path) -> None:
     directory = variant(tmp_path, test="sleep 100", task_toml="[verifier]\ntimeout_sec = 0.5\n")
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, TrialFailure)
     assert outcome.kind == FailureKind.VERIFIER and "timed out after 0.5 seconds" in outcome.message
 
@@ -282,14 +286,14 @@ async def test_a_reward_file_of_the_agent_is_ignored(tmp_path: Path) -> None:
     text, json_file = f"{directory}/reward.txt", f"{directory}/reward.json"
     one_write = f"mkdir -p {directory} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
     repeated_writes = f"(while true; do echo 1 > {text}; sleep 0.01; done) >/dev/null 2>&1 &"
-    outcome, _ = await play(tmp_path, solving(one_write, repeated_writes))
+    outcome, _ = await run_trial(tmp_path, solving(one_write, repeated_writes))
     assert isinstance(outcome, Trajectory)
     assert outcome.reward == 0.0
 
 
 async def test_files_of_the_agent_in_tests_are_removed(tmp_path: Path) -> None:
     directory = variant(tmp_path, test="[ -e /tests/planted ]; echo $? > /logs/verifier/reward.txt")
-    outcome, _ = await play(
+    outcome, _ = await run_trial(
         tmp_path, solving("mkdir -p /tests; touch /tests/planted"), harbor_tasks(directory)
     )
     assert isinstance(outcome, Trajectory), outcome
@@ -302,7 +306,7 @@ async def test_test_files_that_harborignore_names_are_not_uploaded(tmp_path: Pat
     )
     for name, text in (("kept", ""), ("notes.md", ""), (".harborignore", "*.md\n")):
         (directory / "tests" / name).write_text(text)
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
 
@@ -312,7 +316,7 @@ async def test_a_verifier_can_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
         tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
     )
     (directory / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
-    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(directory))
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(directory))
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
 
@@ -332,7 +336,7 @@ async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
     )
     (directory / "environment" / "Dockerfile").unlink()
     (directory / "environment" / "word.txt").write_text("hello\n")
-    outcome, _ = await play(
+    outcome, _ = await run_trial(
         tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), harbor_tasks(directory)
     )
     assert isinstance(outcome, Trajectory), outcome
@@ -348,7 +352,7 @@ def test_another_image_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:
-    outcome, policy = await play(
+    outcome, policy = await run_trial(
         tmp_path, SOLUTION, harbor_tasks(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n"))
     )
     assert isinstance(outcome, TrialFailure)
@@ -407,7 +411,7 @@ async def test_harbor_writes_nothing_to_our_log(tmp_path: Path, capfd: pytest.Ca
     recorded = RecordedNames()
     logging.getLogger().addHandler(recorded)
     try:
-        await play(tmp_path, SOLUTION)
+        await run_trial(tmp_path, SOLUTION)
     finally:
         logging.getLogger().removeHandler(recorded)
     assert [name for name in recorded.names if name.startswith(("harbor", "LiteLLM"))] == []

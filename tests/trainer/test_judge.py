@@ -189,11 +189,11 @@ async def test_an_evaluation_during_training_is_not_judged(tmp_path):
         n_parallel_envs=4, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
 
-    async def play(trial, policy):
+    async def run_trial(trial, policy):
         await asyncio.sleep(0)
         return replace(graded_trajectory(f"{trial.task.id} {trial.seed}"), task_id=trial.task.id)
 
-    source = FakeTasks(train=[task("a")], play=play)
+    source = FakeTasks(train=[task("a")], run_trial=run_trial)
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)), make_judge(endpoint))
 
     async def bonuses(purpose: str) -> list[float]:

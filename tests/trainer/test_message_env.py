@@ -27,7 +27,7 @@ from src.learning.datums import sequences_of
 from src.learning.filters import is_trainable, with_failures_rewarded
 from src.policy.chat import Chat
 from tests.fakes.envs import ScriptedEnv, ending, saying
-from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, play
+from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, run_graded
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import ToyTokenizer, toy_chat
 from tests.fakes.trials import task
@@ -52,7 +52,7 @@ TOOLS = [
 async def test_native_tools_are_in_the_first_prompt_and_stay_there():
     script = [saying("ob", role="tool"), ending()]
     native = replace(SETTINGS, use_native_tool_calling=True)
-    _, policy, _ = await play(
+    _, policy, _ = await run_graded(
         script,
         ["AB", "C"],
         settings=native,
@@ -69,7 +69,7 @@ async def test_native_tools_are_in_the_first_prompt_and_stay_there():
 @pytest.mark.seed_behaviour(3)
 async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
-    _, policy, _ = await play(
+    _, policy, _ = await run_graded(
         [ending()],
         ["A"],
         settings=settings,
@@ -86,7 +86,7 @@ async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
 @pytest.mark.seed_behaviour(1)
 async def test_without_tools_the_prompt_is_unchanged(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
-    _, policy, _ = await play(
+    _, policy, _ = await run_graded(
         [ending()], ["A"], settings=settings, chat=Chat(ToolTokenizer()), use_native_tool_calling=env
     )
     assert len(policy.calls[0].prompt_ids) == 9
@@ -94,7 +94,7 @@ async def test_without_tools_the_prompt_is_unchanged(env, run):
 
 async def test_described_tools_are_added_to_the_system_message():
     opening = [{"role": "system", "content": "policy"}, {"role": "user", "content": "x"}]
-    trajectory, _, _ = await play([ending()], ["A"], opening=opening, tools=TOOLS)
+    trajectory, _, _ = await run_graded([ending()], ["A"], opening=opening, tools=TOOLS)
     roles = [message["role"] for message in trajectory.conversation]
     assert roles == ["system", "user", "assistant"]
     assert str(trajectory.conversation[0]["content"]).startswith("policy\n\nYou can call a function")
@@ -125,7 +125,7 @@ TOO_LONG = PromptTooLong("sampling from m: maximum context length")
 
 
 async def test_a_later_prompt_that_the_endpoint_refuses_is_graded():
-    trajectory, _, _ = await play([StepResult(messages=OB.messages, reward=0.5)], ["AB", TOO_LONG])
+    trajectory, _, _ = await run_graded([StepResult(messages=OB.messages, reward=0.5)], ["AB", TOO_LONG])
     assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
     assert (len(trajectory.turns), trajectory.reward) == (1, 0.5)
 
@@ -139,24 +139,24 @@ RAISES_IN_SECOND_STEP = [StepResult(messages=OB.messages, reward=0.5), ValueErro
 
 
 async def test_an_answer_that_makes_step_raise_has_reward_0():
-    trajectory, _, _ = await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
+    trajectory, _, _ = await run_graded(RAISES_IN_SECOND_STEP, ["AB", "C"])
     assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [0.0, 0.0])
     assert trajectory.zero_reason is ZeroReason.ENV_ERROR
 
 
 async def test_an_answer_that_makes_step_raise_is_trained():
-    trajectory, _, _ = await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
+    trajectory, _, _ = await run_graded(RAISES_IN_SECOND_STEP, ["AB", "C"])
     assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True]
 
 
 async def test_an_exception_of_step_is_logged_with_its_line(caplog):
-    await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
+    await run_graded(RAISES_IN_SECOND_STEP, ["AB", "C"])
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None and "in step" in caplog.text
 
 
 async def test_only_the_traceback_of_the_environment_is_logged(caplog):
-    await play([ValueError("bad state")], ["AB"])
+    await run_graded([ValueError("bad state")], ["AB"])
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None
     text = logging.Formatter().formatException(record.exc_info)
@@ -213,7 +213,7 @@ async def test_a_result_that_the_run_directory_cannot_store_is_a_failure(result:
 
 async def test_a_stop_reason_can_be_a_text():
     result = StepResult(is_done=True, stop_reason=cast(StopReason, "timeout"))
-    trajectory, _, _ = await play([result], ["A"])
+    trajectory, _, _ = await run_graded([result], ["A"])
     assert trajectory.stop_reason is StopReason.TIMEOUT
 
 
@@ -221,19 +221,19 @@ async def test_a_stop_reason_can_be_a_text():
 async def test_a_cancelled_episode_closes_its_environment():
     environment = ScriptedEnv([], hang_at=1)
     chat = toy_chat()
-    playing = asyncio.create_task(
+    running = asyncio.create_task(
         run_episode(environment, FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="a")
     )
     await environment.hangs.wait()
-    playing.cancel()
+    running.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await playing
+        await running
     assert environment.num_closed == 1
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf"), -1.7e308])
 async def test_a_reward_that_is_not_finite_becomes_0(reward):
-    trajectory, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
+    trajectory, _, _ = await run_graded([saying("ok", reward=reward), ending()], ["A", "B"])
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
         0.0,
         [0.0],
@@ -243,7 +243,7 @@ async def test_a_reward_that_is_not_finite_becomes_0(reward):
 
 
 async def test_rewards_whose_sum_is_too_large_become_0():
-    trajectory, _, _ = await play([saying("ok", reward=6e299), ending(6e299)], ["A", "B"])
+    trajectory, _, _ = await run_graded([saying("ok", reward=6e299), ending(6e299)], ["A", "B"])
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
         0.0,
         [0.0, 0.0],
@@ -258,9 +258,9 @@ async def test_a_hanging_close_is_abandoned(monkeypatch):
 
     monkeypatch.setattr("src.envs.message_env.CLOSE_TIMEOUT_S", 0.01)
     chat = toy_chat()
-    playing = run_episode(Hanging([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
+    running = run_episode(Hanging([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
     async with asyncio.timeout(10):
-        assert isinstance(await playing, Trajectory)
+        assert isinstance(await running, Trajectory)
 
 
 async def test_a_system_exit_of_close_is_ignored():
@@ -284,7 +284,7 @@ async def test_an_empty_answer_reaches_the_environment_only():
 
     chat = toy_chat()
     script = [OB, saying("say something", reward=0.25), ending()]
-    trajectory, _, environment = await play(script, [], policy=SecondAnswerEmpty(chat, ["AB", "", "C"]))
+    trajectory, _, environment = await run_graded(script, [], policy=SecondAnswerEmpty(chat, ["AB", "", "C"]))
     assert environment.answers == ["AB", "", "C"]
     assert len(trajectory.turns) == 2 and trajectory.metrics["empty_completions"] == 1
     assert trajectory.turn_rewards == [0.25, 1.0] and trajectory.reward == 1.25
@@ -298,7 +298,7 @@ async def test_empty_answers_alone_give_no_turns():
         async def sample(self, request) -> Turn:
             return replace(await super().sample(request), completion_ids=[], logprobs=[])
 
-    trajectory, policy, _ = await play(
+    trajectory, policy, _ = await run_graded(
         [StepResult()] * 100, [], limits(60), policy=OnlyEmptyAnswers(toy_chat(), [""])
     )
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == ([], 0, StopReason.CONTEXT_LENGTH)
@@ -306,24 +306,24 @@ async def test_empty_answers_alone_give_no_turns():
 
 
 async def test_max_turns_ends_an_episode():
-    trajectory, _, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
+    trajectory, _, _ = await run_graded([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert trajectory.stop_reason == StopReason.MAX_TURNS and len(trajectory.turns) == 2
 
 
 async def test_each_call_has_a_seed_of_its_own():
-    _, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
+    _, policy, _ = await run_graded([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert [call.seed for call in policy.calls] == [turn_seed(5, 1), turn_seed(5, 2)]
 
 
 async def test_each_call_has_the_sampling_parameters_of_the_run():
-    _, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
+    _, policy, _ = await run_graded([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert [call.temperature for call in policy.calls] == [0.7, 0.7]
     assert [call.stop_token_ids for call in policy.calls] == [[2], [2]]
 
 
 @pytest.mark.seed_behaviour(104)
 async def test_a_trajectory_has_the_metrics_of_its_environment():
-    trajectory, _, _ = await play(
+    trajectory, _, _ = await run_graded(
         [saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"]
     )
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
@@ -335,7 +335,7 @@ async def test_numpy_rewards_and_metrics_are_json():
         saying("ob", reward=cast(float, np.float32(0.5)), score=np.float64(2)),
         saying(is_done=True, reward=cast(float, np.float32(0.5))),
     )
-    trajectory, _, _ = await play(list(env), ["AB", "C"])
+    trajectory, _, _ = await run_graded(list(env), ["AB", "C"])
     assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[
         :2
     ] == [1.0, [0.5, 0.5]]

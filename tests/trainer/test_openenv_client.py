@@ -69,7 +69,7 @@ class FullClient(Client):
         return await super().reset(**options)
 
 
-async def played(client: Client, *, field: str = "text"):
+async def outcome_of(client: Client, *, field: str = "text"):
     async def connect() -> Client:
         return client
 
@@ -87,19 +87,19 @@ async def played(client: Client, *, field: str = "text"):
 
 async def test_answers_become_actions():
     client = Client()
-    await played(client)
+    await outcome_of(client)
     assert client.actions == [{"said": "a"}, {"said": "b"}]
 
 
 async def test_observations_become_messages():
-    trajectory = await played(Client())
+    trajectory = await outcome_of(Client())
     assert isinstance(trajectory, Trajectory)
     contents = [message["content"] for message in trajectory.conversation]
     assert contents == ["2 left", "a", "1 left", "b", "0 left"]
 
 
 async def test_a_trajectory_has_the_rewards_of_the_server():
-    trajectory = await played(Client())
+    trajectory = await outcome_of(Client())
     assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards) == (1, [0, 1])
 
@@ -107,12 +107,12 @@ async def test_a_trajectory_has_the_rewards_of_the_server():
 @pytest.mark.parametrize("field", ["text", "speech"])
 async def test_the_session_is_closed_once(field):
     client = Client()
-    await played(client, field=field)
+    await outcome_of(client, field=field)
     assert client.num_closed == 1
 
 
 async def test_a_missing_field_of_an_observation_is_a_failure():
-    failure = await played(Client(), field="speech")
+    failure = await outcome_of(Client(), field="speech")
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_INIT_FAILED
     assert "the observation has no field speech; it has text" in failure.message
 
@@ -120,15 +120,15 @@ async def test_a_missing_field_of_an_observation_is_a_failure():
 async def test_a_trial_waits_for_a_free_session(monkeypatch):
     monkeypatch.setattr("src.envs.openenv_client.CAPACITY_RETRY_S", 0)
     client = FullClient(refusals=2)
-    trajectory = await played(client)
+    trajectory = await outcome_of(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1
-    assert client.num_closed == 3  # two refused sessions and the played one
+    assert client.num_closed == 3  # two refused sessions and the one of the trial
 
 
 async def test_a_waiting_trial_logs_one_line(monkeypatch, caplog):
     monkeypatch.setattr("src.envs.openenv_client.CAPACITY_RETRY_S", 0)
     with caplog.at_level(logging.INFO):
-        await played(FullClient(refusals=3))
+        await outcome_of(FullClient(refusals=3))
     (line,) = caplog.messages
     assert "set n_parallel_envs to the server's max_concurrent_envs" in line
 
@@ -149,7 +149,7 @@ async def test_a_lost_connection_is_a_failure_of_the_server(monkeypatch, method,
 
     client = Client()
     monkeypatch.setattr(client, method, lost)
-    failure = await played(client)
+    failure = await outcome_of(client)
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_SERVER
     assert failure.message == "the connection to the OpenEnv server failed: no close frame"
     assert client.num_closed == 1
@@ -157,7 +157,7 @@ async def test_a_lost_connection_is_a_failure_of_the_server(monkeypatch, method,
 
 async def test_the_wait_for_a_free_session_has_a_timeout(monkeypatch):
     monkeypatch.setattr("src.envs.openenv_client.CAPACITY_TIMEOUT_S", -1)
-    failure = await played(FullClient(refusals=2))
+    failure = await outcome_of(FullClient(refusals=2))
     assert isinstance(failure, TrialFailure) and "Server at capacity: 1/1" in failure.message
 
 
@@ -187,7 +187,7 @@ def test_an_invalid_option_gives_a_one_line_error(option, message):
 
 
 @pytest.mark.seed_behaviour(140)
-def test_a_real_server_is_played(tmp_path):
+def test_tasks_of_a_real_server_are_run(tmp_path):
     pytest.importorskip("openenv")
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app  # pyright: ignore[reportMissingImports]
@@ -240,13 +240,13 @@ def test_a_real_server_is_played(tmp_path):
         source = open_openenv(config, byte_chat())
         task = next(task for task in source.train if task.row["seed"] == 3)
 
-        async def play():
+        async def run_trials():
             trials = [source.trial(task, directory=tmp_path, seed=seed, temperature=1.0) for seed in range(4)]
             return await asyncio.gather(
                 *(trial.run(FakePolicy(byte_chat(), ["no", "word 3"])) for trial in trials)
             )
 
-        for result in asyncio.run(play()):
+        for result in asyncio.run(run_trials()):
             assert isinstance(result, Trajectory) and result.reward == 1 and result.turn_rewards == [0, 1]
             assert result.conversation[0]["content"] == "say word 3"
     finally:

@@ -55,23 +55,23 @@ class Stage:
 
     def __init__(self, names, *, left_out=(), **changes):
         options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
-        self.playing = {}
+        self.rollouts = {}
         self.pipeline = Pipeline(
             [Scheduled(step=1 + index // 2, task=task(name)) for index, name in enumerate(names)],
-            self._play,
+            self._roll_out,
             PipelineOptions(**(options | changes)),
             is_left_out=lambda task: task.id in left_out,
         )
 
-    async def _play(self, scheduled):
-        self.playing[scheduled.task.id] = asyncio.get_running_loop().create_future()
-        await self.playing[scheduled.task.id]
+    async def _roll_out(self, scheduled):
+        self.rollouts[scheduled.task.id] = asyncio.get_running_loop().create_future()
+        await self.rollouts[scheduled.task.id]
         group = TrajectoryGroup(task=scheduled.task, trajectories=[], step=scheduled.step)
         return TimedGroup(group=group, duration_s=0.0)
 
     async def end(self, *names):
         for name in names:
-            self.playing[name].set_result(None)
+            self.rollouts[name].set_result(None)
             await settle()
 
     async def taken(self, step):
@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def under_way(self):
-        return "".join(name for name, future in self.playing.items() if not future.done())
+        return "".join(name for name, future in self.rollouts.items() if not future.done())
 
 
 async def settle():
@@ -111,7 +111,7 @@ async def test_a_step_takes_the_groups_that_end_first():
         assert "a" in stage.under_way
         await stage.end("d", "a")
         assert [await stage.taken(2), await stage.taken(2)] == ["d", "a"]
-    assert all(future.cancelled() or future.done() for future in stage.playing.values())
+    assert all(future.cancelled() or future.done() for future in stage.rollouts.values())
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -153,7 +153,7 @@ def test_staleness_or_streaming_uses_the_pipeline(max_staleness, stream_groups, 
     assert settings.uses_pipeline == uses_pipeline
 
 
-async def test_on_policy_training_plays_no_group_ahead():
+async def test_on_policy_training_rolls_out_no_group_ahead():
     stage = Stage("abcd", max_staleness=0, stream_groups=True)
     async with stage.pipeline:
         taking = await started(stage)
@@ -181,7 +181,7 @@ async def test_an_error_reaches_the_waiting_step_and_stops_new_groups():
     async with stage.pipeline:
         waiting = asyncio.ensure_future(stage.pipeline.take(1))
         await settle()
-        stage.playing["a"].set_exception(KeyError("oops"))
+        stage.rollouts["a"].set_exception(KeyError("oops"))
         with pytest.raises(KeyError):
             await waiting
         assert stage.under_way == "b"
@@ -192,7 +192,7 @@ async def test_a_cancelled_rollout_ends_the_waiting_step():
     async with stage.pipeline:
         waiting = asyncio.ensure_future(stage.pipeline.take(1))
         await settle()
-        stage.playing["a"].cancel()
+        stage.rollouts["a"].cancel()
         await settle()
         assert waiting.cancelled() and stage.under_way == "b"
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_rollout_ends_the_waiting_step():
 async def test_a_group_that_ends_during_the_exit_starts_no_other():
     ending, names = asyncio.Event(), []
 
-    async def play(scheduled):
+    async def roll_out(scheduled):
         names.append(scheduled.task.id)
         await asyncio.sleep(0)
         ending.set()  # the block below continues before the pipeline learns that the group has ended
@@ -209,7 +209,7 @@ async def test_a_group_that_ends_during_the_exit_starts_no_other():
 
     scheduled = [Scheduled(step=1, task=task(name)) for name in "abc"]
     options = PipelineOptions(batch_size=2, max_staleness=1, max_groups_in_flight=2)
-    pipeline = Pipeline(scheduled, play, options, is_left_out=lambda task: False)
+    pipeline = Pipeline(scheduled, roll_out, options, is_left_out=lambda task: False)
     with pytest.raises(KeyError):
         async with pipeline:
             pipeline.update_begins()
@@ -243,4 +243,4 @@ def test_rolling_out_ahead_is_three_times_as_fast(tmp_path):
 @pytest.mark.parametrize("seed", range(2000, 2020))
 def test_no_token_beyond_the_staleness_bound_is_trained(tmp_path, seed):
     schedule = Schedule.draw(seed)
-    assert schedule.faults(schedule.play(tmp_path / "run")) == []
+    assert schedule.faults(schedule.run(tmp_path / "run")) == []

@@ -51,7 +51,9 @@ class Bench(FakeRun):
         self._checkpoints = path / "checkpoints"
         self._server = contextlib.ExitStack()
         self.source = FakeTasks(
-            train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play
+            train=[task(f"t{number}") for number in range(8)],
+            eval=[task("held-1")],
+            run_trial=self._run_trial,
         )
 
     def start(self):
@@ -85,7 +87,7 @@ class Bench(FakeRun):
         async with connect(config) as endpoint:
             yield Dependencies(source=self.source, backend=await endpoint.open_training(config))
 
-    async def _play(self, trial, policy):
+    async def _run_trial(self, trial, policy):
         turn = await policy.sample(
             SampleRequest(prompt_ids=[1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed)
         )

@@ -23,8 +23,8 @@ STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
 
 
 def graded():
-    played = trajectory("a", 1.0, [turn([1], [2])])
-    return FinishedRollout(result=replace(played, member=STEP.member, seed=5), seed=5, attempts=1)
+    result = trajectory("a", 1.0, [turn([1], [2])])
+    return FinishedRollout(result=replace(result, member=STEP.member, seed=5), seed=5, attempts=1)
 
 
 def conversation(rng):
@@ -44,7 +44,7 @@ def conversation(rng):
 def test_every_token_and_logprob_is_restored_exactly():
     for seed in range(200):
         turns = conversation(random.Random(seed))
-        played = Trajectory(
+        result = Trajectory(
             task_id="a",
             turns=turns,
             reward=1 / 3,
@@ -52,8 +52,8 @@ def test_every_token_and_logprob_is_restored_exactly():
             trial_name="t",
             metrics={"b": 0.1, "a": 2.0},
         )
-        restored = decoded(json.loads(json.dumps(encoded(played))))
-        assert restored == played and isinstance(restored, Trajectory)
+        restored = decoded(json.loads(json.dumps(encoded(result))))
+        assert restored == result and isinstance(restored, Trajectory)
         assert list(restored.metrics) == ["b", "a"] and restored.stop_reason is StopReason.MAX_TURNS
     lost = failure("a", FailureKind.VERIFIER)
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
@@ -64,7 +64,7 @@ def test_every_token_and_logprob_is_restored_exactly():
 
 
 def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):
-    played = Trajectory(
+    result = Trajectory(
         task_id="a",
         turns=[],
         reward=0.0,
@@ -76,10 +76,10 @@ def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):
         seed=7,
     )
     FinishedRollouts(tmp_path, Journal(tmp_path)).add(
-        STEP, FinishedRollout(result=played, seed=7, attempts=1)
+        STEP, FinishedRollout(result=result, seed=7, attempts=1)
     )
     loaded = FinishedRollouts(tmp_path, Journal(tmp_path)).load("step", 1)
-    assert loaded[STEP].result == played
+    assert loaded[STEP].result == result
 
 
 @pytest.mark.parametrize(("num_kept", "factor"), [(100, 6), (50, 7)], ids=["growing", "without its thinking"])
@@ -91,9 +91,9 @@ def test_a_conversation_is_written_compactly(num_kept, factor):
         completion = [rng.randrange(150_000) for _ in range(100)]
         turns.append(turn(list(context), completion, logprob=float(np.float32(-rng.random()))))
         context += completion[-num_kept:]
-    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
-    text = json.dumps(encoded(played))
-    assert len(text) < factor * len(context) and decoded(json.loads(text)) == played
+    result = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    text = json.dumps(encoded(result))
+    assert len(text) < factor * len(context) and decoded(json.loads(text)) == result
 
 
 def test_numbers_are_packed_without_loss():
@@ -158,11 +158,11 @@ def test_job_directory_keeps_only_directories_of_finished_trials(tmp_path):
 def test_any_json_of_an_agent_can_be_stored_and_read_again(tmp_path):
     nested = json.loads("[" * 300 + "]" * 300)
     call = {"function": {"name": "f", "arguments": {"text": "\ud83d", "nested": nested}}}
-    played = replace(trajectory("a", 1.0, [turn([1], [2])]), tool_fields={0: {"tool_calls": [call]}})
+    result = replace(trajectory("a", 1.0, [turn([1], [2])]), tool_fields={0: {"tool_calls": [call]}})
     finished = FinishedRollouts(tmp_path, Journal(tmp_path))
-    finished.add(STEP, FinishedRollout(result=played, seed=5, attempts=1))
+    finished.add(STEP, FinishedRollout(result=result, seed=5, attempts=1))
     restored = finished.load("step", 1)[STEP].result
-    assert isinstance(restored, Trajectory) and restored.turns == played.turns
+    assert isinstance(restored, Trajectory) and restored.turns == result.turns
     assert json.dumps(restored.tool_fields[0]).startswith(
         '{"tool_calls": [{"function": {"name": "f", "arguments": {"text": "?", "nested": [[['
     )

@@ -31,10 +31,10 @@ HELD_OUT = [task("held-01"), task("held-02")]
 class Bench(FakeRun):
     """A run on a bandit backend and fake trials. Keyword arguments are passed to `FakeTasks`."""
 
-    def __init__(self, path, **play):
+    def __init__(self, path, **options):
         super().__init__(path / "run", self._parts)
         self.backend = BanditBackend()
-        self.source = FakeTasks(train=TASKS, eval=HELD_OUT, **play)
+        self.source = FakeTasks(train=TASKS, eval=HELD_OUT, **options)
         self.configs = []
 
     async def go(self, *options):
@@ -143,7 +143,7 @@ async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
     async def reward_half(trial, policy):
         return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
 
-    bench = Bench(tmp_path, play=reward_half)
+    bench = Bench(tmp_path, run_trial=reward_half)
     with pytest.raises(
         NothingTrainedError,
         match=r"in 2 steps: in every group, all trials have the same reward \(mean of all trials 0.5",
@@ -159,7 +159,7 @@ async def test_groups_of_one_trial_are_not_called_alike(tmp_path):
         return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
 
     options = ("group_size=1", "advantage_estimator=reinforce++", "eval_before_train=false")
-    bench = Bench(tmp_path / "a", play=reward_half)
+    bench = Bench(tmp_path / "a", run_trial=reward_half)
     with pytest.raises(NothingTrainedError, match="in 2 steps: no example has an advantage"):
         await bench.go(*options)
     bench = Bench(tmp_path / "b")
@@ -172,7 +172,7 @@ async def test_a_broken_environment_ends_the_run_with_its_line(tmp_path):
         result, detail = await say_a_token(trial, policy), "ZeroDivisionError: by zero (my_env.py:7 in step)"
         return dataclasses.replace(result, reward=0.0, zero_reason=ZeroReason.ENV_ERROR, zero_detail=detail)
 
-    bench = Bench(tmp_path, play=broken)
+    bench = Bench(tmp_path, run_trial=broken)
     bench.source.eval = ()
     message = r"none of the 16 training trials could be graded, .* e.g. say-0\d: ZeroDivisionError: by zero"
     with pytest.raises(NothingTrainedError, match=message):
@@ -185,7 +185,7 @@ async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):
         time.sleep(0.3)  # noqa: ASYNC251 - The metric reports trials that block the event loop.
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=blocking)
+    bench = Bench(tmp_path, run_trial=blocking)
     bench.source.eval = ()
     await bench.go("max_steps=2", "group_size=2", "eval_every=0")
     gaps = [line["time/max_event_loop_gap_s"] for line in bench.lines("metrics.jsonl") if line["step"] > 0]
@@ -229,13 +229,13 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
         same = number <= 8  # The first batch has 2 groups of 4 trials.
         return dataclasses.replace(result, reward=1.0 if same else float(number % 2))
 
-    bench = Bench(tmp_path, play=same_at_first)
+    bench = Bench(tmp_path, run_trial=same_at_first)
     bench.source.eval = ()
     await bench.go("max_steps=1", "dynamic_sampling=filter")
     [metrics] = [line for line in bench.lines("metrics.jsonl") if line["step"] == 1]
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
-    # Every played trial is recorded, even if it is not trained.
+    # Every trial is recorded, even if it is not trained.
     assert len(bench.lines("rollouts/step_000001.jsonl")) == 16
     assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
     assert bench.backend.versions == [0, 1]  # A refill is not a step.
@@ -261,11 +261,11 @@ async def test_each_batch_is_sampled_with_the_weights_of_the_last_step(tmp_path)
     bench = Bench(tmp_path)
     await bench.go("num_substeps=2")
     assert bench.backend.versions == [0, 1, 2]
-    played = [
+    versions = [
         (record["sampling_client/step_min"], record["sampling_client/step_max"])
         for record in bench.lines("metrics.jsonl")[1:]
     ]
-    assert played == [(0, 0), (1, 1)]
+    assert versions == [(0, 0), (1, 1)]
 
 
 async def test_a_resume_reports_the_steps_of_this_process(tmp_path):
@@ -382,7 +382,7 @@ async def test_a_run_directory_in_use_is_refused(tmp_path, behavior):
         await free.wait()
         return await say_a_token(trial, policy)
 
-    first, second = Bench(tmp_path, play=wait), Bench(tmp_path)
+    first, second = Bench(tmp_path, run_trial=wait), Bench(tmp_path)
     running = asyncio.create_task(first.go())
     await entered.wait()
     with pytest.raises(ConfigError, match="is in use by a running process"):
@@ -419,10 +419,10 @@ async def test_a_run_without_results_leaves_its_directory_free(tmp_path):
     async def fail(trial, policy):
         return failure(trial.task.id)
 
-    bench = Bench(tmp_path, play=fail)
+    bench = Bench(tmp_path, run_trial=fail)
     with pytest.raises(TrainerError, match="evaluation 0"):
         await bench.go()
-    bench.source.play = say_a_token
+    bench.source.run_trial = say_a_token
     await bench.go()
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
 
@@ -437,13 +437,13 @@ async def cancelled_with_version(bench: Bench, version: int, *options: str) -> N
             await asyncio.Event().wait()
         return await say_a_token(trial, policy)
 
-    bench.source.play = hang
+    bench.source.run_trial = hang
     running = asyncio.ensure_future(bench.go(*options))
     await asyncio.wait_for(reached.wait(), 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    bench.source.play = say_a_token
+    bench.source.run_trial = say_a_token
 
 
 async def test_a_cancelled_run_saves_a_checkpoint_and_can_resume(tmp_path):
@@ -475,7 +475,7 @@ async def test_a_new_run_never_loads_a_checkpoint_of_the_old_one(tmp_path, monke
 
 @pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
 async def test_a_streaming_run_resumes_only_with_streaming(tmp_path, ahead):
-    """A step that plays its own batch would repeat groups of an earlier step and omit others."""
+    """A step that rolls out its own batch would repeat groups of an earlier step and omit others."""
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", *ahead)
     with pytest.raises(
@@ -553,7 +553,7 @@ async def test_a_run_whose_trials_all_fail_names_the_main_cause(tmp_path):
             return await say_a_token(trial, policy)
         return failure(trial.task.id, FailureKind.SANDBOX, "no tmux\nlong story")
 
-    bench = Bench(tmp_path, play=fail)
+    bench = Bench(tmp_path, run_trial=fail)
     with pytest.raises(TrainerError) as error:
         await bench.go()
     assert str(error.value).startswith(
@@ -568,7 +568,7 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
             return failure(trial.task.id, FailureKind.AGENT)
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=fail_odd_seeds)
+    bench = Bench(tmp_path, run_trial=fail_odd_seeds)
     await bench.go("max_steps=1", "eval_split=0")
     record = bench.lines("metrics.jsonl")[1]
     assert record["trials/failed/agent"] + record["trials/graded"] == record["trials/total"] == 8
@@ -581,10 +581,10 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
 
 async def test_a_masked_trial_is_recorded_without_an_advantage(tmp_path):
     async def cut_odd_seeds(trial, policy):
-        played = await say_a_token(trial, policy)
-        return dataclasses.replace(played, stop_reason=StopReason.LENGTH) if trial.seed % 2 else played
+        result = await say_a_token(trial, policy)
+        return dataclasses.replace(result, stop_reason=StopReason.LENGTH) if trial.seed % 2 else result
 
-    bench = Bench(tmp_path, play=cut_odd_seeds)
+    bench = Bench(tmp_path, run_trial=cut_odd_seeds)
     await bench.go("max_steps=1", "apply_overlong_filtering=stop_reason")
     has_advantage = {
         line["stop_reason"]: line["advantage"] is not None
@@ -602,14 +602,14 @@ async def test_a_run_stopped_in_its_first_evaluation_is_kept(tmp_path):
             await asyncio.Event().wait()
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=hang_after_three)
+    bench = Bench(tmp_path, run_trial=hang_after_three)
     running = asyncio.ensure_future(bench.go("n_parallel_envs=1"))
     await asyncio.wait_for(started.wait(), 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not (bench.path / "metrics.jsonl").exists() and len(bench.lines("finished/eval_000000.jsonl")) == 3
-    bench.source.play = say_a_token
+    bench.source.run_trial = say_a_token
     with pytest.raises(ConfigError, match="behavior_if_log_dir_exists=resume"):
         await bench.go()
     num_made = len(bench.source.made)

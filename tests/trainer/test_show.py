@@ -43,8 +43,8 @@ def run(tmp_path: Path) -> Path:
     for member, result in enumerate((solved, faulty, lost)):
         key = RolloutKey(purpose="step", step=1, task=result.task_id, member=member)
         rollouts.add(key, FinishedRollout(result=result, seed=3, attempts=1))
-    played = [replace(result, trial_name=f"a__e{member}") for member, result in enumerate((solved, faulty))]
-    evaluated = TrajectoryGroup(task=task("a"), trajectories=played)
+    renamed = [replace(result, trial_name=f"a__e{member}") for member, result in enumerate((solved, faulty))]
+    evaluated = TrajectoryGroup(task=task("a"), trajectories=renamed)
     record_groups(tmp_path / "rollouts" / "step_000001.jsonl", groups, {("a", "a__1"): 0.5})
     record_groups(tmp_path / "rollouts" / "eval_000001.jsonl", [evaluated], {})
     return tmp_path
@@ -95,12 +95,12 @@ def test_a_trial_shows_its_conversation_tokens_and_logprobs(run: Path):
 def test_a_trial_of_each_evaluation_can_be_shown(run: Path):
     rollouts = FinishedRollouts(run, Journal(run))
     for step, reward in ((0, 0.25), (3, 0.75)):
-        played = replace(trajectory("a", reward, [turn([1], [7])]), trial_name="a__e")
+        result = replace(trajectory("a", reward, [turn([1], [7])]), trial_name="a__e")
         key = RolloutKey(purpose="eval", step=step, task="a", member=0)
-        rollouts.add(key, FinishedRollout(result=played, seed=3, attempts=1))
+        rollouts.add(key, FinishedRollout(result=result, seed=3, attempts=1))
         record_groups(
             run / "rollouts" / f"eval_{step:06d}.jsonl",
-            [TrajectoryGroup(task=task("a"), trajectories=[played])],
+            [TrajectoryGroup(task=task("a"), trajectories=[result])],
             {("a", "a__e"): float(step)},
         )
     latest = printed(run, "a__e")
@@ -161,8 +161,8 @@ def test_names_and_messages_are_not_parsed_as_markup(run: Path):
 def test_a_trial_with_any_name_can_be_shown(run: Path):
     name = 'zähle-"x"__4f43e7b3'
     key = RolloutKey(purpose="step", step=1, task="zähle", member=0)
-    played = replace(trajectory("zähle", 0.25, [turn([1], [7])]), trial_name=name)
-    FinishedRollouts(run, Journal(run)).add(key, FinishedRollout(result=played, seed=3, attempts=1))
+    result = replace(trajectory("zähle", 0.25, [turn([1], [7])]), trial_name=name)
+    FinishedRollouts(run, Journal(run)).add(key, FinishedRollout(result=result, seed=3, attempts=1))
     assert "reward 0.25" in printed(run, name)
 
 

@@ -18,7 +18,7 @@ from src.learning.datums import sequences_of, step_sequences_of
 from src.learning.filters import apply_reward_rules, is_trainable
 from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.envs import ending, saying
-from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, play
+from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, run_graded
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat, toy_chat
 from tests.fakes.trials import task
@@ -61,7 +61,7 @@ def at(index: int, length: int, value: float = 1.0) -> list[float]:
 )
 @pytest.mark.seed_behaviour(141)
 async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input, num_calls):
-    trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
+    trajectory, policy, _ = await run_graded([OB, ending()], ["AB", "C"], limits(max_input))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
     if num_calls == 1:
         # SkyRL has the stop reason `length` for both kinds of limit. Here, the reasons differ, and the metric
@@ -75,7 +75,7 @@ async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input,
 
 
 async def test_l3_a_full_context_gives_no_final_reward():
-    trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(35))
+    trajectory, policy, _ = await run_graded([OB, OB, ending()], ["AB", "C", "D"], limits(35))
     assert len(policy.calls) == 2 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
     assert (
         len(response(trajectory).ids) == 16
@@ -85,7 +85,7 @@ async def test_l3_a_full_context_gives_no_final_reward():
 
 
 async def test_l4_one_token_more_permits_the_third_turn():
-    trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(36))
+    trajectory, policy, _ = await run_graded([OB, OB, ending()], ["AB", "C", "D"], limits(36))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23, 36]
     assert trajectory.stop_reason == StopReason.STOP
     assert response(trajectory).rewards == at(28, 29)
@@ -93,7 +93,7 @@ async def test_l4_one_token_more_permits_the_third_turn():
 
 async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
     longer = saying("obsv")
-    trajectory, policy, _ = await play([longer] * 4, ["ABC"], limits(50), opening="xxxxx")
+    trajectory, policy, _ = await run_graded([longer] * 4, ["ABC"], limits(50), opening="xxxxx")
     assert [len(call.prompt_ids) for call in policy.calls] == [13, 30, 47]
     assert len(response(trajectory).ids) == 38 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
 
@@ -101,7 +101,7 @@ async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
 async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
     # SkyRL's generator crashes. For other trajectories without an answer, it returns one end token with
     # mask 0. Here, the trajectory has no turn, because no token was sampled.
-    trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
+    trajectory, policy, environment = await run_graded([ending()], ["AB"], limits(8))
     assert policy.calls == [] and environment.answers == []
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (
         [],
@@ -112,7 +112,7 @@ async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
 
 
 async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
-    trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
+    trajectory, _, _ = await run_graded([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.stop_reason == StopReason.LENGTH
     assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(
         trajectory, filters("eos")
@@ -121,12 +121,12 @@ async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
 
 
 async def test_cut_answers_are_counted():
-    trajectory, _, _ = await play([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
+    trajectory, _, _ = await run_graded([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.metrics["cut_answers"] == 1
 
 
 async def test_l8_a_cut_answer_in_the_middle_is_trained():
-    trajectory, policy, _ = await play([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
+    trajectory, policy, _ = await run_graded([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
     assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["cut_answers"] == 1
     assert is_trainable(trajectory, filters("stop_reason"))
     # SkyRL's mask is [1]*8 + [0]*11 + [1]*2, because SkyRL does not end the cut message. Here, one token of
@@ -137,13 +137,13 @@ async def test_l8_a_cut_answer_in_the_middle_is_trained():
 
 @pytest.mark.parametrize(("rule", "is_trained"), [("stop_reason", False), ("eos", True), ("off", True)])
 async def test_l9_overlong_rules_differ_on_a_full_context(rule, is_trained):
-    trajectory, _, _ = await play([OB], ["AB"], limits(22))
+    trajectory, _, _ = await run_graded([OB], ["AB"], limits(22))
     assert response(trajectory).ids == [65, 66, 2]
     assert is_trainable(trajectory, filters(rule)) is is_trained
 
 
 async def test_l10_zero_reward_on_non_stop_does_not_change_the_mask():
-    trajectory, _, _ = await play(
+    trajectory, _, _ = await run_graded(
         [replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4)
     )
     assert trajectory.reward == 1.5
@@ -162,7 +162,7 @@ async def test_l10_zero_reward_on_non_stop_does_not_change_the_mask():
     ],
 )
 async def test_l11_only_a_stop_is_trained_under_the_stop_reason_rule(stop, is_trained):
-    trajectory, _, _ = await play([ending()], ["AB"])
+    trajectory, _, _ = await run_graded([ending()], ["AB"])
     before = response(trajectory)
     assert is_trainable(replace(trajectory, stop_reason=stop), filters("stop_reason")) is is_trained
     assert response(trajectory) == before
@@ -186,7 +186,7 @@ async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
 
 
 async def test_s1_two_turns():
-    trajectory, policy, environment = await play([OB, ending()], ["AB", "C"])
+    trajectory, policy, environment = await run_graded([OB, ending()], ["AB", "C"])
     assembled = response(trajectory)
     assert assembled.ids == [65, 66, 2, 3, 1, 117, 3, 111, 98, 2, 3, 1, 97, 3, 67, 2]
     assert assembled.mask == [1, 1, 1] + [0] * 11 + [1, 1]
@@ -199,19 +199,19 @@ async def test_s1_two_turns():
 
 
 async def test_s2_rewards_stay_with_the_turn_that_earned_them():
-    trajectory, _, _ = await play([replace(OB, reward=0.5), ending()], ["AB", "C"])
+    trajectory, _, _ = await run_graded([replace(OB, reward=0.5), ending()], ["AB", "C"])
     assert response(trajectory).rewards == [a + b for a, b in zip(at(2, 16, 0.5), at(15, 16), strict=True)]
     assert trajectory.reward == 1.5
 
 
 async def test_s3_messages_after_the_last_answer_are_dropped():
-    with_more, _, _ = await play([OB, replace(OB, reward=1.0, is_done=True)], ["AB", "C"])
-    without, _, _ = await play([OB, ending()], ["AB", "C"])
+    with_more, _, _ = await run_graded([OB, replace(OB, reward=1.0, is_done=True)], ["AB", "C"])
+    without, _, _ = await run_graded([OB, ending()], ["AB", "C"])
     assert response(with_more) == response(without)
 
 
 async def test_s4_without_a_message_only_a_generation_prompt_is_added():
-    trajectory, _, _ = await play([StepResult(), ending()], ["AB", "C"])
+    trajectory, _, _ = await run_graded([StepResult(), ending()], ["AB", "C"])
     # SkyRL inserts [1, 97, 3]. Here, the newline (3) that the template adds after every message precedes it.
     assert response(trajectory).ids == [65, 66, 2, 3, 1, 97, 3, 67, 2]
     assert response(trajectory).mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
@@ -224,7 +224,7 @@ async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
             return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1])
 
     chat = toy_chat()
-    trajectory, _, _ = await play([OB, ending()], [], policy=StopsBeforeEndToken(chat, ["A]", "C]"]))
+    trajectory, _, _ = await run_graded([OB, ending()], [], policy=StopsBeforeEndToken(chat, ["A]", "C]"]))
     # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]. Here, the last answer gets no end token.
     assert response(trajectory).ids[:3] == [65, 93, 2]
     assert response(trajectory).mask == [1, 1, 0] + [0] * 11 + [1, 1]
@@ -232,7 +232,7 @@ async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
 
 
 async def test_s7_step_wise_turns_are_separate_sequences():
-    trajectory, policy, _ = await play(
+    trajectory, policy, _ = await run_graded(
         [OB, ending()], ["AB", "C"], settings=replace(SETTINGS, step_wise=True)
     )
     first, second = step_sequences_of(trajectory.turns, advantage=1.0)
@@ -247,7 +247,7 @@ async def test_step_wise_prompts_are_rendered_by_the_template():
     chat = byte_chat()
     for step_wise in (False, True):
         script = [saying("ok"), ending()]
-        _, policy, _ = await play(
+        _, policy, _ = await run_graded(
             script,
             ["<think>hm</think>one", "two"],
             chat=chat,
@@ -263,7 +263,7 @@ async def test_step_wise_prompts_are_rendered_by_the_template():
 @pytest.mark.seed_behaviour(64)
 async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
     chat = byte_chat()
-    _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)
+    _, policy, _ = await run_graded([observation, ending()], ["a", "b"], chat=chat)
     assert len(policy.calls) == 2
     for call in policy.calls:
         shown = chat.tokenizer.decode(

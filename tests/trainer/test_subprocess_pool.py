@@ -124,7 +124,7 @@ async def test_episodes_are_restored_after_each_lost_worker():
 async def test_no_episode_is_lost_when_workers_are_killed_from_outside():
     async with pool_of(3) as pool:
 
-        async def play(number: int) -> int:
+        async def run_episode(number: int) -> int:
             counter, total = Counter(pool, str(number)), 0
             for step in range(20):
                 total = await counter.add(step)
@@ -133,11 +133,11 @@ async def test_no_episode_is_lost_when_workers_are_killed_from_outside():
             return total
 
         await asyncio.gather(*(Counter(pool, f"first-{number}").add(0) for number in range(3)))
-        playing = [asyncio.create_task(play(number)) for number in range(24)]
+        running = [asyncio.create_task(run_episode(number)) for number in range(24)]
         for pid in pool.pids:
             await asyncio.sleep(0.02)
             os.kill(pid, signal.SIGKILL)
-        assert await asyncio.gather(*playing) == [190] * 24
+        assert await asyncio.gather(*running) == [190] * 24
 
 
 async def test_a_cancelled_request_does_not_disturb_other_episodes():

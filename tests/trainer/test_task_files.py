@@ -301,9 +301,9 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert len(plan) == 20 and [batch.epoch for batch in plan[::5]] == [0, 1, 2, 3]
     assert all(Counter(task.domain for task in batch.tasks) == {"airline": 2, "retail": 2} for batch in plan)
     assert all(len({task.id for task in batch.tasks}) == 4 for batch in plan)
-    played = Counter(task.id for batch in plan for task in batch.tasks)
-    assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
-    assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
+    counts = Counter(task.id for batch in plan for task in batch.tasks)
+    assert {counts[task.id] for task in pool if task.domain == "airline"} == {10}
+    assert {counts[task.id] for task in pool if task.domain == "retail"} == {2, 3}
     assert schedule(pool[::-1], settings) == plan  # a resumed run has the same batches
     airline_ids = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
     assert len({tuple(airline_ids[start : start + 4]) for start in range(0, 40, 4)}) > 5, (

@@ -68,7 +68,7 @@ async def result(
         await source.close()
 
 
-async def played(
+async def graded(
     home: Path, replies: Sequence[str | Exception], *, kwargs: str = "domain=retail"
 ) -> Trajectory:
     outcome = await result(open_task_source(config(home, kwargs=kwargs), byte_chat()), replies)
@@ -78,7 +78,7 @@ async def played(
 
 @pytest.mark.seed_behaviour(57)
 async def test_an_episode_reaches_the_official_evaluator(home: Path):
-    trajectory = await played(home, [SAVE, "It is saved."])
+    trajectory = await graded(home, [SAVE, "It is saved."])
     assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (1.0, StopReason.STOP, 8)
     roles = [message["role"] for message in trajectory.conversation]
     assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
@@ -90,7 +90,7 @@ async def test_an_episode_reaches_the_official_evaluator(home: Path):
 
 
 async def test_refusing_everything_gives_the_noop_reward(home: Path):
-    trajectory = await played(home, [REFUSAL])
+    trajectory = await graded(home, [REFUSAL])
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
     assert patterns(trajectory) == {Pattern.NOTHING_DONE}
     source = open_task_source(config(home), byte_chat())
@@ -99,7 +99,7 @@ async def test_refusing_everything_gives_the_noop_reward(home: Path):
 
 
 async def test_partial_grading_has_its_own_metric_name_and_no_judge(home: Path):
-    trajectory = await played(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
+    trajectory = await graded(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
     assert trajectory.metrics["reward_env"] == 1.0 and "reward_all" not in trajectory.metrics
     source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
     assert [task.id for task in source.train] == [
@@ -160,7 +160,7 @@ async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
 
 
 async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
-    trajectory = await played(home, [tool_call_text("calculate", expression="9**9**9")])
+    trajectory = await graded(home, [tool_call_text("calculate", expression="9**9**9")])
     assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.TIMEOUT)
     assert trajectory.metrics["tool_timeouts"] == 1.0
 
@@ -190,7 +190,7 @@ async def test_an_evaluation_error_gives_reward_0_and_is_counted(home: Path):
     ],
 )
 async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count: str, reward: float):
-    trajectory = await played(home, [answer])
+    trajectory = await graded(home, [answer])
     assert (trajectory.reward, trajectory.metrics[count]) == (reward, 10.0)
 
 
@@ -198,7 +198,7 @@ async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count
     ("kwargs", "num_saved"), [("domain=retail", 1), ("domain=retail,parallel_tool_calls=true", 2)]
 )
 async def test_parallel_tool_calls_selects_one_or_all_calls(home: Path, kwargs: str, num_saved: int):
-    trajectory = await played(home, [SAVE + SAVE, "Saved."], kwargs=kwargs)
+    trajectory = await graded(home, [SAVE + SAVE, "Saved."], kwargs=kwargs)
     assert sum(message["role"] == "tool" for message in trajectory.conversation) == num_saved
 
 

@@ -12,7 +12,7 @@ from src.analyze.run_files import dumped_trial
 from src.core.trajectory import StopReason, Trajectory
 from src.evaluate.failure_patterns import Pattern, patterns, tool_results, user_simulator_faults
 from src.records.dumps import eval_record
-from tests.fakes.harbor_trials import harbor_tasks, in_sandbox, play
+from tests.fakes.harbor_trials import harbor_tasks, in_sandbox, run_trial
 from tests.fakes.scripted_policy import answer
 from tests.fakes.trials import task
 
@@ -44,7 +44,7 @@ SCRIPTS = {
 async def test_a_failed_terminal_trial_has_its_patterns(
     tmp_path: Path, script: Sequence[str], expected: set[Pattern]
 ) -> None:
-    trial, _ = await play(tmp_path, script)
+    trial, _ = await run_trial(tmp_path, script)
     assert isinstance(trial, Trajectory) and trial.reward == 0
     assert patterns(trial) == expected, tool_results(trial)
     assert user_simulator_faults(trial) == []
@@ -55,6 +55,6 @@ async def test_a_failed_terminal_trial_has_its_patterns(
 
 
 async def test_a_terminal_trial_out_of_turns_reached_a_limit(tmp_path: Path) -> None:
-    trial, _ = await play(tmp_path, [answer(WRONG)], harbor_tasks(max_turns=2))
+    trial, _ = await run_trial(tmp_path, [answer(WRONG)], harbor_tasks(max_turns=2))
     assert isinstance(trial, Trajectory) and trial.stop_reason is StopReason.MAX_TURNS
     assert patterns(trial) == {Pattern.LIMIT}

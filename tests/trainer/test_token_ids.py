@@ -75,10 +75,10 @@ def test_a_conversation_stores_every_token_once():
             )
         )
         prompt = chat.extend(prompt, turns[-1].completion_ids, [{"role": "user", "content": "on"}])
-    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
-    again = decoded(encoded(played))
-    assert isinstance(again, Trajectory) and again == played
-    for trajectory in (played, again):
+    result = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    again = decoded(encoded(result))
+    assert isinstance(again, Trajectory) and again == result
+    for trajectory in (result, again):
         last = trajectory.turns[-1].prompt_ids
         assert isinstance(last, TokenIds)
         assert all(

@@ -334,15 +334,15 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
 
 @pytest.mark.seed_behaviour(46)
 def test_the_failure_rate_is_a_share_of_answers_with_calls():
-    def played(attempts: float, failures: float) -> Trajectory:
+    def counted(attempts: float, failures: float) -> Trajectory:
         metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}
         return replace(trajectory(turns=[turn([1], [2])] * 5), metrics=metrics)
 
-    assert parse_metrics([played(2, 1), played(1, 0)]) == {
+    assert parse_metrics([counted(2, 1), counted(1, 0)]) == {
         "reward/parse_failure_rate": 1 / 3,
         "parse/recovered": 2,
     }
-    assert parse_metrics([played(0, 0)])["reward/parse_failure_rate"] == 0
+    assert parse_metrics([counted(0, 0)])["reward/parse_failure_rate"] == 0
     assert parse_metrics([trajectory()]) == {}
 
 

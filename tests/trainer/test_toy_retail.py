@@ -77,8 +77,8 @@ def gold(row) -> list[str]:
     ]
 
 
-async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
-    """Play the answers. The last answer is repeated until the episode ends."""
+async def run_answers(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
+    """Run an episode with the answers. The last answer is repeated until the episode ends."""
     await env.start()
     observations = []
     while not observations or not observations[-1].is_done:
@@ -133,7 +133,7 @@ def test_training_and_held_out_tasks_share_no_names():
 def test_gold_actions_have_reward_1_in_every_task():
     for task in TASKS:
         for seed in range(3):
-            last = asyncio.run(play(DOMAIN.make(task, seed), gold(task.row)))[-1]
+            last = asyncio.run(run_answers(DOMAIN.make(task, seed), gold(task.row)))[-1]
             assert last.reward == 1 and last.metrics["tool_errors"] == 0, task.id
 
 
@@ -214,14 +214,16 @@ def test_every_tool_has_a_schema_and_only_writers_write():
     ],
 )
 async def test_the_reward_is_the_product_of_database_and_facts(answers, reward, database, communicate):
-    last = (await play(service([CANCEL], ["1042"]), answers))[-1]
+    last = (await run_answers(service([CANCEL], ["1042"]), answers))[-1]
     assert last.reward == reward
     assert (last.metrics["reward_db"], last.metrics["reward_communicate"]) == (database, communicate)
     assert last.metrics["no_write_action"] == (not answers[0].startswith("<"))
 
 
 async def test_text_next_to_a_call_does_not_reach_the_user():
-    last = (await play(service([], ["1042"]), [f"1042 {saying('get_product', product='mive')}", "Bye."]))[-1]
+    last = (
+        await run_answers(service([], ["1042"]), [f"1042 {saying('get_product', product='mive')}", "Bye."])
+    )[-1]
     assert last.metrics["reward_communicate"] == 0
 
 
@@ -237,7 +239,7 @@ def test_facts_are_compared_without_case_and_commas():
 
 
 async def test_a_failed_call_is_reported_and_counted():
-    first, *_ = await play(service(), [saying("get_order", order="x"), "Bye."])
+    first, *_ = await run_answers(service(), [saying("get_order", order="x"), "Bye."])
     assert first.messages == [{"role": "tool", "content": "Error: there is no order x"}]
     assert (first.metrics["tool_calls"], first.metrics["tool_errors"], first.is_done) == (1, 1, False)
 
@@ -245,14 +247,14 @@ async def test_a_failed_call_is_reported_and_counted():
 @pytest.mark.parametrize(("is_parallel", "num_calls"), [(False, 1), (True, 2)])
 async def test_parallel_tool_calls_runs_all_calls_of_an_answer(is_parallel, num_calls):
     both = saying("get_order", order="kala") + saying("get_product", product="mive")
-    first, *_ = await play(service(parallel_tool_calls=is_parallel), [both, "Bye."])
+    first, *_ = await run_answers(service(parallel_tool_calls=is_parallel), [both, "Bye."])
     assert [message["role"] for message in first.messages] == ["tool"] * num_calls
     assert first.metrics["tool_calls"] == num_calls
 
 
 @pytest.mark.seed_behaviour(10)
 async def test_a_call_cut_inside_a_string_calls_nothing():
-    first, last = await play(service([CANCEL]), [saying("cancel_order", order="kala")[:-20], "Done."])
+    first, last = await run_answers(service([CANCEL]), [saying("cancel_order", order="kala")[:-20], "Done."])
     assert (
         first.messages[0]["content"] == "Error: the call could not be read: no JSON: it ends inside a string"
     )
@@ -265,7 +267,7 @@ async def test_a_call_cut_inside_a_string_calls_nothing():
 
 
 async def test_added_braces_are_counted_as_recovered():
-    *_, last = await play(
+    *_, last = await run_answers(
         service([CANCEL]), ['<tool_call>{"name": "cancel_order", "arguments": {"order": "kala"', "Done."]
     )
     assert (last.reward, last.metrics["parse_recovered"], last.metrics["parse_failures"]) == (1, 1, 0)
@@ -277,13 +279,13 @@ async def test_added_braces_are_counted_as_recovered():
 )
 @pytest.mark.seed_behaviour(13)
 async def test_ten_errors_end_the_episode_without_a_reward(answer):
-    observations = await play(service(), [answer])
+    observations = await run_answers(service(), [answer])
     assert len(observations) == MAX_ERRORS and observations[-1].reward == 0
     assert all(observation.messages[0]["content"].startswith("Error: ") for observation in observations)  # type: ignore[union-attr]
 
 
 async def test_arguments_that_are_not_an_object_fail_the_call():
-    first, *_ = await play(
+    first, *_ = await run_answers(
         service(), ['<tool_call>{"name": "get_order", "arguments": 3}</tool_call>', "Bye."]
     )
     assert (first.metrics["parse_failures"], first.metrics["tool_errors"]) == (1, 1)

@@ -235,13 +235,13 @@ class CancellingTrial:
 
 
 async def test_a_trial_that_is_cancelled_from_inside_is_a_failure():
-    played = Task(id="a", path=Path("a"), instruction="i")
-    result = await run_with_timeout(CancellingTrial(does_end=True), FakePolicy(byte_chat(), []), played, 60)
+    task = Task(id="a", path=Path("a"), instruction="i")
+    result = await run_with_timeout(CancellingTrial(does_end=True), FakePolicy(byte_chat(), []), task, 60)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.HARBOR
 
 
 async def test_a_trial_is_cancelled_at_its_deadline():
-    played, trial = Task(id="a", path=Path("a"), instruction="i"), CancellingTrial(does_end=False)
-    result = await run_with_timeout(trial, FakePolicy(byte_chat(), []), played, 0.01)
+    task, trial = Task(id="a", path=Path("a"), instruction="i"), CancellingTrial(does_end=False)
+    result = await run_with_timeout(trial, FakePolicy(byte_chat(), []), task, 0.01)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.TIMEOUT
     assert trial.was_cancelled

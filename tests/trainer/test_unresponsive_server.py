@@ -208,7 +208,9 @@ class Programs:
                 self._changed.notify_all()
 
 
-def play(programs: Programs, root: Path, scenario: Scenario, sent: signal.Signals | None) -> Ended | str:
+def run_scenario(
+    programs: Programs, root: Path, scenario: Scenario, sent: signal.Signals | None
+) -> Ended | str:
     """Run one scenario and return its result, or the error."""
     with unresponsive(root / "checkpoints", scenario.fault, scenario.is_bad) as (url, reached):
         argv = {
@@ -237,7 +239,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End
 
     def run(scenario: tuple[str, str], root: Path) -> None:
         name, end = scenario
-        results[scenario] = play(programs, root, SCENARIOS_BY_NAME[name], ENDS[end])
+        results[scenario] = run_scenario(programs, root, SCENARIOS_BY_NAME[name], ENDS[end])
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(run, SCENARIOS, [tmp_path_factory.mktemp("scenario") for _ in SCENARIOS]))

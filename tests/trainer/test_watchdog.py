@@ -46,7 +46,9 @@ async def test_a_missing_answer_ends_only_its_own_wait():
         with pytest.raises(BackendError, match=r"^saving: no answer within request_timeout_s=0.05$") as error:
             await watchdog.answer(for_ever(cancelled_waits), "saving")
         assert not isinstance(error.value, ServerLost) and cancelled_waits
-        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # Trials have their own deadlines.
+        assert (
+            await watchdog.guard(asyncio.sleep(0.1, 7), "rolling out") == 7
+        )  # Trials have their own deadlines.
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,12 @@ async def test_a_lost_server_ends_every_wait(check, message):
     cancelled_waits = []
     async with watching(check, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
         waits = [
-            watchdog.guard(for_ever(cancelled_waits), "playing"),
+            watchdog.guard(for_ever(cancelled_waits), "rolling out"),
             watchdog.answer(for_ever(cancelled_waits), "training"),
         ]
         errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
     assert [type(error) for error in errors] == [ServerLost, ServerLost]
-    with pytest.raises(ServerLost, match=f"playing: {message}"):
+    with pytest.raises(ServerLost, match=f"rolling out: {message}"):
         raise cast(ServerLost, errors[0])
     assert len(cancelled_waits) == 2 and len(asyncio.all_tasks()) == 1
 
@@ -85,7 +87,7 @@ async def test_a_few_failed_probes_do_not_end_the_run():
     async with watching(
         sometimes_busy, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)
     ) as watchdog:
-        assert await watchdog.guard(asyncio.sleep(0.3, 7), "playing") == 7
+        assert await watchdog.guard(asyncio.sleep(0.3, 7), "rolling out") == 7
 
 
 @in_virtual_time
@@ -93,7 +95,7 @@ async def test_a_silent_server_is_reported_every_30_seconds(caplog):
     options = WatchdogOptions(heartbeat_timeout_s=70, request_timeout_s=600)
     async with watching(no_answer, options) as watchdog:
         with pytest.raises(ServerLost):
-            await watchdog.guard(asyncio.Event().wait(), "playing")
+            await watchdog.guard(asyncio.Event().wait(), "rolling out")
     assert caplog.messages == [
         f"health checks have failed for {silent_s} s; the server counts as lost after "
         "heartbeat_timeout_s=70: no server answers"
@@ -107,7 +109,7 @@ async def test_errors_and_cancellation_pass_through_the_watchdog():
     async with watching(alive, SETTINGS) as watchdog:
         with pytest.raises(BackendError, match=r"^no server answers$"):
             await watchdog.answer(no_answer(), "training")
-        waiting = asyncio.ensure_future(watchdog.guard(for_ever(cancelled_waits), "playing"))
+        waiting = asyncio.ensure_future(watchdog.guard(for_ever(cancelled_waits), "rolling out"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         waiting.cancel()

@@ -54,11 +54,13 @@ def command(
     ]
 
 
-async def play(where: EnvironmentKind, run_as: RunAs, results: Path | None, names: Sequence[str]) -> bool:
+async def run_attacks(
+    where: EnvironmentKind, run_as: RunAs, results: Path | None, names: Sequence[str]
+) -> bool:
     """Run the attacks. Return whether all of them failed."""
     all_attacks_failed = True
     async with open_attack_runner(where, run_as) as runner:
-        async for result in runner.play(chosen(names, where, run_as)):
+        async for result in runner.run(chosen(names, where, run_as)):
             print_row(result)
             all_attacks_failed &= not result.violations
             if results is not None:
@@ -81,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="red-team-home-", ignore_cleanup_errors=True) as home:
         os.environ["HOME"] = home
         all_attacks_failed = asyncio.run(
-            play(EnvironmentKind(where), RunAs(run_as), Path(results) if results else None, names)
+            run_attacks(EnvironmentKind(where), RunAs(run_as), Path(results) if results else None, names)
         )
     sys.exit(0 if all_attacks_failed else 1)
 

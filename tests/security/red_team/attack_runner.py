@@ -97,12 +97,12 @@ class AttackRunner:
     port: int
     connections: list[str]  # the first line that each connection sent to the server
 
-    async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
+    async def run(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
         # These trials run again without other attack trials, because several trials or attacks may have
         # caused a violation.
         suspects: list[SharedTrial] = []
         for batch in batched(group_into_trials(attacks, self.where), TRIALS_AT_ONCE[self.where]):
-            batch_violations = await self._play_batch(batch)
+            batch_violations = await self._run_batch(batch)
             for shared_trial in batch:
                 if (batch_violations and len(batch) > 1) or (
                     shared_trial.violations and len(shared_trial.attacks) > 1
@@ -113,14 +113,14 @@ class AttackRunner:
                 for result in self._results(shared_trial, batch_violations):
                     yield result
         for shared_trial in suspects:
-            violations = await self._play_batch((shared_trial,))
+            violations = await self._run_batch((shared_trial,))
             separate_trials = [
                 SharedTrial(attacks=[attack], holes=shared_trial.holes) for attack in shared_trial.attacks
             ]
             reproduced = False
             if (shared_trial.violations or violations) and len(separate_trials) > 1:
                 for batch in batched(separate_trials, TRIALS_AT_ONCE[self.where]):
-                    batch_violations = await self._play_batch(batch)
+                    batch_violations = await self._run_batch(batch)
                     for separate_trial in batch:
                         reproduced |= bool(separate_trial.violations or batch_violations)
                         for result in self._results(separate_trial, batch_violations):
@@ -147,7 +147,7 @@ class AttackRunner:
             seconds=round(shared_trial.seconds, 1),
         )
 
-    async def _play_batch(self, shared_trials: Sequence[SharedTrial]) -> list[str]:
+    async def _run_batch(self, shared_trials: Sequence[SharedTrial]) -> list[str]:
         """Run the trials together with an honest trial. Return the violations that cannot be attributed to a
         single trial.
         """
@@ -157,8 +157,8 @@ class AttackRunner:
         honest = SharedTrial(attacks=[])
         async with longest_gap() as gaps:
             await asyncio.gather(
-                *(self._play_shared_trial(shared_trial, directory) for shared_trial in shared_trials),
-                self._play_shared_trial(honest, directory),
+                *(self._run_shared_trial(shared_trial, directory) for shared_trial in shared_trials),
+                self._run_shared_trial(honest, directory),
             )
         violations = snapshot_before.changes(host.Snapshot.take(self.sentinels))
         if honest.violations:
@@ -192,7 +192,7 @@ class AttackRunner:
         host.remove(directory)
         return violations
 
-    async def _play_shared_trial(self, shared_trial: SharedTrial, directory: Path) -> None:
+    async def _run_shared_trial(self, shared_trial: SharedTrial, directory: Path) -> None:
         solves = all(attack.solves for attack in shared_trial.attacks)
         kind = shared_trial.attacks[0].kind if shared_trial.attacks else Kind.PLAIN
         task = next(task for task in self.tasks.train if task.id.endswith(f"{self.prefix}-{kind.value}"))
