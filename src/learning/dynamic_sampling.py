@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ or if it was played with one trial only. All other groups are bad, and
-so are groups with fewer graded trials than `min_group_size`.
+A group is good if its rewards differ or if it was rolled out with one trial only. All other groups are bad,
+and so are groups with fewer graded trials than `min_group_size`.
 `dynamic_sampling=filter` collects good groups over several batches and keeps the number that the step needs.
 `dynamic_sampling=replace` replaces bad groups by good groups of the same batch if the share of good groups is
 above `dynamic_sampling_min_replace_ratio`. Otherwise it samples another batch.

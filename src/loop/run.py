@@ -124,7 +124,7 @@ def discard_lost_rollouts(config: TrainerConfig, directory: RunDirectory, events
     if num_discarded := discard_rollouts(directory.path, after=after):
         events.say(
             f"{', '.join(changed)} changed: {counted(num_discarded, 'rollout')} of the lost weights after "
-            f"step {after} will be played again"
+            f"step {after} will be run again"
         )
 
 

@@ -315,7 +315,7 @@ async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["max_staleness=0", "max_staleness=1", "task_sampling=thompson"])
-async def test_rollouts_of_lost_weights_are_played_again(tmp_path, monkeypatch, mode):
+async def test_rollouts_of_lost_weights_are_run_again(tmp_path, monkeypatch, mode):
     async def save(self, name):  # as if the process was killed before its checkpoint
         raise RuntimeError("killed")
 
@@ -332,7 +332,7 @@ async def test_rollouts_of_lost_weights_are_played_again(tmp_path, monkeypatch, 
     assert "learning_rate changed: " in bench.text.getvalue()
     again = Bench(tmp_path)
     await again.go(*options, "learning_rate=0.5", "max_tokens=7")  # changes no weights
-    assert "played again" not in again.text.getvalue()
+    assert "run again" not in again.text.getvalue()
 
 
 async def test_a_directory_with_a_run_is_changed_only_on_request(tmp_path):
