@@ -45,7 +45,7 @@ def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     if not isinstance(source, TaskSource):
         raise ConfigError(
             f"env={config.env} returned {type(source).__name__}, which is not a task source; "
-            "return episodes(...)"
+            "return episodes(...) of src.envs.episodes"
         )
     return source
 

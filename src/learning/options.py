@@ -1,4 +1,8 @@
-"""Options of task selection, reward rules, advantages, corrections, the loss and the optimizer."""
+"""Options of task selection, reward rules, advantages, corrections, the loss and the optimizer.
+
+The first line of a class's docstring is the heading of its options in the help. Classes with the same heading
+share a section (`src.core.options.sections`).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,20 @@ from src.learning.penalty_options import DistillationOptions, KlOptions
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 CLIPPED_LOSSES = ("ppo", "cispo")
-# The losses that every Tinker endpoint has and that the trainer can use. dro is left out, because its
-# quadratic term has no mask and would also train tokens that were never sampled.
+# The losses that every Tinker endpoint has and that the trainer can use. The loss `dro` of the Tinker API is
+# left out. The trainer gives tokens that were not sampled, such as prompts, the advantage 0. The gradient of
+# the other losses is then 0, but dro has a quadratic term without the advantage, which would train these
+# tokens.
 LOSSES = ("importance_sampling", *CLIPPED_LOSSES)
 SERVER_LOSS = "server:"  # the prefix of a loss that only the user's own server has
 
 
 @chz.chz
 class OptimizerOptions(Options):
-    """Optimizer and loss"""
+    """Optimizer and loss
+
+    The options of the optimizer except the learning rate. RL and supervised fine-tuning share them.
+    """
 
     lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(
         default="constant", doc="Decay of learning_rate to 0 by the end of the run; constant: no decay"
@@ -45,7 +54,10 @@ class OptimizerOptions(Options):
 
 @chz.chz
 class LearnerOptions(OptimizerOptions):
-    """Optimizer and loss"""
+    """Optimizer and loss
+
+    Adds the learning rate and the loss of RL.
+    """
 
     learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=[above(0), finite])
     loss_fn: str = chz.field(
@@ -148,7 +160,10 @@ class FilterOptions(Options):
 
 @chz.chz
 class StepWiseOptions(Options):
-    """Advantages and loss reduction"""
+    """Advantages and loss reduction
+
+    The option that environments read too.
+    """
 
     step_wise_trajectories: bool = chz.field(
         default=False, doc="Make each turn a separate training sequence, as SkyRL's option of this name does"
@@ -157,7 +172,10 @@ class StepWiseOptions(Options):
 
 @chz.chz
 class AdvantageOptions(StepWiseOptions, LengthOptions):
-    """Advantages and loss reduction"""
+    """Advantages and loss reduction
+
+    Adds the options that only training reads.
+    """
 
     advantage_estimator: Estimator = chz.field(default="grpo", doc=describe_estimators())
     normalize_advantages_by_std: bool = chz.field(
@@ -194,8 +212,8 @@ class AdvantageOptions(StepWiseOptions, LengthOptions):
     def _estimator_agrees(self) -> None:
         require(
             self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
-            "normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
-            f"{self.advantage_estimator}; remove it",
+            "normalize_advantages_by_std=false works only with advantage_estimator=grpo or dr_grpo, not "
+            f"{self.advantage_estimator}; remove normalize_advantages_by_std",
         )
         require(
             not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
@@ -304,7 +322,10 @@ class DynamicSamplingOptions(SeedOptions):
         "replace: copies of the groups with differing rewards replace the groups with equal rewards",
     )
     dynamic_sampling_max_batches: int = chz.field(
-        default=30, doc="Batches one step may sample before the run stops; 0: no limit", validator=at_least(0)
+        default=30,
+        doc="Maximum number of batches of one step; if they contain too few groups with differing rewards, "
+        "the run ends with an error; 0: no limit",
+        validator=at_least(0),
     )
     dynamic_sampling_min_replace_ratio: float = chz.field(
         default=0.3,

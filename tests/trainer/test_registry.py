@@ -49,7 +49,8 @@ def test_an_unknown_environment_gives_a_one_line_error(name, message):
         ("mine:later", "env=mine:later: later of mine is an async function; write def later(config, chat)"),
         (
             "mine:nothing",
-            "env=mine:nothing returned NoneType, which is not a task source; return episodes(...)",
+            "env=mine:nothing returned NoneType, which is not a task source; "
+            "return episodes(...) of src.envs.episodes",
         ),
         (
             "mine:no_options",
