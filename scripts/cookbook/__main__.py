@@ -31,7 +31,8 @@ from scripts.cookbook.material import build_model, write_data_sets
 from scripts.cookbook.recipes import MODEL, RECIPES, Recipe
 from scripts.sdk_matrix import find_uv, serve
 
-# These packages are installed without dependencies, because their requirements cannot be satisfied together.
+# The packages of COOKBOOK are installed without their dependencies, because their requirements cannot be
+# satisfied together. torch and the packages of PACKAGES are installed instead of these dependencies.
 COOKBOOK = ("tinker-cookbook==0.6.1", "tml-renderers==0.2.1")
 PACKAGES = (
     *(

@@ -1,4 +1,4 @@
-"""Run a load on an engine: agents that sample several turns, and concurrent training operations."""
+"""Run a workload on an engine: agents that sample several turns, and concurrent training operations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from skyrl_tx_server.engine.operations import (
 )
 
 MODEL_ID = "model"
-"""The id of the training model. A `DeviceExecutor` must have this model before `run_workload` is called."""
+"""The id of the training model. If the engine runs on a real device (`DeviceExecutor`), create this model
+before you call `run_workload`. A simulated device needs no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A load. Each agent samples `turns` completions. The prompt of each further turn is the previous prompt
-    and completion, followed by `turn_tokens` new tokens."""
+    """The work for an engine. Each agent samples `turns` completions. The prompt of each further turn is the
+    previous prompt and completion, followed by `turn_tokens` new tokens."""
 
     agents: int
     prompt_tokens: int
@@ -46,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The times of a load, in seconds of the engine's clock since the load began."""
+    """The times of a workload, in seconds of the engine's clock since the workload began."""
 
     total_s: float
     sampling_s: float  # until the last agent has ended
@@ -56,8 +57,8 @@ class Outcome:
 
 
 def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float], *, seed: int = 0) -> Outcome:
-    """Submit the load, start the engine, and wait until all operations have ended or one has failed. Raise
-    the error of the first operation that failed."""
+    """Submit the workload, start the engine, and wait until all operations have ended or one has failed.
+    Raise the error of the first operation that failed."""
     random = np.random.default_rng(seed)
     sampled: list[tuple[float, int]] = []
     trained: list[tuple[float, int]] = []

@@ -48,10 +48,10 @@ class Decode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """Free the slots of these sequences, each given as (request_id, index of the sequence), while no decode
-    steps are in flight.
+    """Free the slots of these sequences, each given as (request_id, index of the sequence). The scheduler
+    schedules this work only while no decode steps are in flight.
 
-    The scheduler later schedules a `PrefillRequest` for each of them, which unpauses the sequence.
+    The scheduler later schedules a `PrefillRequest` for each of these sequences, which unpauses it.
     """
 
     sequences: tuple[tuple[int, int], ...]

@@ -1,6 +1,12 @@
-"""Prefill of new and preempted sequences, and of paused sequences that have lost their pages or whose
-data-parallel rank has no free slot. A sequence gets its slot when the last chunk of its text (the prompt and
-the tokens sampled so far) is computed.
+"""Prefill: compute the texts (the prompt and the tokens sampled so far) of these sequences in chunks.
+
+- New sequences.
+- Preempted sequences. They have lost their KV pages, and a slot stays reserved for each of them.
+- Paused sequences, which gave their slots to other sequences, in two cases: they have lost their pages, or
+  the data-parallel rank that holds their pages has no free slot. In the second case, the text is computed
+  again for a slot of another rank.
+
+A new or paused sequence gets a slot when the last chunk of its text is computed.
 """
 
 from __future__ import annotations
@@ -46,9 +52,10 @@ class Prefiller:
         return self.planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next chunks of the first requests, as many as `PrefillPlanner.plan` combines in one
-        prefill batch. Start the sequences whose texts are complete. A paused sequence that still has its
-        pages, and whose rank has a free slot, is unpaused without a chunk.
+        """Compute one prefill batch, which contains the next chunk of each of the first requests.
+        `PrefillPlanner.plan` determines the number of these requests. Start the sequences whose texts are
+        complete. A paused sequence that still has its pages, and whose rank has a free slot, is unpaused
+        without a chunk.
 
         The result has one entry for each of these first requests, in order: None if more chunks of the text
         remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
@@ -80,8 +87,9 @@ class Prefiller:
                 self.adapters.unpin(chunk.weights)
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
-        """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
-        and for the spare pages of the running sequences (`keep_spare` in `PrefillPlanner._allocate`).
+        """Compute the next chunk of the oldest preempted sequence if enough pages are available for it. Some
+        pages must also remain available for the next tokens of the running sequences: see `keep_spare` in
+        `PrefillPlanner._allocate`.
 
         Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """

@@ -127,8 +127,9 @@ class OpenEnv:
 
 @contextmanager
 def _server_errors() -> Generator[None]:
-    """Convert the exception of a lost or failed connection to EnvServerError, after which the attempt is
-    repeated. The exceptions of the package websockets do not inherit from ConnectionError."""
+    """Convert the exception of a lost or failed connection to EnvServerError. The run repeats an attempt of a
+    trial that fails with EnvServerError. Exceptions of the package websockets are recognized by their module,
+    because they do not inherit from ConnectionError."""
     try:
         yield
     except Exception as error:

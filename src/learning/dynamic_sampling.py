@@ -1,7 +1,8 @@
 """Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-A group is good if its rewards differ or if it was rolled out with one trial only. All other groups are bad,
-and so are groups with fewer graded trials than `min_group_size`.
+A group of several trials is good if at least `min_group_size` of them are graded and their rewards differ. A
+group of one trial is good if the trial is graded. All other groups are bad.
+
 `dynamic_sampling=filter` collects good groups over several batches and keeps the number that the step needs.
 `dynamic_sampling=replace` replaces bad groups by good groups of the same batch if the share of good groups is
 above `dynamic_sampling_min_replace_ratio`. Otherwise it samples another batch.
@@ -45,8 +46,8 @@ EMPTY = SamplingState(rolled_out=[], kept=[], is_complete=False)
 def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
     """Return whether the rewards differ, or the only trial of the group is graded, as in SkyRL.
 
-    A group with failures and a single reward is bad, because it has no reward to compare with. A group with
-    fewer rewards than `min_group_size` is bad, because a filter drops it.
+    A group with failures and a single reward is bad, because it has no reward to compare with. A group of
+    several trials with fewer rewards than `min_group_size` is bad, because a filter drops it.
     """
     if len(group.rewards) == 1:
         return not group.failures

@@ -1,15 +1,28 @@
 """journal.jsonl: the events of a run, in order. The file is append-only, and a resumed run reads it.
 
-    {"event": "started", "resumed_from": 0, ...}                       one per process and per reconnection
+A trial is one execution of a task, and the trials of a task in one step form a group. A rollout is one trial
+of a group with its exact tokens. A trial may have several attempts, because it is repeated after an
+infrastructure failure.
+
+    {"event": "started", "resumed_from": 0, ...}
+        A process of the run has started, or has connected to the server again after a loss of the server.
     {"event": "rollout_started", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, ...}
-    {"event": "finished", ... "outcome": "graded"}                     written after the rollout's tokens
-    {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the step's groups, as GroupKeys
+        An attempt has started.
+    {"event": "finished", ... "outcome": "graded"}
+        A rollout has ended. Its tokens are already in the rollout store (`rollout_store`).
+    {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}
+        The step has these groups (GroupKeys).
     {"event": "quarantined", "step": 1, "task": "b", "cause": "sandbox"}
-    {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the groups that the step trained on
-    {"event": "evaluated", "step": 1}                                  the evaluation after the step
+        Later steps leave out the task, because its trials kept failing.
+    {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}
+        The step has trained on these groups.
+    {"event": "evaluated", "step": 1}
+        The evaluation after the step has ended.
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
-    {"event": "discarded", "after": 1}                                 see `discarded`
+    {"event": "discarded", "after": 1}
+        See `Journal.discarded`.
     {"event": "ended", "state": "done"}
+        A process of the run has ended.
 
 Weights that were trained and not saved are lost with the server's session. `started` therefore invalidates
 every earlier `trained` of a step after `resumed_from`. These steps are trained again, from the rollouts on
@@ -64,7 +77,7 @@ GroupKey = tuple[int, str]  # the step for which the task is scheduled, and the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutKey:
-    """Identifies a rollout of a run: the trial with the index `member` in the group of `task`."""
+    """Identifies a rollout of a run. `member` is the index of its trial in the group of `task`."""
 
     purpose: str  # "step", "eval" or "refill-<n>": the nth further batch of dynamic sampling
     step: int
@@ -82,7 +95,8 @@ class Journal:
         self._attempts: Counter[RolloutKey] = Counter()  # number of attempts of each ungraded rollout
         # ("step", n) or ("eval", n) for each step and each evaluation whose rollouts were used.
         self._settled: set[tuple[str, int | None]] = set()
-        # Number of graded rollouts of the run, plus number of steps that this process was the first to train.
+        # Increases by 1 with each graded rollout and with each step that is trained for the first time.
+        # Callers compare two values to find out whether the run has made progress.
         self.progress = 0
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
@@ -93,11 +107,14 @@ class Journal:
         self._write("started", resumed_from=resumed_from)
 
     def discarded(self, *, after: int) -> None:
-        """Record that the rollouts with a policy version above `after` were discarded, because an option that
-        changes the weights after this step has another value.
+        """Record that the rollouts with a policy version above `after` were discarded. The policy version is
+        the number of steps that had been trained when the weights of the rollout were saved.
 
-        The batches of the steps from `after` + 2 on are forgotten, because their tasks may depend on these
-        rollouts. The results of the steps and evaluations after step `after` count as not used.
+        The run is resumed from the checkpoint of step `after` with a changed option, which gives the later
+        steps other weights than those that sampled the discarded rollouts. The batch of step `after` + 1
+        stays valid, because it is sampled from weights up to step `after`. The batches of later steps are
+        forgotten, because the choice of their tasks may depend on the discarded rollouts. For `is_settled`,
+        no result of a step or evaluation after step `after` was used.
         """
         self._forget(after)
         self._write("discarded", after=after)

@@ -1,7 +1,9 @@
 """Roll out groups of trials.
 
-One semaphore limits the number of concurrent trials. A trial has up to `trial_attempts` attempts, each with a
-deadline. This module converts an exception of a trial to a `TrialFailure`.
+A trial is one execution of a task by the agent. A rollout is the trial of one member of a group, with its
+exact tokens, as the run stores it on disk. One semaphore limits the number of concurrent trials. A trial has
+up to `trial_attempts` attempts, each with a deadline. This module converts an exception of a trial to a
+`TrialFailure`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from src.rollouts.options import RolloutOptions
 logger = logging.getLogger(__name__)
 
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0  # longest wait before another attempt, without the up to 50 % that `back_off` adds
+LONGEST_WAIT_S = 60.0  # longest wait before another attempt; `back_off` then adds up to 50 % to it
 # An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
@@ -40,7 +42,9 @@ class RolloutPlan:
     """The settings with which the groups of one batch are rolled out."""
 
     step: int
-    purpose: str  # "step", "refill-<n>" or "eval"; part of the directory's name and of the seeds
+    # "step", "eval" or "refill-<n>", the nth further batch that dynamic sampling runs in the step. The names
+    # of directories and the seeds of trials depend on it.
+    purpose: str
     group_size: int
     temperature: float
     directory: Path
@@ -154,7 +158,8 @@ class Rollouts:
         kept: Mapping[RolloutKey, FinishedRollout],
         started: list[float],
     ) -> FinishedRollout:
-        """Return one rollout from disk, or run its trial.
+        """Return the rollout of the trial with the index `member` in the group. If `kept` does not contain
+        it, run the trial and store the rollout.
 
         An attempt that ends with one of REPEATED_FAILURES is repeated with the same seed, up to
         `trial_attempts` attempts. `started` receives the start time of each attempt.

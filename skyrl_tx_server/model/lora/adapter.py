@@ -30,9 +30,9 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""Maps the field of each adapted projection to its LoRA factors, for one layer or stacked over layers. In a
-stack, every leaf, including `scale`, has a leading axis of layers. In LoRA slots (the stacked adapters of the
-sampler), an axis of slots comes before the axis of layers."""
+"""Maps the name of each projection in `Stack.weights`, for example "qkv", to its LoRA factors, for one layer
+or stacked over layers. In a stack, every leaf, including `scale`, has a leading axis of layers. In LoRA slots
+(the stacked adapters of the sampler), an axis of slots comes before the axis of layers."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,8 @@ def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Weight, LoraWeights]]:
-    """Yield each adapted weight with its factors, stacked over layers. The head is last."""
+    """Yield the description of each adapted projection with its factors, stacked over layers. The output head
+    is last."""
     for stack, layers in zip(adapted_stacks(config), adapter.layers, strict=True):
         for field, weight in stack.weights.items():
             yield weight, layers[field]
@@ -94,8 +95,9 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """Return a new adapter in host memory. A of trained projections is uniform in +-1/sqrt(in), drawn from
-    `spec.seed`. B, and A of all other projections, are zero.
+    """Return a new adapter in host memory. The factor A of each trained projection is drawn from the uniform
+    distribution between -1/sqrt(in) and 1/sqrt(in), with `spec.seed`. The factor A of every other projection
+    and the factor B of every projection are zero.
 
     Each projection has its own random stream, so its values do not depend on which other projections are
     trained.
@@ -164,8 +166,9 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
 
 
 def slot_layer(modules: LayerAdapter, indices: LoraIndices, layer: ArrayLike) -> LayerAdapter:
-    """Return `modules`, the LoRA slots of a stack, with the fields `indices` and `layer`. Products then read
-    the factors of layer `layer` of the stack. Every leaf keeps its leading axes of slots and of layers."""
+    """Return a copy of `modules`, the LoRA slots of a stack, in which `LoraWeights.indices` and
+    `LoraWeights.layer` are set, so that the functions of `lora_math` use the factors of layer `layer`. Every
+    leaf keeps its leading axes of slots and of layers."""
     return {field: replace(module, indices=indices, layer=layer) for field, module in modules.items()}
 
 
@@ -190,8 +193,9 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
 
 
 def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
-    """Return an adapter whose modules are `make(weight, layer_shape)`. `layer_shape` is (L,), the shape of
-    the leading axis of layers, or () for the head, which is created last."""
+    """Return an adapter in which the factors of each projection are `make(weight, layer_shape)`, where
+    `weight` describes the projection. `layer_shape` is (number of layers of the stack,), or () for the output
+    head, which is created last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
         for stack in adapted_stacks(config)

@@ -1,12 +1,13 @@
-"""Runs the verifier of a Fleet task in a separate sandbox.
+"""Runs the verifier of a task of env=fleet in a separate sandbox. The verifier is a Python function of the
+task. It calls the same tools of an MCP server as the agent.
 
 The sandbox has no network, none of the trainer's environment variables, and read-only system directories. An
 agent reaches neither the verifier's process nor its files: the verifier receives the final answer as text and
 calls tools through the trainer.
 
-If a verifier raises an exception, hangs or returns no finite number, the trial has the reward 0 with a
-graded-zero reason, because the agent can cause each of these failures by the state and the final answer that
-it leaves.
+If a verifier raises an exception, hangs or returns no finite number, the trial has the reward 0 and does not
+count as an infrastructure failure, because the agent can cause each of these failures by the state and the
+final answer that it leaves. The trial records which failure it was as its graded-zero reason (`ZeroReason`).
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, o
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            # `process.kill()` would reap an ended process, and the event loop would lose its exit status.
+            # Unlike `os.killpg`, `process.kill()` calls waitpid first. If the process had just ended, this
+            # call would take its exit status, and the event loop could no longer read it.
             os.killpg(process.pid, signal.SIGKILL)
     await process.communicate()

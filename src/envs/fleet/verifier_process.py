@@ -39,10 +39,10 @@ class Environment:
         self._exchange = exchange
 
     def call_tool(self, name: str, arguments: Json | None = None) -> Any:
-        """Call a tool and return its structured result.
+        """Call a tool and return its structured result or, if it has none, its text.
 
-        If the tool returned no structured result, return its text. Text that is JSON is parsed.
-        Raises ToolError if the tool returned an error.
+        If this text is JSON, the parsed value is returned. The trainer has already parsed it
+        (`mcp_session.tool_result`). Raises ToolError if the tool returned an error.
         """
         result = self._exchange({"call": name, "arguments": arguments or {}})
         if result["is_error"]:
