@@ -130,7 +130,7 @@ def test_the_recipe_of_the_seeds_is_accepted():
         (["advantage_estimator=gae"], "advantage_estimator=gae: expected grpo"),
         (
             ["advantage_estimator=rloo", "normalize_advantages_by_std=false"],
-            "is for advantage_estimator=grpo, not rloo",
+            "works only with advantage_estimator=grpo or dr_grpo, not rloo",
         ),
         (["advantage_estimator=reinforce++", "step_wise_trajectories=true"], "exclude each other"),
         (["loss_reduction=token_mean_legacy"], "loss_reduction=token_mean_legacy: expected token_mean"),
