@@ -324,7 +324,7 @@ class FilteredArchive:
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
-        self._locked: dict[str, tarfile.TarInfo] = {}  # directories, with their modes
+        self._locked: dict[str, tarfile.TarInfo] = {}  # path -> entry with the original mode
         self.size = ArchiveSize()
         self.unresolved_links: list[str] = []  # hard links to files that were not added
 
@@ -470,6 +470,7 @@ def leads_to_verifier(path: str, target: str) -> bool:
 
 
 def _is_locked(entry: FileEntry) -> bool:
+    """Return whether the entry is a directory whose owner lacks a part of OWNER_ACCESS."""
     return entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
 
 

@@ -183,7 +183,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def environment_variables(self) -> Mapping[str, str]:
-        """The environment variables of every command of the task."""
+        """The environment variables of every command of the task. PWD is its working directory."""
         environment = {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
         return {**environment, "PWD": self._workdir}
 
