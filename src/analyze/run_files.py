@@ -22,7 +22,7 @@ from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.records.dumps import AGGREGATED
-from src.records.reading import Count, Finite, Whole, read_document, read_lines, unchanged
+from src.records.reading import Count, Finite, Whole, read_document, read_lines
 from src.records.run_directory import CONFIG_FILE, METRICS_FILE
 
 ANSWER_MARK = "<|im_start|>assistant"
@@ -83,7 +83,7 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
     path = Path(directory).expanduser().resolve()
     options: Mapping[str, Any] = {}
     if (path / CONFIG_FILE).is_file():
-        options = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+        options = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
     directories = {

@@ -36,7 +36,7 @@ from src.core.printable import printable
 from src.core.trajectory import Trajectory, TrialFailure, Turn
 from src.learning.rollout_groups import SOLVED
 from src.records.journal import RolloutKey
-from src.records.reading import Count, Finite, Whole, read_lines, unchanged
+from src.records.reading import Count, Finite, Whole, read_lines
 from src.records.rollout_store import find_rollouts
 from src.records.run_directory import CONFIG_FILE
 
@@ -157,7 +157,7 @@ def recorded_trials(directory: Path) -> list[RecordedTrial]:
         if match := FILE.fullmatch(path.name):
             trials += [
                 RecordedTrial(name=path.stem, step=int(match["step"]), line=line)
-                for line in read_lines(path, LINE, unchanged)
+                for line in read_lines(path, LINE)
             ]
     return sorted(trials, key=lambda trial: (trial.step, trial.name, trial.line["task"]))
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
-from src.records.reading import Hashes, read_document, unchanged
+from src.records.reading import Hashes, read_document
 
 HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
 CONTENTS_FILE = "task_contents.json"  # in the directory of an evaluation: task id -> content hash
@@ -79,7 +79,7 @@ def require_same_content(log_path: Path, hashes: Mapping[str, str]) -> None:
     its finished trials would be counted for the new content.
     """
     path = log_path / CONTENTS_FILE
-    saved = read_document(path, TypeAdapter(Hashes), unchanged) if path.is_file() else {}
+    saved = read_document(path, TypeAdapter(Hashes)) if path.is_file() else {}
     changed = [task_id for task_id, content in hashes.items() if saved.get(task_id, content) != content]
     if changed:
         raise ConfigError(
@@ -99,4 +99,4 @@ def read_hashes(log_path: Path) -> dict[str, str]:
             f"{log_path} has no {HASHES_FILE}; set train_data to another run directory or to a directory "
             "of tasks"
         )
-    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), unchanged)
+    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes))

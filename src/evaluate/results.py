@@ -20,7 +20,7 @@ from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired,
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import RUN_AGAIN, replace_text
 from src.records.metrics_table import with_aliases
-from src.records.reading import Count, read_document, unchanged
+from src.records.reading import Count, read_document
 
 SUCCESS_SPLIT = {"success_write": "need a writing action", "success_nowrite": "need none"}
 
@@ -254,7 +254,7 @@ def read_results(path: Path) -> Mapping[str, Any]:
     file = path / RESULTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} has no {RESULTS_FILE}; give the directory of an evaluation")
-    return read_document(file, TypeAdapter(Results), unchanged)
+    return read_document(file, TypeAdapter(Results))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

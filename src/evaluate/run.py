@@ -56,7 +56,7 @@ from src.records.checkpoints import sampler_path
 from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
 from src.records.private_directory import make_private, resolved
-from src.records.reading import read_document, unchanged
+from src.records.reading import read_document
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.run_directory import CONFIG_FILE, EVALUATED, lock_run_dir
@@ -214,7 +214,7 @@ def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
     if config.held_out_of is None:
         return config.environment
     path = Path(config.held_out_of).expanduser() / CONFIG_FILE
-    saved = present_options(read_document(path, TypeAdapter(dict[str, Any]), unchanged))
+    saved = present_options(read_document(path, TypeAdapter(dict[str, Any])))
     split = {name: saved[name] for name in SPLIT_OPTIONS if name in saved}
     return chz.replace(config.environment, **split)
 
@@ -274,7 +274,7 @@ def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> Non
     directory of another evaluation, and for a directory that has files but no evaluation."""
     identity = {EVALUATED: name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
-    saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
+    saved = read_document(path, TypeAdapter(dict[str, Any])) if path.is_file() else None
     # These options may differ in a resumed evaluation. A saved file may contain `results`, which is not an
     # option of EvaluateConfig.
     for option in (

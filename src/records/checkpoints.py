@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, truncate_torn_line
-from src.records.reading import Count, read_lines, unchanged
+from src.records.reading import Count, read_lines
 
 JOURNAL = "checkpoints.jsonl"
 
@@ -44,7 +44,7 @@ def last(log_path: Path) -> Checkpoint | None:
 
 def read(log_path: Path) -> list[Checkpoint]:
     """Return all checkpoints, the oldest first. Raises ConfigError for a damaged line."""
-    return [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), unchanged)]
+    return [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint))]
 
 
 def sampler_path(checkpoint: str | None) -> str | None:

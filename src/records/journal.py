@@ -43,7 +43,7 @@ from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, truncate_torn_line
-from src.records.reading import JournalLine, read_lines, unchanged
+from src.records.reading import JournalLine, read_lines
 
 JOURNAL = "journal.jsonl"
 LINE: TypeAdapter[Any] = TypeAdapter(JournalLine)
@@ -100,7 +100,7 @@ class Journal:
         self.progress = 0
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
-        for record in read_lines(self._path, LINE, unchanged):
+        for record in read_lines(self._path, LINE):
             self._apply(record)
 
     def started(self, *, resumed_from: int) -> None:
@@ -210,7 +210,7 @@ class Journal:
         """
         trained = (
             record
-            for record in (read_lines(self._path, LINE, unchanged) if step else ())
+            for record in (read_lines(self._path, LINE) if step else ())
             if record["event"] == "trained"
         )
         states = {record["step"]: record["state"] for record in trained if record["step"] <= step}

@@ -134,7 +134,9 @@ def is_readable(number: float) -> bool:
     return abs(number) < LIMIT
 
 
-def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
+def read_lines[T](
+    path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T] = lambda value: value
+) -> Iterator[T]:
     """Check each line against `schema` and yield its converted value. A missing file has no lines."""
     with _read_errors(path):
         if not path.exists():
@@ -147,11 +149,11 @@ def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any],
             yield _checked(line, schema, convert, f"{path}, line {number}")
 
 
-def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
-    """Read a file that contains one JSON value, check it against `schema` and return its converted value."""
+def read_document[T](path: Path, schema: TypeAdapter[T]) -> T:
+    """Read a file that contains one JSON value, check it against `schema` and return the value."""
     with _read_errors(path):
         content = path.read_bytes()
-    return _checked(content, schema, convert, str(path))
+    return _checked(content, schema, lambda value: value, str(path))
 
 
 def read_word(path: Path) -> str:
@@ -161,11 +163,6 @@ def read_word(path: Path) -> str:
     if re.fullmatch(rb"[\x21-\x7e][\x20-\x7e]{0,999}\n?", content) is None:
         raise ConfigError(f"{path}: not one line of text; {REMEDY}")
     return content.decode().strip()
-
-
-def unchanged(value: Any) -> Any:
-    """Return the value itself. This is the `convert` function of lines that need no conversion."""
-    return value
 
 
 def _checked[T](content: bytes, schema: TypeAdapter[Any], convert: Callable[[Any], T], where: str) -> T:

@@ -31,7 +31,7 @@ from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailur
 from src.learning.datums import extends
 from src.records.atomic_io import append_record, remove, replace_text, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
-from src.records.reading import Count, Finite, Whole, read_lines, unchanged
+from src.records.reading import Count, Finite, Whole, read_lines
 
 LINE_FIELDS = ("member", "seed")  # fields of a trajectory that are stored as fields of its line
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # fields of a turn that are stored packed
@@ -186,7 +186,7 @@ def discard_rollouts(log_path: Path, *, after: int) -> int:
         step = path.stem.rpartition("_")[2]
         if not step.isdecimal() or int(step) <= after:
             continue
-        records = list(read_lines(path, LINE, unchanged))
+        records = list(read_lines(path, LINE))
         kept = [
             line
             for line, record in zip(path.read_text().splitlines(keepends=True), records, strict=False)
@@ -203,16 +203,14 @@ def any_graded(log_path: Path) -> bool:
     return any(
         "turns" in record["result"]
         for path in (log_path / "finished").glob("*.jsonl")
-        for record in read_lines(path, LINE, unchanged)
+        for record in read_lines(path, LINE)
     )
 
 
 def graded_rewards(log_path: Path, purpose: str, step: int) -> dict[str, list[float]]:
     """Return, for each task, the rewards of its graded rollouts in a step or evaluation."""
     path = log_path / "finished" / f"{purpose}_{step:06d}.jsonl"
-    results = {
-        (record["task"], record["member"]): record["result"] for record in read_lines(path, LINE, unchanged)
-    }
+    results = {(record["task"], record["member"]): record["result"] for record in read_lines(path, LINE)}
     rewards: dict[str, list[float]] = {}
     for (task, _), result in results.items():
         if "reward" in result:

@@ -25,7 +25,7 @@ from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
 from src.records.options import RunDirectoryOptions
 from src.records.private_directory import make_parents, make_private, resolved
-from src.records.reading import read_document, unchanged
+from src.records.reading import read_document
 from src.records.rollout_store import any_graded
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
 
 
 def _saved_options(path: Path) -> Mapping[str, Any]:
-    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
 
 
 def _present_options(config: RunDirectoryOptions) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
 from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
 from src.records.options import TrackingOptions
-from src.records.reading import MetricsLine, is_readable, read_lines, read_word, unchanged
+from src.records.reading import MetricsLine, is_readable, read_lines, read_word
 
 if TYPE_CHECKING:
     import wandb
@@ -170,7 +170,7 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl. Raises ConfigError for a damaged line."""
-    return list(read_lines(path, LINE, unchanged))
+    return list(read_lines(path, LINE))
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:

@@ -36,7 +36,7 @@ from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason
 from src.records.journal import RunState, last_end
-from src.records.reading import read_document, unchanged
+from src.records.reading import read_document
 from src.records.run_directory import CONFIG_FILE, METRICS_FILE
 from src.records.tracking import recorded
 
@@ -57,7 +57,7 @@ class CheckedRun:
         self.path = Path(directory).expanduser().resolve()
         if not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the directory of a run")
-        document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
+        document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]))
         self.options: Mapping[str, Any] = present_options(document)
         self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
         server_directory = self.path.with_name(f"{self.path.name}.server")
