@@ -19,11 +19,10 @@ from typing import Any, NotRequired, TypedDict
 from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
-from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.records.dumps import AGGREGATED
-from src.records.reading import Count, Finite, Whole, read_document, read_lines
-from src.records.run_directory import CONFIG_FILE, METRICS_FILE
+from src.records.reading import Count, Finite, Whole, read_lines
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE, read_config
 
 ANSWER_MARK = "<|im_start|>assistant"
 STEP_DIRECTORY = re.compile(r"global_step_(\d+)(?:_evals)?")
@@ -83,7 +82,7 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
     path = Path(directory).expanduser().resolve()
     options: Mapping[str, Any] = {}
     if (path / CONFIG_FILE).is_file():
-        options = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
+        options = read_config(path)
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
     directories = {

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from pydantic import TypeAdapter
 
 from src.config import tasks_name
 from src.core.errors import ConfigError
 from src.core.log_setup import logging_to_file
-from src.core.option_aliases import present_options
 from src.core.trajectory import Task
 from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.base import TaskSource, close_quietly
@@ -56,10 +54,9 @@ from src.records.checkpoints import sampler_path
 from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
 from src.records.private_directory import make_private, resolved
-from src.records.reading import read_document
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_directory import CONFIG_FILE, EVALUATED, lock_run_dir
+from src.records.run_directory import CONFIG_FILE, EVALUATED, lock_run_dir, read_config
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
@@ -213,8 +210,7 @@ def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
     """
     if config.held_out_of is None:
         return config.environment
-    path = Path(config.held_out_of).expanduser() / CONFIG_FILE
-    saved = present_options(read_document(path, TypeAdapter(dict[str, Any])))
+    saved = read_config(Path(config.held_out_of).expanduser())
     split = {name: saved[name] for name in SPLIT_OPTIONS if name in saved}
     return chz.replace(config.environment, **split)
 
@@ -274,7 +270,7 @@ def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> Non
     directory of another evaluation, and for a directory that has files but no evaluation."""
     identity = {EVALUATED: name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
-    saved = read_document(path, TypeAdapter(dict[str, Any])) if path.is_file() else None
+    saved = read_config(directory) if path.is_file() else None
     # These options may differ in a resumed evaluation. A saved file may contain `results`, which is not an
     # option of EvaluateConfig.
     for option in (
@@ -293,7 +289,7 @@ def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> Non
             saved.pop(option, None)
     identity = json.loads(json.dumps(identity))
     # An option that the saved file does not contain is not compared.
-    if saved is not None and identity | present_options(saved) != identity:
+    if saved is not None and identity | saved != identity:
         raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (
         saved is None

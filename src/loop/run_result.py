@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.loop.outcome import Success, success_of
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.journal import RunState, last_end
-from src.records.reading import read_document
-from src.records.run_directory import CONFIG_FILE, METRICS_FILE, require_run
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE, read_config, require_run
 from src.records.tracking import records
 
 
@@ -46,7 +42,7 @@ def read_result(directory: str | Path) -> RunResult:
     directory = Path(directory).expanduser()
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} has no run; give a directory that contains {CONFIG_FILE}")
-    require_run(directory, read_document(directory / CONFIG_FILE, TypeAdapter(dict[str, Any])))
+    require_run(directory, read_config(directory))
     lines = records(directory / METRICS_FILE)
     end = last_end(directory)
     last = {name: value for name, value in lines[-1].items() if value is not None} if lines else {}

@@ -78,7 +78,7 @@ class RunDirectory:
 
     def changed_options(self, config: RunDirectoryOptions) -> set[str]:
         """Return the options of a resumed run that have another value than in its last process."""
-        saved, present = _saved_options(self.path), _present_options(config)
+        saved, present = read_config(self.path), _present_options(config)
         return {name for name in saved.keys() & present.keys() if saved[name] != present[name]}
 
     def create(self, config: RunDirectoryOptions) -> None:
@@ -178,6 +178,11 @@ def _prompt_user(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the options in the config.json of the directory `path`, under their present names."""
+    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
+
+
 def require_run(path: Path, saved: Mapping[str, Any]) -> None:
     """Raise ConfigError if the config.json in `path` with the content `saved` is that of an evaluation."""
     if EVALUATED in saved:
@@ -188,7 +193,7 @@ def require_run(path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
-    saved, present = _saved_options(path), _present_options(config)
+    saved, present = read_config(path), _present_options(config)
     require_run(path, saved)
     if (SUPERVISED in saved) != (SUPERVISED in present):
         program = "src.sft" if SUPERVISED in saved else "src.train"
@@ -209,10 +214,6 @@ def _check_same_run(path: Path, config: RunDirectoryOptions) -> None:
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
             "or stream_groups=true, or give another log_path"
         )
-
-
-def _saved_options(path: Path) -> Mapping[str, Any]:
-    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
 
 
 def _present_options(config: RunDirectoryOptions) -> Mapping[str, Any]:

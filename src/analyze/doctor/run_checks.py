@@ -7,12 +7,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from src.analyze.doctor.machine_checks import sandbox
 from src.analyze.doctor.problems import (
@@ -33,11 +30,9 @@ from src.analyze.doctor.problems import (
 )
 from src.analyze.show import RecordedTrial, recorded_trials
 from src.core.errors import ConfigError
-from src.core.option_aliases import present_options
 from src.core.trajectory import StopReason
 from src.records.journal import RunState, last_end
-from src.records.reading import read_document
-from src.records.run_directory import CONFIG_FILE, METRICS_FILE
+from src.records.run_directory import CONFIG_FILE, METRICS_FILE, read_config
 from src.records.tracking import recorded
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
@@ -57,8 +52,7 @@ class CheckedRun:
         self.path = Path(directory).expanduser().resolve()
         if not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the directory of a run")
-        document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]))
-        self.options: Mapping[str, Any] = present_options(document)
+        self.options = read_config(self.path)
         self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
         server_directory = self.path.with_name(f"{self.path.name}.server")
         self.server_log = Path(server_log).expanduser() if server_log else server_directory / "server.log"
