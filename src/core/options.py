@@ -41,43 +41,30 @@ class Options:
         cls.__chz_validators__ = validators
 
 
-def at_least(minimum: float) -> Validator:
-    """Return a field validator that accepts None and numbers of at least `minimum`."""
-    phrase = "must not be negative" if minimum == 0 else f"must be at least {minimum:g}"
+def field_validator(is_valid: Callable[[float], bool], phrase: str) -> Validator:
+    """Return a field validator that accepts None and valid numbers. `phrase` says which numbers are valid."""
 
     def validate(options: Any, name: str) -> None:
         value = _value(options, name)
-        require(value is None or value >= minimum, f"{_name(name)} {phrase}, not {value}")
+        require(value is None or is_valid(value), f"{_name(name)} {phrase}, not {value}")
 
     return validate
+
+
+def at_least(minimum: float) -> Validator:
+    """Return a field validator that accepts None and numbers of at least `minimum`."""
+    phrase = "must not be negative" if minimum == 0 else f"must be at least {minimum:g}"
+    return field_validator(lambda value: value >= minimum, phrase)
 
 
 def above(minimum: float) -> Validator:
     """Return a field validator that accepts None and numbers greater than `minimum`."""
-
-    def validate(options: Any, name: str) -> None:
-        value = _value(options, name)
-        require(value is None or value > minimum, f"{_name(name)} must be above {minimum:g}, not {value}")
-
-    return validate
+    return field_validator(lambda value: value > minimum, f"must be above {minimum:g}")
 
 
-def finite(options: Any, name: str) -> None:
-    """Require that a field is None or a number that is neither infinite nor NaN."""
-    value = _value(options, name)
-    require(value is None or math.isfinite(value), f"{_name(name)} must be finite, not {value}")
-
-
-def share_or_0(options: Any, name: str) -> None:
-    """Require that a field is a number of at least 0 and at most 1."""
-    value = _value(options, name)
-    require(0 <= value <= 1, f"{_name(name)} must lie between 0 and 1, not {value}")
-
-
-def share(options: Any, name: str) -> None:
-    """Require that a field is None or a number above 0 and at most 1."""
-    value = _value(options, name)
-    require(value is None or 0 < value <= 1, f"{_name(name)} must be above 0 and at most 1, not {value}")
+finite = field_validator(math.isfinite, "must be finite")
+share_or_0 = field_validator(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
+share = field_validator(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 
 
 def require(condition: bool, message: str) -> None:
