@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
@@ -56,8 +56,6 @@ INSTRUCTIONS = (
     "occurred and false where not:\n" + "\n".join(f'  "{name}": {meaning}' for name, meaning in MODES.items())
 )
 TEMPERATURE = 0.0
-
-Formula = Literal["one_plus_failures", "inverse_failures"]
 
 
 class JudgeEndpoint(Protocol):

@@ -2,6 +2,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -12,11 +13,12 @@ from src.policy.openai_client import ChatReply
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
-from src.rollouts.judge import MODES, Formula, Judge, failures_in, transcript
+from src.rollouts.judge import MODES, Judge, failures_in, transcript
 from src.rollouts.options import JudgeOptions, RolloutOptions
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, task
 
+Formula = Literal["one_plus_failures", "inverse_failures"]
 LABELS = "\n".join(f"{number} {name.replace('_', ' ')}: yes" for number, name in enumerate(MODES))
 
 
