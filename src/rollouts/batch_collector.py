@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from src.core.errors import ConfigError, TooManyFailuresError
@@ -34,7 +34,7 @@ from src.rollouts.group_rollout import (
 from src.rollouts.options import GroupOptions
 from src.rollouts.pipeline import Batch, Pipeline, Scheduled
 from src.rollouts.run_events import RunEvents
-from src.rollouts.task_quarantine import diagnosis, from_record, to_record
+from src.rollouts.task_quarantine import diagnosis, from_record
 from src.rollouts.watchdog import Watchdog
 
 OnGroup = Callable[[TrajectoryGroup], None]
@@ -103,11 +103,10 @@ class BatchCollector:
 
     def state(self) -> dict[str, object]:
         """Return the state after the last step, for the journal. A resumed run reads it."""
-        if self._options.task_sampling == "uniform":
-            return to_record(self._faults)
-        return to_record(self._faults) | {
-            "curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)
-        }
+        state: dict[str, object] = asdict(self._faults)
+        if self._options.task_sampling != "uniform":
+            state["curriculum"] = curriculum.to_record(self._curriculum, since=self._num_groups_before)
+        return state
 
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.

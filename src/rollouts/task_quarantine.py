@@ -98,20 +98,9 @@ def failures_of(group: TrajectoryGroup) -> GroupFailures:
     )
 
 
-def to_record(state: FaultState) -> dict[str, object]:
-    recent = [
-        {"trials": group_failures.trials, "causes": dict(group_failures.causes)}
-        for group_failures in state.recent
-    ]
-    return {"strikes": dict(state.strikes), "quarantined": dict(state.quarantined), "recent": recent}
-
-
 def from_record(record: Mapping[str, Any]) -> FaultState:
-    """Return the state of a record. An empty record is the state before the first step."""
-    recent = [
-        GroupFailures(trials=group_failures["trials"], causes=group_failures["causes"])
-        for group_failures in record.get("recent", [])
-    ]
+    """Invert `asdict`. An empty record is the state before the first step."""
+    recent = [GroupFailures(**group_failures) for group_failures in record.get("recent", [])]
     return FaultState(
         strikes=record.get("strikes", {}), quarantined=record.get("quarantined", {}), recent=recent
     )

@@ -1,6 +1,8 @@
+from dataclasses import asdict
+
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.rollouts.options import FaultOptions
-from src.rollouts.task_quarantine import FaultState, diagnosis, from_record, to_record
+from src.rollouts.task_quarantine import FaultState, diagnosis, from_record
 from tests.fakes.trials import failure, task, trajectory
 
 SETTINGS = FaultOptions(quarantine_after=2, max_failure_rate=0.5)
@@ -75,7 +77,7 @@ def test_the_state_is_restored_from_its_record():
         .after([group("a", failed=2), group("b", graded=1)], SETTINGS)
         .after([group("a", failed=1)], SETTINGS)
     )
-    assert from_record(to_record(state)) == FaultState(
+    assert from_record(asdict(state)) == FaultState(
         strikes={"a": 2}, quarantined={"a": "sandbox"}, recent=list(state.recent)
     )
     assert from_record({}) == FaultState(recent=[])
