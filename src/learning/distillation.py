@@ -8,14 +8,12 @@ logprob than the sampler, the term therefore decreases the probability of every 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from src.learning.examples import Example
-from src.learning.kl_penalty import KlResult, difference
+from src.learning.examples import Example, all_sequences, with_advantages
+from src.learning.kl_penalty import KlResult, differences_from, mean_of_sampled
 from src.learning.penalty_options import DistillationOptions
 from src.policy.sampling_policy import ReferenceModel
 
@@ -28,24 +26,12 @@ async def apply_teacher(
 
     `KlResult.mean_kl` is the mean of `sampler logprob - teacher logprob` over the sampled tokens, in nats.
     """
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    scores = await asyncio.gather(*(teacher.logprobs(sequence.tokens.tolist()) for sequence in sequences))
-    differences = [
-        difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)
-    ]
-    changed = iter(
-        replace(
-            sequence,
-            advantages=(options.reward_coef * sequence.advantages - options.teacher_coef * values).astype(
-                np.float32
-            ),
-        )
+    sequences = all_sequences(examples)
+    differences = await differences_from(teacher, sequences)
+    advantages = [
+        (options.reward_coef * sequence.advantages - options.teacher_coef * values).astype(np.float32)
         for sequence, values in zip(sequences, differences, strict=True)
-    )
-    num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
+    ]
     return KlResult(
-        examples=[
-            replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples
-        ],
-        mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
+        examples=with_advantages(examples, advantages), mean_kl=mean_of_sampled(differences, sequences)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+
+import numpy as np
 
 from src.core.trajectory import Trajectory, TrajectoryGroup
 from src.learning.advantages import ADVANTAGE_ESTIMATORS, group_advantages, token_weights, whiten
@@ -98,6 +100,22 @@ def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Exam
         for example, value in zip(flat, values, strict=True)
     )
     return [[next(whitened) for _ in group] for group in examples_P_G]
+
+
+def all_sequences(examples: Iterable[Example]) -> list[TokenSequence]:
+    return [sequence for example in examples for sequence in example.sequences]
+
+
+def with_advantages(examples: Iterable[Example], advantages_D: Iterable[np.ndarray]) -> list[Example]:
+    """Replace the advantages of `all_sequences(examples)`, in order."""
+    advantages = iter(advantages_D)
+    return [
+        replace(
+            example,
+            sequences=[replace(sequence, advantages=next(advantages)) for sequence in example.sequences],
+        )
+        for example in examples
+    ]
 
 
 def split_substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> list[list[Example]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from src.learning.datums import TokenSequence
-from src.learning.examples import Example
+from src.learning.examples import Example, all_sequences, with_advantages
 from src.learning.penalty_options import KlOptions
 from src.policy.sampling_policy import ReferenceModel
 
@@ -33,28 +33,16 @@ async def apply_kl_penalty(
     The penalty of a token is the estimate of `kl_estimates`. The mean is over all sampled tokens of
     `examples`, so the sum of the advantages of these tokens does not change.
     """
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))
-    differences = [
-        difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)
-    ]
+    sequences = all_sequences(examples)
+    differences = await differences_from(reference, sequences)
     penalties = [kl_estimates(values, estimator=options.kl_estimator) for values in differences]
-    num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
-    mean = sum(float(values.sum()) for values in penalties) / num_tokens
-    coefficient = options.kl_penalty_coef
-    changed = iter(
-        replace(
-            sequence,
-            advantages=sequence.advantages
-            + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32),
-        )
+    mean, coefficient = mean_of_sampled(penalties, sequences), options.kl_penalty_coef
+    advantages = [
+        sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32)
         for sequence, values in zip(sequences, penalties, strict=True)
-    )
+    ]
     return KlResult(
-        examples=[
-            replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples
-        ],
-        mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
+        examples=with_advantages(examples, advantages), mean_kl=mean_of_sampled(differences, sequences)
     )
 
 
@@ -77,10 +65,18 @@ def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
             raise AssertionError(f"unknown KL estimator {estimator}")
 
 
-def difference(sequence: TokenSequence, reference_logprobs: Sequence[float]) -> np.ndarray:
-    """Return sampler minus reference logprobs, [T] float32, and 0 for tokens that were not sampled.
+async def differences_from(model: ReferenceModel, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    """Return the sampler's logprobs minus those of `model`, [T] float32 for each sequence, and 0 for tokens
+    that were not sampled."""
+    scores = await asyncio.gather(*(model.logprobs(sequence.tokens.tolist()) for sequence in sequences))
+    references = (np.concatenate([[0.0], logprobs]).astype(np.float32) for logprobs in scores)
+    return [
+        np.where(sequence.sampled, sequence.logprobs - reference, np.float32(0.0))
+        for sequence, reference in zip(sequences, references, strict=True)
+    ]
 
-    `reference_logprobs` starts at the second token.
-    """
-    reference = np.concatenate([[0.0], reference_logprobs]).astype(np.float32)
-    return np.where(sequence.sampled, sequence.logprobs - reference, np.float32(0.0))
+
+def mean_of_sampled(values_D: Sequence[np.ndarray], sequences: Sequence[TokenSequence]) -> float:
+    """Return the mean over the sampled tokens of all sequences. The values of other tokens must be 0."""
+    num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
+    return sum(float(values.sum()) for values in values_D) / num_tokens

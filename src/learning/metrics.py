@@ -21,7 +21,7 @@ import numpy as np
 from src.core.metric import Metric, Reduction, Unit, measure
 from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.datums import TokenSequence
-from src.learning.examples import Example
+from src.learning.examples import Example, all_sequences
 from src.learning.filters import DropReason, is_constant
 from src.learning.rollout_groups import (
     RolloutGroups,
@@ -73,7 +73,7 @@ class TrainingBatch:
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        return [sequence for example in self.examples for sequence in example.sequences]
+        return all_sequences(self.examples)
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import tinker
 
-from src.learning.datums import TokenSequence, scale_advantages, to_datums
+from src.learning.datums import scale_advantages, to_datums
 from src.learning.distillation import apply_teacher
-from src.learning.examples import Example, apply_loss_reduction, split_substeps
+from src.learning.examples import Example, all_sequences, apply_loss_reduction, split_substeps
 from src.learning.filters import DropReason
 from src.learning.importance import apply_tis
 from src.learning.kl_penalty import KlResult, apply_kl_penalty
@@ -63,7 +63,7 @@ async def prepare(
     examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
     if options.is_on:
         old_logprobs_D = await learner.logprobs(
-            to_datums(sequence for examples in examples_per_substep for sequence in _sequences(examples))
+            to_datums(sequence for examples in examples_per_substep for sequence in all_sequences(examples))
         )
         examples_per_substep, tis_metrics = apply_tis(examples_per_substep, old_logprobs_D, options)
         metrics |= tis_metrics
@@ -73,7 +73,7 @@ async def prepare(
         )
         metrics |= staleness_metrics
     return PreparedBatch(
-        datums_per_substep=[to_datums(_sequences(examples)) for examples in examples_per_substep],
+        datums_per_substep=[to_datums(all_sequences(examples)) for examples in examples_per_substep],
         metrics=metrics,
     )
 
@@ -93,7 +93,7 @@ def stream_datums(
         for example in apply_loss_reduction(examples, options)
     ]
     (masked,), _ = mask_stale([weighted], version=version, max_staleness=options.max_staleness)
-    return to_datums(_sequences(masked))
+    return to_datums(all_sequences(masked))
 
 
 def stream_metrics(
@@ -116,7 +116,3 @@ def _mean_kl(results: Sequence[KlResult]) -> float:
     num_tokens = [sum(example.num_tokens for example in result.examples) for result in results]
     total = math.sumprod([result.mean_kl for result in results], num_tokens)
     return total / max(1, sum(num_tokens))
-
-
-def _sequences(examples: Sequence[Example]) -> list[TokenSequence]:
-    return [sequence for example in examples for sequence in example.sequences]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from src.learning.datums import TokenSequence
-from src.learning.examples import Example
+from src.learning.examples import Example, all_sequences
 
 
 def mask_stale(
@@ -31,28 +31,20 @@ def mask_stale(
         ]
         for examples in examples_per_substep
     ]
-    sequences = [
-        sequence
-        for examples in examples_per_substep
-        for example in examples
-        for sequence in example.sequences
-    ]
+    flat = [example for examples in examples_per_substep for example in examples]
     ages = np.concatenate(
-        [version - sequence.versions[sequence.sampled] for sequence in sequences]
+        [version - sequence.versions[sequence.sampled] for sequence in all_sequences(flat)]
         or [np.zeros(0, dtype=np.int64)]
+    )
+    num_masked = sum(
+        bool(example.sequences) and all(_all_too_old(sequence, oldest) for sequence in example.sequences)
+        for example in flat
     )
     return masked, {
         "staleness/mean": float(ages.mean()) if ages.size else 0.0,
         "staleness/max": float(ages.max()) if ages.size else 0.0,
         "staleness/masked_tokens": float((ages > max_staleness).sum()),
-        "staleness/masked_trajectories": float(
-            sum(
-                bool(example.sequences)
-                and all(_all_too_old(sequence, oldest) for sequence in example.sequences)
-                for examples in examples_per_substep
-                for example in examples
-            )
-        ),
+        "staleness/masked_trajectories": float(num_masked),
     }
 
 
