@@ -64,12 +64,12 @@ def report(
     processes of the run have done.
     """
     metrics_file = log_path / "metrics.jsonl"
-    steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    return outcome(
-        success_of(metrics_file),
-        # In groups of one trial, all variances are 0.
-        [] if group_size == 1 else training_signal_lines(recorded_variances(metrics_file)),
-        steps=steps,
+    lines = success_lines(success_of(metrics_file))
+    if group_size > 1:  # in groups of one trial, all variances are 0
+        lines += training_signal_lines(recorded_variances(metrics_file))
+    return last_lines(
+        lines,
+        steps=max(recorded(metrics_file, "progress/batch"), default=0),
         steps_before=steps_before,
         wall_s=wall_s,
         log_path=log_path,
@@ -140,48 +140,31 @@ def success_of(metrics_file: Path) -> Success:
     )
 
 
-def outcome(
-    success: Success,
-    signal_lines: Sequence[str],
-    *,
-    steps: int,
-    wall_s: float,
-    log_path: Path,
-    steps_before: int = 0,
-    options: StepLimits | None = None,
-) -> list[str]:
-    """Return the last lines of a run of GRPO: its success, `signal_lines`, its duration and its files."""
-    lines: list[str] = []
+def success_lines(success: Success) -> list[str]:
+    """Return the line about the success of a run; none if a rate is unknown."""
     before, after = success.before, success.after
-    if before is not None and after is not None:
-        noop = ""
-        if success.noop_success is not None:
-            noop = f"; an agent that does nothing: {success.noop_success:.1%}"
-        rewards = ""
-        if success.rewards is not None:
-            rewards = "; mean reward {} before, {} after".format(*map(shown_reward, success.rewards))
-        lines.append(
-            f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
-            f"({100 * (after - before):+.1f} points){rewards}{noop}"
-        )
-    return last_lines(
-        [*lines, *signal_lines],
-        steps=steps,
-        steps_before=steps_before,
-        wall_s=wall_s,
-        log_path=log_path,
-        options=options,
-    )
+    if before is None or after is None:
+        return []
+    noop = ""
+    if success.noop_success is not None:
+        noop = f"; an agent that does nothing: {success.noop_success:.1%}"
+    rewards = ""
+    if success.rewards is not None:
+        rewards = "; mean reward {} before, {} after".format(*map(shown_reward, success.rewards))
+    return [
+        f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
+        f"({100 * (after - before):+.1f} points){rewards}{noop}"
+    ]
 
 
 def last_lines(
     results: Sequence[str],
     *,
     steps: int,
+    steps_before: int,
     wall_s: float,
     log_path: Path,
-    steps_before: int = 0,
-    options: StepLimits | None = None,
+    options: StepLimits,
 ) -> list[str]:
     """Return the last lines of a run: its steps and duration, `results` and its files.
 
@@ -190,7 +173,7 @@ def last_lines(
     files = [name for name in FILES if (log_path / name).exists()]
     total = f" ({steps} in total)" if steps_before else ""
     first = f"done: {counted(steps - steps_before, 'step')}{total} in {_duration(wall_s)}"
-    if options is not None and steps == steps_before:
+    if steps == steps_before:
         more = f"n_epochs={2 * options.n_epochs}"
         if steps == options.max_steps:  # both options are named, because the epochs may have no more steps
             more = f"max_steps={2 * steps} {more}"

@@ -13,8 +13,9 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
-from src.loop.outcome import Success, outcome, resume_command, training_signal_lines
+from src.loop.outcome import Success, last_lines, resume_command, success_lines, training_signal_lines
 from src.records.rollout_log import record_groups
+from src.rollouts.options import ScheduleOptions
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -43,6 +44,11 @@ def evaluation(step, *groups, noop_rewards=None):
         domains={},
         noop_rewards=noop_rewards,
     )
+
+
+def outcome(success, signal_lines, **run):
+    lines = [*success_lines(success), *signal_lines]
+    return last_lines(lines, steps_before=0, options=ScheduleOptions(), **run)
 
 
 def test_a_group_is_shown_in_one_line():
