@@ -14,7 +14,7 @@ from statistics import fmean
 from src.analyze.markdown import MISSING, change, number, percent, table
 from src.analyze.run_files import AnalyzedRun, DumpedTrial
 from src.evaluate.eval_stats import Comparison, Tally, compare_paired, pass_at_k
-from src.evaluate.failure_patterns import Pattern, patterns, result_patterns, tool_results
+from src.evaluate.failure_patterns import Pattern, pattern_counts, patterns, result_patterns, tool_results
 from src.learning.rollout_groups import SOLVED
 from src.loop.outcome import MIN_SIGNAL
 from src.records.metrics_table import ALL_TASKS
@@ -111,9 +111,13 @@ def held_out_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
 def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
     """Return a table with the number of failed trials per pattern (rows) and environment (columns)."""
     names = environments(evaluations[-1])
-    columns = [[pattern_counts(of_environment(trials, name)) for trials in evaluations] for name in names]
+    trials_by_step = [[of_environment(trials, name) for trials in evaluations] for name in names]
+    columns = [
+        [pattern_counts([trial.trajectory for trial in trials]) for trials in steps]
+        for steps in trials_by_step
+    ]
     shown = [pattern for pattern in Pattern if any(cell[pattern] for column in columns for cell in column)]
-    failed = [[str(counts.total_failed) for counts in column] for column in columns]
+    failed = [[str(num_failed(trials)) for trials in steps] for steps in trials_by_step]
     rows = [["failed trials", *(change(cells) for cells in failed)]]
     for pattern in sorted(shown, key=lambda pattern: -columns[0][-1][pattern]):
         cells = [[str(counts[pattern]) for counts in column] for column in columns]
@@ -224,18 +228,6 @@ def difference(comparison: Comparison | None) -> str:
         f"{100 * value.value:+.1f} points [{100 * value.low:+.1f}, {100 * value.high:+.1f}], "
         f"p = {comparison.p_value:.3g}"
     )
-
-
-class PatternCounts(Counter[Pattern]):
-    """The number of failed trials that show each pattern."""
-
-    total_failed = 0
-
-
-def pattern_counts(trials: Sequence[DumpedTrial]) -> PatternCounts:
-    counts = PatternCounts(pattern for trial in trials for pattern in patterns(trial.trajectory))
-    counts.total_failed = num_failed(trials)
-    return counts
 
 
 def num_failed(trials: Sequence[DumpedTrial]) -> int:
