@@ -6,6 +6,7 @@ A check returns what it observed, or raises `Defect`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from src.evaluate.probe.endpoint_probe import Probe
 from src.evaluate.probe.loss_checks import (
@@ -57,9 +58,9 @@ REQUIRED: dict[str, Callable[[Probe], str]] = {
 }
 # Properties that only runs with certain options require, and top_k, which no run requires.
 OPTIONAL: dict[str, Callable[[Probe], str]] = {
-    "loss importance_sampling": check_loss("importance_sampling"),
-    "loss ppo": check_loss("ppo"),
-    "loss cispo": check_loss("cispo"),
+    "loss importance_sampling": partial(check_loss, name="importance_sampling"),
+    "loss ppo": partial(check_loss, name="ppo"),
+    "loss cispo": partial(check_loss, name="cispo"),
     "loss settings": check_loss_settings,
     "weight decay": check_weight_decay,
     "gradient clipping": check_clipping,

@@ -4,8 +4,6 @@ settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import tinker
 
@@ -45,39 +43,30 @@ def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[f
     )
 
 
-def check_loss(name: str) -> Callable[[Probe], str]:
-    def check(probe: Probe) -> str:
-        reported, expected = loss_of(probe, name, None)
-        expect(
-            near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-            f"loss:sum is {reported:.5g}, but the formula of the loss gives {expected:.5g}",
-        )
-        return f"loss:sum {reported:.5g}"
+def expect_loss(reported: float, expected: float, *, label: str = "") -> str:
+    """Return the observation. Raises Defect, with `label` before the observation, if the losses differ."""
+    expect(
+        near(reported, expected, 1e-3 * max(1.0, abs(expected))),
+        f"{label}loss:sum is {reported:.5g}, but the formula of the loss gives {expected:.5g}",
+    )
+    return f"loss:sum {reported:.5g}"
 
-    return check
+
+def check_loss(probe: Probe, *, name: str) -> str:
+    return expect_loss(*loss_of(probe, name, None))
 
 
 def check_cross_entropy(probe: Probe) -> str:
     client = probe.client()
     output = client.forward_backward([cross_entropy(TEXT, 0.5)], "cross_entropy").result()
     expected = -0.5 * float(output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).sum())
-    reported = output.metrics.get("loss:sum", float("nan"))
-    expect(
-        near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-        f"loss:sum is {reported:.5g}, but the formula of the loss gives {expected:.5g}",
-    )
-    return f"loss:sum {reported:.5g}"
+    return expect_loss(output.metrics.get("loss:sum", float("nan")), expected)
 
 
 def check_loss_settings(probe: Probe) -> str:
     for name in ("ppo", "cispo"):
         config = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.5}
-        reported, expected = loss_of(probe, name, config)
-        expect(
-            near(reported, expected, 1e-3 * max(1.0, abs(expected))),
-            f"{name} with {config}: loss:sum is {reported:.5g}, but the formula of the loss gives "
-            f"{expected:.5g}",
-        )
+        expect_loss(*loss_of(probe, name, config), label=f"{name} with {config}: ")
     return "ppo and cispo apply the clip thresholds"
 
 
