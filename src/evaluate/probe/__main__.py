@@ -60,13 +60,11 @@ def main(argv: Sequence[str]) -> int:
         with exit_on_signal():
             url, options = arguments(argv)
             results: list[Capabilities] = []
-            probing = _probe(
-                url,
-                options,
-                results,
-                on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False),
-            )
-            status = asyncio.run(run_until_signal(probing, console.print))
+
+            async def work() -> None:
+                results.append(await probe(url, options, on_finding=lambda item: console.print(line(item))))
+
+            status = asyncio.run(run_until_signal(work(), console.print))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -113,27 +111,18 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     return urls[0].rstrip("/"), options
 
 
-async def _probe(
-    url: str,
-    options: Mapping[str, str],
-    results: list[Capabilities],
-    *,
-    on_finding: Callable[[Finding], None] = lambda finding: None,
-) -> None:
-    await check_alive(url)
-    results.append(await probe(url, options, on_finding=on_finding))
-
-
 async def probe(
     url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None
 ) -> Capabilities:
     """Run all checks, or the checks in the option `only`, and return their results.
 
-    Raises ConfigError if the endpoint does not serve the model. Raises BackendError if the models cannot be
-    listed, or if listing them or a check takes longer than `request_timeout_s`.
+    Raises ConfigError if the endpoint does not serve the model. Raises BackendError if the endpoint is not
+    ready, if the models cannot be listed, or if listing them or a check takes longer than
+    `request_timeout_s`.
 
     The calls of the SDK block, so each check runs in a thread. A thread is abandoned at its deadline.
     """
+    await check_alive(url)
     limit_s = float(options.get("request_timeout_s", ANSWER_TIMEOUT_S))
 
     async def bounded[T](action: str, function: Callable[[], T]) -> T:
