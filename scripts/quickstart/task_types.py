@@ -6,6 +6,7 @@ This file is long because it defines all task types.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 class Instance:
     """One task. Paths are relative to /app, the agent's working directory."""
 
-    task_type: str
+    task_type: str = ""  # `make_instance` sets it
     instruction: str
     command: str
     files: dict[str, str] = field(default_factory=dict)  # path -> content
@@ -27,7 +28,7 @@ class Instance:
 def make_instance(task_type: str, *, seed: str, pool: Pool) -> Instance:
     """Make an instance of `task_type` with words of `pool`. The same seed gives the same instance."""
     words = Words(random=random.Random(f"{task_type}/{seed}"), pool=pool, used=set())
-    return TASK_TYPES[task_type](task_type, words)
+    return dataclasses.replace(TASK_TYPES[task_type](words), task_type=task_type)
 
 
 def holds(path: str, content: str) -> str:
@@ -87,11 +88,10 @@ def say(words: Words, phrasings: str, **slots: object) -> str:
 # --- single operations ---
 
 
-def write(task_type: str, words: Words) -> Instance:
+def write(words: Words) -> Instance:
     files: dict[str, str] = {}
     path, content = text_file(words, some_directory(words, files)), text(words)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Write {content} to a new file {path}.
@@ -107,12 +107,11 @@ def write(task_type: str, words: Words) -> Instance:
     )
 
 
-def append(task_type: str, words: Words) -> Instance:
+def append(words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     content = text(words)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Add the line {content} to the end of {path}.
@@ -128,12 +127,11 @@ def append(task_type: str, words: Words) -> Instance:
     )
 
 
-def mkdir(task_type: str, words: Words) -> Instance:
+def mkdir(words: Words) -> Instance:
     files: dict[str, str] = {}
     parent = some_directory(words, files)
     path = f"{parent}/{words.word()}" if parent else words.word()
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Create a directory named {path}.
@@ -148,12 +146,11 @@ def mkdir(task_type: str, words: Words) -> Instance:
     )
 
 
-def copy(task_type: str, words: Words) -> Instance:
+def copy(words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = text_file(words)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Copy {source} to {target}.
@@ -168,12 +165,11 @@ def copy(task_type: str, words: Words) -> Instance:
     )
 
 
-def rename(task_type: str, words: Words) -> Instance:
+def rename(words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = text_file(words)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Rename {source} to {target}.
@@ -188,14 +184,13 @@ def rename(task_type: str, words: Words) -> Instance:
     )
 
 
-def move(task_type: str, words: Words) -> Instance:
+def move(words: Words) -> Instance:
     files: dict[str, str] = {}
     source = text_file(words)
     files[source] = "\n".join(words.lines(2)) + "\n"
     directory = words.word()
     files[f"{directory}/{text_file(words)}"] = "\n".join(words.lines(1)) + "\n"
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Move {source} into the directory {directory}.
@@ -210,12 +205,11 @@ def move(task_type: str, words: Words) -> Instance:
     )
 
 
-def delete(task_type: str, words: Words) -> Instance:
+def delete(words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     other = existing_file(words, files)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Delete the file {path}.
@@ -230,11 +224,10 @@ def delete(task_type: str, words: Words) -> Instance:
     )
 
 
-def executable(task_type: str, words: Words) -> Instance:
+def executable(words: Words) -> Instance:
     path = words.word() + ".sh"
     files = {path: f"#!/bin/bash\necho {words.word()}\n"}
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Make the script {path} executable.
@@ -248,12 +241,11 @@ def executable(task_type: str, words: Words) -> Instance:
     )
 
 
-def mode(task_type: str, words: Words) -> Instance:
+def mode(words: Words) -> Instance:
     files: dict[str, str] = {}
     path = existing_file(words, files)
     bits = words.mode()
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Set the permissions of {path} to {bits}.
@@ -268,12 +260,11 @@ def mode(task_type: str, words: Words) -> Instance:
     )
 
 
-def link(task_type: str, words: Words) -> Instance:
+def link(words: Words) -> Instance:
     files: dict[str, str] = {}
     source = existing_file(words, files)
     target = words.word()
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Make a symbolic link {target} to {source}.
@@ -288,11 +279,10 @@ def link(task_type: str, words: Words) -> Instance:
     )
 
 
-def empty(task_type: str, words: Words) -> Instance:
+def empty(words: Words) -> Instance:
     files: dict[str, str] = {}
     path = text_file(words, some_directory(words, files))
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Create an empty file {path}.
@@ -306,14 +296,13 @@ def empty(task_type: str, words: Words) -> Instance:
     )
 
 
-def replace(task_type: str, words: Words) -> Instance:
+def replace(words: Words) -> Instance:
     old, new = words.word(), words.word()
     path = text_file(words)
     lines = words.lines(3)
     lines[words.random.randrange(3)] = f"{old} {words.word()}"
     files = {path: "\n".join(lines) + "\n"}
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Replace {old} by {new} in {path}.
@@ -329,12 +318,11 @@ def replace(task_type: str, words: Words) -> Instance:
     )
 
 
-def join(task_type: str, words: Words) -> Instance:
+def join(words: Words) -> Instance:
     files: dict[str, str] = {}
     first, second = existing_file(words, files), existing_file(words, files)
     target = text_file(words)
     return Instance(
-        task_type=task_type,
         instruction=say(
             words,
             """Join {first} and {second} into {target}.
@@ -410,7 +398,7 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
     raise AssertionError(name)
 
 
-def filtered(task_type: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
+def filtered(words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
     """Return an instance whose command applies the filters `names` in order and writes the result to another
     file. With `to_end`, the command appends the result to this file."""
     lines = words.lines(words.random.randint(20, 26))
@@ -428,7 +416,6 @@ def filtered(task_type: str, words: Words, names: tuple[str, ...], *, to_end: bo
     head = f"{filters[0].command} < {source}" if names[0] == "count" else f"{filters[0].command} {source}"
     command = " | ".join([head, *(later.command for later in filters[1:])])
     return Instance(
-        task_type=task_type,
         instruction=f"{first}{rest} {ending}",
         command=f"{command} {'>>' if to_end else '>'} {target}",
         files=files,
@@ -450,14 +437,12 @@ PIPES = tuple(
 )
 
 
-def pipe(task_type: str, words: Words) -> Instance:
-    return filtered(task_type, words, words.random.choice(PIPES), to_end=False)
+def pipe(words: Words) -> Instance:
+    return filtered(words, words.random.choice(PIPES), to_end=False)
 
 
-def collect(task_type: str, words: Words) -> Instance:
-    return filtered(
-        task_type, words, (words.random.choice(("sort", "first", "search", "count")),), to_end=True
-    )
+def collect(words: Words) -> Instance:
+    return filtered(words, (words.random.choice(("sort", "first", "search", "count")),), to_end=True)
 
 
 # --- two operations in one task ---
@@ -483,10 +468,9 @@ PAIRS = tuple(
 )
 
 
-def two(task_type: str, words: Words, names: tuple[str, str]) -> Instance:
-    first, second = SINGLE[names[0]](task_type, words), SINGLE[names[1]](task_type, words)
+def two(words: Words, names: tuple[str, str]) -> Instance:
+    first, second = SINGLE[names[0]](words), SINGLE[names[1]](words)
     return Instance(
-        task_type=task_type,
         instruction=f"{first.instruction} {second.instruction}",
         command=f"{first.command} && {second.command}",
         files=first.files | second.files,
@@ -494,15 +478,15 @@ def two(task_type: str, words: Words, names: tuple[str, str]) -> Instance:
     )
 
 
-def pair(task_type: str, words: Words) -> Instance:
-    return two(task_type, words, words.random.choice(PAIRS))
+def pair(words: Words) -> Instance:
+    return two(words, words.random.choice(PAIRS))
 
 
-Maker = Callable[[str, Words], Instance]
+Maker = Callable[[Words], Instance]
 
 
 def _filter_maker(*names: str, to_end: bool = False) -> Maker:
-    return lambda task_type, words: filtered(task_type, words, names, to_end=to_end)
+    return lambda words: filtered(words, names, to_end=to_end)
 
 
 TRAINING: dict[str, Maker] = {
@@ -524,9 +508,9 @@ TRAINING: dict[str, Maker] = {
 UNSEEN: dict[str, Maker] = {
     "count-matches": _filter_maker("search", "count"),
     "collect-last": _filter_maker("last", to_end=True),
-    "folder-and-line": lambda task_type, words: two(task_type, words, ("mkdir", "append")),
-    "delete-and-copy": lambda task_type, words: two(task_type, words, ("delete", "copy")),
-    "rename-and-mode": lambda task_type, words: two(task_type, words, ("rename", "mode")),
+    "folder-and-line": lambda words: two(words, ("mkdir", "append")),
+    "delete-and-copy": lambda words: two(words, ("delete", "copy")),
+    "rename-and-mode": lambda words: two(words, ("rename", "mode")),
 }
 """Task types that only held-out tasks have: operations of TRAINING in new combinations."""
 
