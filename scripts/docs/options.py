@@ -10,7 +10,6 @@ from src.analyze.config import AnalyzeConfig
 from src.cli.command_line import sections_of, shown_default, values_of
 from src.config import REFUSED, TrainerConfig
 from src.core.option_aliases import OPTION_ALIASES
-from src.core.options import sections
 from src.core.skyrl_options import REFUSED_BY_REASON, TAKEN
 from src.envs.try_env import TryConfig
 from src.evaluate.chat.config import ChatConfig
@@ -36,33 +35,23 @@ table, such as `generator`, applies to all names of the group that have no row o
 def page() -> str:
     """Return the text of docs/options.md."""
     programs = (
-        ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
-        ("Supervised fine-tuning", "python -m src.sft", SftConfig, sections_of(SftConfig)),
-        (
-            "Evaluation",
-            "python -m src.evaluate",
-            EvaluateConfig,
-            sections_of(EvaluateConfig),
-        ),
-        (
-            "Comparison of two evaluations",
-            "python -m src.evaluate",
-            CompareConfig,
-            sections_of(CompareConfig),
-        ),
-        ("Chat", "python -m src.evaluate.chat", ChatConfig, sections_of(ChatConfig)),
-        ("Trial of an environment", "python -m src.envs.try_env", TryConfig, sections_of(TryConfig)),
-        ("Analysis", "python -m src.analyze", AnalyzeConfig, sections(AnalyzeConfig)),
-        ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),
+        ("Trainer", "python -m src.train", TrainerConfig),
+        ("Supervised fine-tuning", "python -m src.sft", SftConfig),
+        ("Evaluation", "python -m src.evaluate", EvaluateConfig),
+        ("Comparison of two evaluations", "python -m src.evaluate", CompareConfig),
+        ("Chat", "python -m src.evaluate.chat", ChatConfig),
+        ("Trial of an environment", "python -m src.envs.try_env", TryConfig),
+        ("Analysis", "python -m src.analyze", AnalyzeConfig),
+        ("Server", "python -m skyrl_tx_server", ServerConfig),
     )
     parts = [INTRODUCTION, *(program(*arguments) for arguments in programs), aliases(), skyrl_names()]
     return "\n".join(parts)
 
 
-def program(title: str, command: str, kind: type[object], by_section: dict[str, list[str]]) -> str:
+def program(title: str, command: str, kind: type[object]) -> str:
     """Return the part of the page about one program, with one table per section of its options."""
     lines = [f"## {title}", "", f"`{command} name=value ...`", ""]
-    for heading, names in by_section.items():
+    for heading, names in sections_of(kind).items():
         lines += [f"### {heading}", "", "| option | values | default | meaning |", "|---|---|---|---|"]
         lines += [row(kind, name) for name in names]
         lines.append("")
