@@ -134,13 +134,13 @@ def main(argv: list[str]) -> int:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
     try:
         if "resume" in user_options:
-            return resume(user_options.pop("resume"), user_options)
+            return with_server_of("resume", user_options, resumed_arguments)
         if "evaluate" in user_options:
-            return evaluate(user_options.pop("evaluate"), user_options)
+            return with_server_of("evaluate", user_options, evaluated_arguments)
         if "quickstart" in user_options:
             return quick_start(user_options)
         if "chat" in user_options:
-            return chat(user_options.pop("chat"), user_options)
+            return with_server_of("chat", user_options, chat_arguments)
         if "model_name" not in user_options:
             user_options = {**model_of_a_running_server(user_options), **user_options}
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
@@ -343,30 +343,20 @@ def full_recipe(user_options: dict[str, str]) -> int:
     return train(options, server, key=key)
 
 
-def resume(run: str, changes: dict[str, str]) -> int:
-    """Continue a run. `changes` replace its original options."""
-    return with_server_of(run, changes, resumed_arguments, program_of(run))
-
-
-def evaluate(run: str, changes: dict[str, str]) -> int:
-    """Evaluate the last checkpoint of a run on its held-out tasks."""
-    return with_server_of(run, changes, evaluated_arguments, ACTION_MODULES["evaluate"])
-
-
-def chat(run: str, changes: dict[str, str]) -> int:
-    """Chat with the last checkpoint of a run."""
-    return with_server_of(run, changes, chat_arguments, ACTION_MODULES["chat"])
-
-
 def with_server_of(
-    run: str, changes: dict[str, str], options_of: Callable[[str, list[str]], list[str]], module: str
+    action: str, user_options: dict[str, str], options_of: Callable[[str, list[str]], list[str]]
 ) -> int:
-    """Run `module` with the options that `options_of` returns for a run and its changed options. Return the
-    exit status.
+    """Resume, evaluate or chat with the run that the option `action` names. Return the exit status.
 
-    If this program started the server of the run and that server has ended, start it again, unless `changes`
-    set `skyrl_tx_url`.
+    `options_of` returns the options of the program for the run and its changed options, which are the other
+    options of the user.
+
+    If this program started the server of the run and that server has ended, start it again, unless the user
+    sets `skyrl_tx_url`.
     """
+    run = user_options[action]
+    module = program_of(run) if action == "resume" else ACTION_MODULES[action]
+    changes = {name: value for name, value in user_options.items() if name != action}
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
