@@ -83,6 +83,10 @@ class CheckedRun:
             return {"more_mixed_groups": f"group_size={size}", "new_run": new_run}
         return {"more_mixed_groups": "dynamic_sampling=filter", "new_run": ""}
 
+    def problem(self, name: ProblemName, measured: str, **values: str) -> Finding:
+        """Return `problem_finding` with the directory of the run as the value of `run`."""
+        return problem_finding(name, measured, run=str(self.path), **values)
+
     def scaled_rate(self, factor: float) -> str:
         return f"{float(self.options.get('learning_rate') or 1e-4) * factor:g}"
 
@@ -98,7 +102,7 @@ def run_findings(run: CheckedRun) -> list[Finding]:
 
 def reward(run: CheckedRun) -> Finding:
     """Compare the rewards in the last third of the steps with the rewards in the first third."""
-    values, name = run.metric("env/all/reward/total"), ProblemName.REWARD_FLAT
+    values = run.metric("env/all/reward/total")
     if len(values) < MIN_STEPS:
         return Finding(name="reward", measured=f"{len(values)} steps; a trend needs {MIN_STEPS}")
     first, last = thirds(values)
@@ -110,7 +114,7 @@ def reward(run: CheckedRun) -> Finding:
     if is_solved or gain > NOISE_ERRORS * error:
         return Finding(name="reward", measured=measured)
     measured += f" (standard error of the difference {error:.3f})"
-    return problem_finding(name, measured, run=str(run.path), higher_rate=run.scaled_rate(2))
+    return run.problem(ProblemName.REWARD_FLAT, measured, higher_rate=run.scaled_rate(2))
 
 
 def groups(run: CheckedRun) -> Finding:
@@ -130,12 +134,7 @@ def groups(run: CheckedRun) -> Finding:
         for kind, values in shares.items()
         if values
     ]
-    return problem_finding(
-        ProblemName.GROUPS_ALIKE,
-        "; ".join([measured, *parts]),
-        run=str(run.path),
-        **run.more_mixed_groups,
-    )
+    return run.problem(ProblemName.GROUPS_ALIKE, "; ".join([measured, *parts]), **run.more_mixed_groups)
 
 
 def updates(run: CheckedRun) -> Finding:
@@ -147,7 +146,7 @@ def updates(run: CheckedRun) -> Finding:
     measured = f"{num_without} of the last {len(recent)} steps did not change the weights"
     if num_without <= MAX_WITHOUT_UPDATE * len(recent):
         return Finding(name="updates", measured=measured)
-    return problem_finding(ProblemName.NO_UPDATE, measured, run=str(run.path), **run.more_mixed_groups)
+    return run.problem(ProblemName.NO_UPDATE, measured, **run.more_mixed_groups)
 
 
 def kl(run: CheckedRun) -> Finding:
@@ -160,9 +159,7 @@ def kl(run: CheckedRun) -> Finding:
         first, last = (fmean(third) for third in thirds(values))
         measured = f"{name} {first:.2g} in the first third of the steps, {last:.2g} in the last"
         if last > limit and last >= KL_GROWTH * first:
-            return problem_finding(
-                ProblemName.KL_RISING, measured, run=str(run.path), lower_rate=run.scaled_rate(0.5)
-            )
+            return run.problem(ProblemName.KL_RISING, measured, lower_rate=run.scaled_rate(0.5))
         measurements.append(measured)
     return Finding(name="KL", measured="; ".join(measurements) or f"a trend needs {MIN_STEPS} steps")
 
@@ -182,7 +179,7 @@ def truncated(run: CheckedRun) -> Finding:
         options = ("max_input_length", "context_limit")
     option = next((name for name in options if run.options.get(name)), options[1])
     more = f"{option}={2 * int(run.options.get(option) or 1024)}"
-    return problem_finding(ProblemName.TRUNCATED, measured, run=str(run.path), more_tokens=more)
+    return run.problem(ProblemName.TRUNCATED, measured, more_tokens=more)
 
 
 def failures(run: CheckedRun) -> Finding:
@@ -193,9 +190,7 @@ def failures(run: CheckedRun) -> Finding:
     is_small = len(ungraded) <= MAX_FAILED * len(run.trials)
     end = last_end(run.path)
     if end is not None and end.state == RunState.TOO_MANY_FAILURES and is_small:
-        return problem_finding(
-            ProblemName.FAILURES, f"the run ended: {end.cause[:MAX_SHOWN]}", run=str(run.path), trial=""
-        )
+        return run.problem(ProblemName.FAILURES, f"the run ended: {end.cause[:MAX_SHOWN]}", trial="")
     if not run.trials:
         return Finding(name="failures", measured="no finished step yet")
     measured = f"{len(ungraded)} of {len(run.trials)} trials could not be graded"
@@ -205,9 +200,7 @@ def failures(run: CheckedRun) -> Finding:
     line = next(line for line in ungraded if line.get("failure") == kind)
     message = (line.get("message", "").splitlines() or [""])[0][:MAX_SHOWN]
     measured += f", {count} of kind {kind}: {message}"
-    return problem_finding(
-        ProblemName.FAILURES, measured, run=str(run.path), trial=line["trial"] or line["task"]
-    )
+    return run.problem(ProblemName.FAILURES, measured, trial=line["trial"] or line["task"])
 
 
 def memory(run: CheckedRun) -> Finding:
@@ -222,7 +215,7 @@ def memory(run: CheckedRun) -> Finding:
                 f"lines of {path} with a failed allocation: {len(lines)}; the last one is line {number}: "
                 f"{line.strip()[:MAX_SHOWN]}"
             )
-            return problem_finding(ProblemName.OUT_OF_MEMORY, measured, base_model=run.base_model)
+            return run.problem(ProblemName.OUT_OF_MEMORY, measured, base_model=run.base_model)
     searched = ", ".join(path.name for path in logs) or "no log; give server_log=FILE"
     return Finding(name="memory", measured=f"no failed allocation in {searched}" if logs else searched)
 
