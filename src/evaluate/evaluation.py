@@ -78,13 +78,11 @@ async def evaluate(
     require_some_graded(groups, plan)
     noop_rewards = await rollouts.noop_rewards(tasks)
     whole = section_of(groups, noop_rewards, group_size=plan.group_size)
-    domains = {
-        name: section_of(members, noop_rewards, group_size=plan.group_size)
-        for name, members in by_domain_or_task_type(groups).items()
-    }
+    domains: dict[str, EvalSection] = {}
     metrics = held_out_metrics(groups, group_size=plan.group_size) | section_metrics("test", whole)
     metrics |= reward_pass_rates("test/reward/avg_pass_at_", groups, group_size=plan.group_size)
     for name, members in by_domain_or_task_type(groups).items():
+        domains[name] = section_of(members, noop_rewards, group_size=plan.group_size)
         metrics |= section_metrics(f"test/env/{name}", domains[name])
         prefix = f"test/env/{name}/reward/pass_at_"
         metrics |= reward_pass_rates(prefix, members, group_size=plan.group_size)
