@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 import numpy as np
 import tinker
@@ -72,11 +73,10 @@ class SupervisedLearner:
 
     async def nll(self, sequences: Sequence[SupervisedSequence], *, batch_size: int) -> float:
         """Return the mean NLL per trained token, in nats. The model does not change."""
-        batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
         with sdk_boundary("evaluating"):
             requests = [
                 self._client.forward([to_supervised_datum(sequence) for sequence in batch], LOSS)
-                for batch in batches
+                for batch in batched(sequences, batch_size)
             ]
             outputs = [await request for request in requests]
         return mean_nll(sequences, [values for output in outputs for values in _logprobs(output)])

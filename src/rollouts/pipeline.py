@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
@@ -46,10 +47,8 @@ def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
         if options.max_steps is not None and len(batches) >= options.max_steps:
             break
         order = epoch_order(tasks, seed=options.seed, epoch=epoch)
-        for start in range(0, len(order), options.batch_size):
-            batches.append(
-                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + options.batch_size])
-            )
+        for batch in batched(order, options.batch_size):
+            batches.append(Batch(step=len(batches) + 1, epoch=epoch, tasks=list(batch)))
     return batches[: options.max_steps]
 
 

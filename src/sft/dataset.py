@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 from src.core.errors import ConfigError
 from src.policy import chat as chat_template
@@ -94,14 +95,8 @@ def schedule(dataset: Dataset, config: SftConfig) -> list[Batch]:
     for epoch in range(config.n_epochs):
         order = list(dataset.train)
         random.Random(f"{config.seed}:{epoch}").shuffle(order)
-        batches += [
-            Batch(
-                step=len(batches) + 1 + start // config.batch_size,
-                epoch=epoch,
-                chats=order[start : start + config.batch_size],
-            )
-            for start in range(0, len(order), config.batch_size)
-        ]
+        for batch in batched(order, config.batch_size):
+            batches.append(Batch(step=len(batches) + 1, epoch=epoch, chats=list(batch)))
     return batches[: config.max_steps]
 
 
