@@ -43,15 +43,9 @@ def keep_groups(
 
     The caller has applied the reward rules to `groups` already (`apply_reward_rules`).
     """
-    kept: list[TrajectoryGroup] = []
-    dropped: Counter[DropReason] = Counter()
-    for group in groups:
-        reason = drop_reason(group, options)
-        if reason is None:
-            kept.append(group)
-        else:
-            dropped[reason] += 1
-    return kept, dropped
+    reasons = [drop_reason(group, options) for group in groups]
+    kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+    return kept, Counter(reason for reason in reasons if reason is not None)
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
