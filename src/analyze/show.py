@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -118,14 +118,11 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
         return
     files = {trial.name for trial in trials if trial.line["trial"] == selected}
     trials = [trial for trial in trials if step is None or _is_in(step, trial.name, trial.step)]
-    conditions: tuple[Callable[[RecordedTrial], bool], ...] = (
-        lambda trial: _is_in(selected, trial.name, trial.step),
-        lambda trial: selected == trial.line["task"],
-    )
-    for condition in conditions:
-        if matching := [trial for trial in trials if condition(trial)]:
-            yield trial_table(matching)
-            return
+    of_step = [trial for trial in trials if _is_in(selected, trial.name, trial.step)]
+    of_task = [trial for trial in trials if trial.line["task"] == selected]
+    if of_step or of_task:
+        yield trial_table(of_step or of_task)
+        return
     rollouts = [(_file_name(key, files), key, result) for key, result in find_rollouts(directory, selected)]
     stored = [
         (name, key, result)
