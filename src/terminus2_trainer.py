@@ -66,14 +66,6 @@ class Collected:
         return [(group.step, group.task.id) for group, examples in pairs if examples]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scorers:
-    """Models with fixed weights that score the sampled tokens."""
-
-    reference: ReferenceModel | None  # for the KL penalty; None without a penalty
-    teacher: ReferenceModel | None  # for distillation; None without a teacher
-
-
 class Terminus2RLTrainer:
     """Trains on batches, evaluates the weights and saves checkpoints.
 
@@ -132,6 +124,9 @@ class Terminus2RLTrainer:
             stop_timeout_s=config.stop_timeout_s,
         )
         self._first_evaluation: TaskRewards | None = None
+        # Models with fixed weights that score the sampled tokens. `train` opens them.
+        self._reference: ReferenceModel | None = None  # for the KL penalty; None without a penalty
+        self._teacher: ReferenceModel | None = None  # for distillation; None without a teacher
 
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
@@ -145,12 +140,15 @@ class Terminus2RLTrainer:
         )
         try:
             policy = await self._policy()
-            scorers = await self._open_scorers()
+            if self._config.kl_penalty_coef > 0:
+                self._reference = await self._scorer(None)
+            if self._config.teacher is not None:
+                self._teacher = await self._scorer(self._config.teacher)
             await self._evaluate_start(policy, num_steps=len(batches))
             async with self._gaps, self._collector.running(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch
-                    await self._step(batch, scorers, num_steps=len(batches))
+                    await self._step(batch, num_steps=len(batches))
         except (BackendError, StorageError):
             raise
         except BaseException:
@@ -187,10 +185,10 @@ class Terminus2RLTrainer:
                 # this step without sending it to wandb and trackio. `amend` sends it.
                 self._run_log.amend(step, {})
 
-    async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
+    async def _step(self, batch: Batch, *, num_steps: int) -> None:
         started = time.monotonic()
         collected = await self._collect(batch)
-        update = await to_its_end(self._update(collected, scorers))
+        update = await to_its_end(self._update(collected))
         metrics = collected.metrics | update.value
         evaluation: dict[str, float] | None = None
         try:  # the metrics of the step are logged even if its evaluation fails
@@ -259,7 +257,7 @@ class Terminus2RLTrainer:
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
-    async def _update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
+    async def _update(self, collected: Collected) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
         A stop must not interrupt this call, so that `steps_done` and the weights on the server agree.
@@ -273,7 +271,7 @@ class Terminus2RLTrainer:
             self._wait_notice.start(f"the update of step {step}")
         try:
             metrics = await self._watchdog.answer(
-                self._prepare_and_update(collected, scorers), f"training step {step}"
+                self._prepare_and_update(collected), f"training step {step}"
             )
         finally:
             self._wait_notice.stop()
@@ -282,7 +280,7 @@ class Terminus2RLTrainer:
         self._is_update_pending = self._is_first_update = False
         return metrics | {"time/update": time.monotonic() - started}
 
-    async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
+    async def _prepare_and_update(self, collected: Collected) -> dict[str, float]:
         config, version = self._config, self.steps_done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
         if config.stream_groups:  # `_stream_of` has sent the datums to the server
@@ -291,8 +289,8 @@ class Terminus2RLTrainer:
         prepared = await prepare(
             examples_P_G,
             dropped,
-            reference=scorers.reference,
-            teacher=scorers.teacher,
+            reference=self._reference,
+            teacher=self._teacher,
             learner=self._learner,
             options=config,
             version=version,
@@ -329,13 +327,6 @@ class Terminus2RLTrainer:
             self._backend.policy(self.steps_done), "preparing the weights for sampling"
         )
         return WatchedPolicy(policy, self._watchdog)
-
-    async def _open_scorers(self) -> Scorers:
-        config = self._config
-        return Scorers(
-            reference=await self._scorer(None) if config.kl_penalty_coef > 0 else None,
-            teacher=await self._scorer(config.teacher) if config.teacher is not None else None,
-        )
 
     async def _scorer(self, name: str | None) -> ReferenceModel:
         opening = self._watchdog.answer(
