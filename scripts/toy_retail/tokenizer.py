@@ -7,9 +7,7 @@ message contains the results of all calls of an answer in <tool_response> tags.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -18,11 +16,10 @@ from tokenizers import Tokenizer
 
 from scripts.quickstart.tokenizer import PRETOKENS, is_name, save_tokenizer, tokenizer_of
 from scripts.quickstart.words import Pool
-from scripts.toy_retail.demonstrations import CAREFUL, HASTY, demonstrate
+from scripts.toy_retail.demonstrations import CAREFUL, HASTY
 from scripts.toy_retail.make_tasks import POLICY
 from scripts.toy_retail.task_types import TASK_TYPES, make_instance
 from src.envs.service.toy_retail import TOOLS
-from src.policy.chat import load_chat
 
 TOOLS_BEGIN = (
     "# Tools\n\nCall one with <tool_call>, a JSON object of its name and arguments, and </tool_call>.\n"
@@ -104,26 +101,3 @@ def build_tokenizer() -> Tokenizer:
 
 def save(directory: Path) -> None:
     save_tokenizer(directory, build_tokenizer(), chat_template=CHAT_TEMPLATE)
-
-
-def main() -> None:
-    """Print demonstrations as tokens."""
-    chat = load_chat("datasets/toy_retail/model")
-    rng = random.Random(0)
-    for task_type in TASK_TYPES:
-        instance = make_instance(task_type, seed="shown", pool=Pool.TRAIN)
-        demonstration = asyncio.run(demonstrate(instance, rng, chat))
-        print(
-            len(demonstration.ids),
-            sum(demonstration.is_agent_token),
-            demonstration.reward,
-            demonstration.mistakes,
-            [
-                chat.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                for token in demonstration.ids[20:]
-            ],
-        )
-
-
-if __name__ == "__main__":
-    main()
