@@ -176,7 +176,7 @@ def build_model(directory: Path) -> None:
     )
     schedule = rise_and_fall(STEPS, peak=5e-3)
     save_model(
-        train(config, initial_params(config, 0), data, steps=STEPS, schedule=schedule, save=lambda _: None),
+        train(config, initial_params(config), data, steps=STEPS, schedule=schedule, save=lambda _: None),
         config,
         directory,
     )

@@ -129,13 +129,13 @@ def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
         yield Batch(tokens=tokens, targets=targets, weights=weights, positions=positions, segments=segments)
 
 
-def initial_params(config: ModelConfig, seed: int) -> Params:
+def initial_params(config: ModelConfig) -> Params:
     """Return random weights whose layers change the embedding of a token only a little.
 
     If all matrices had the same standard deviation, as in large models, the model would not learn to copy
     within STEPS steps.
     """
-    params = jax.jit(partial(init_params, config))(jax.random.key(seed))
+    params = jax.jit(partial(init_params, config))(jax.random.key(0))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}
     layers = tuple(
         {field: factors.get(field, 1) * leaf for field, leaf in stack.items()} for stack in params.layers
@@ -159,10 +159,10 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
-def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch]:
+def curriculum(tokenizer: Tokenizer, *, steps: int) -> Iterator[Batch]:
     """Generate batches of drills, then of demonstrations of which 75 % are lessons, then of demonstrations
     without lessons."""
-    rng = random.Random(f"demonstrations {seed}")
+    rng = random.Random("demonstrations 0")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
         itertools.islice(
@@ -239,10 +239,8 @@ def main() -> None:
         save_model(params, config, directory)
 
     steps = int(options.get("steps", STEPS))
-    data = curriculum(tokenizer, steps=steps, seed=0)
-    save(
-        train(config, initial_params(config, 0), data, steps=steps, schedule=rise_and_fall(steps), save=save)
-    )
+    data = curriculum(tokenizer, steps=steps)
+    save(train(config, initial_params(config), data, steps=steps, schedule=rise_and_fall(steps), save=save))
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def some_directory(words: Words, files: dict[str, str]) -> str:
     return directory
 
 
-def existing_file(words: Words, files: dict[str, str], *, lines: int = 2) -> str:
+def existing_file(words: Words, files: dict[str, str]) -> str:
     path = text_file(words, some_directory(words, files))
-    files[path] = "\n".join(words.lines(lines)) + "\n"
+    files[path] = "\n".join(words.lines(2)) + "\n"
     return path
 
 

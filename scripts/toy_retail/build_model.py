@@ -63,8 +63,8 @@ def schedule() -> optax.Schedule:
     )
 
 
-def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch]:
-    rng = random.Random(f"toy_retail demonstrations {seed}")
+def curriculum(tokenizer: Tokenizer, chat: Chat) -> Iterator[Batch]:
+    rng = random.Random("toy_retail demonstrations 0")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
         itertools.islice(batches(demonstrations(chat, rng, careful_share=LESSONS_SHARE)), LESSON_STEPS),
@@ -81,9 +81,9 @@ def main() -> None:
     def keep(params: Params) -> None:
         save_model(params, config, directory)
 
-    data = curriculum(tokenizer, load_chat(str(directory)), seed=0)
+    data = curriculum(tokenizer, load_chat(str(directory)))
     steps = DRILL_STEPS + LESSON_STEPS + MIXTURE_STEPS
-    keep(train(config, initial_params(config, 0), data, steps=steps, schedule=schedule(), save=keep))
+    keep(train(config, initial_params(config), data, steps=steps, schedule=schedule(), save=keep))
 
 
 if __name__ == "__main__":
