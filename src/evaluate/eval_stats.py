@@ -85,18 +85,12 @@ def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estima
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
-    estimators = [
-        (f"{name}_{k}", rate, k)
-        for k in sizes
-        for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))
-    ]
     rates: dict[str, Estimate] = {}
-    for name, rate, k in estimators:
-        values = [rate(tally, k) for tally in tallies if tally.graded >= k]
-        if values:
-            rates[name] = mean_rate(
-                values, num_trials=sum(tally.graded for tally in tallies if tally.graded >= k)
-            )
+    for k in sizes:
+        if kept := [tally for tally in tallies if tally.graded >= k]:
+            num_trials = sum(tally.graded for tally in kept)
+            for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k)):
+                rates[f"{name}_{k}"] = mean_rate([rate(tally, k) for tally in kept], num_trials=num_trials)
     return rates
 
 
