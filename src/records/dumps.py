@@ -39,6 +39,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from src.core.token_ids import starts_with
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.rollout_groups import domain_or_task_type
 from src.records.atomic_io import readable, replace_text
@@ -201,11 +202,8 @@ def response_ids(trajectory: Trajectory) -> list[int]:
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]
-    start = (
-        len(first.prompt_ids)
-        if last.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-        else len(last.prompt_ids)
-    )
+    is_continued = starts_with(last.prompt_ids, first.prompt_ids)
+    start = len(first.prompt_ids if is_continued else last.prompt_ids)
     return [*last.prompt_ids[start:], *last.completion_ids]
 
 
