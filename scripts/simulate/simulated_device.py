@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -255,11 +255,8 @@ class SimulatedRunner(ModelRunner):
         self.finished_at.clear()
 
 
-@dataclass(slots=True)
 class _NoAdapters:
     """Replaces `AdapterCache`."""
-
-    pins: Counter[str | None] = field(default_factory=Counter)
 
     def pin(self, weights: str | None) -> int:
         return 0
