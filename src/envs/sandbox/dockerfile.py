@@ -48,6 +48,10 @@ USE_SANDBOX = "try environment_type=sandbox"
 DEFAULT_SHELL: tuple[Shell, str] = ("sh", "")  # the shell, and a line that sets its options
 
 
+class _InvalidLine(ValueError):
+    """An instruction is invalid or not supported. `parse_dockerfile` adds the file and the line number."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A shell script to run in `workdir`."""
@@ -98,6 +102,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     workdir = "/"
     stages, image = 0, ""
     shell, shell_options = DEFAULT_SHELL
+    context = path.parent.resolve()
     try:
         is_excluded = ignore_rules(path)
     except ValueError as error:
@@ -110,7 +115,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case "FROM":
                     stages += 1
                     if stages > 1:
-                        raise _refusal(path, line, "build more than one stage")
+                        raise _refusal("build more than one stage")
                     words = [word for word in _split(value) if not word.startswith("--")]
                     image = _expand(words[0], variables) if words else ""
                 case "ARG":
@@ -125,23 +130,23 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     steps.append(MakeDirectory(path=workdir, line=line))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
-                        raise _refusal(path, line, f"run as the user {value}")
+                        raise _refusal(f"run as the user {value}")
                 case "COPY" | "ADD":
                     unpacks = instruction == "ADD"
                     steps.append(
-                        _copy(path, line, value, variables, workdir, unpacks=unpacks, is_excluded=is_excluded)
+                        _copy(line, value, variables, workdir, context, is_excluded, unpacks=unpacks)
                     )
                 case "SHELL":
                     if (form := SHELL_FORM.fullmatch(" ".join(_words(value)))) is None:
-                        raise _refusal(path, line, f"use SHELL {value}")
+                        raise _refusal(f"use SHELL {value}")
                     shell, shell_options = _shell(form)
                 case "RUN":
-                    script = _run_script(path, line, value)
+                    script = _run_script(value)
                     if reason := why_not_runnable(script):
-                        raise _refusal(path, line, reason)
+                        raise _refusal(reason)
                     run_shell = shell
                     if interpreter := re.match(r"#!\s*(.*)", script):
-                        run_shell = _interpreter_shell(path, line, interpreter[1].strip())
+                        run_shell = _interpreter_shell(interpreter[1].strip())
                     else:
                         script = f"{shell_options}{script}"
                     steps.append(
@@ -156,9 +161,9 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case _ if instruction in IGNORED:
                     pass
                 case _:
-                    raise _refusal(path, line, f"execute {instruction}")
-        except ConfigError:
-            raise
+                    raise _refusal(f"execute {instruction}")
+        except _InvalidLine as error:
+            raise ConfigError(f"{path}:{line}: {error}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
@@ -198,7 +203,8 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
         if (directive := DIRECTIVE.match(line)) is None:
             break
         if directive[1].lower() == "escape" and directive[2] != "\\":
-            raise _refusal(path, number, f"use the escape character {directive[2]}")
+            refusal = _refusal(f"use the escape character {directive[2]}")
+            raise ConfigError(f"{path}:{number}: {refusal}")
     instructions: list[tuple[int, str, str]] = []
     index = 0
     while index < len(lines):
@@ -220,9 +226,7 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 index += 1
             index += 1
             if name.upper() != "RUN":
-                raise ConfigError(
-                    f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}"
-                )
+                raise ConfigError(f"{path}:{first + 1}: {_refusal(f'{name.upper()} a here-document')}")
             # `RUN <<EOF` runs the body. With a command before or after the marker, the body is the input of
             # that command.
             command = RUN_OPTIONS.sub("", value, count=1)
@@ -248,18 +252,18 @@ def _shell(form: re.Match[str]) -> tuple[Shell, str]:
     return "bash" if form[1] == "bash" else "sh", f"set {options}\n" if options else ""
 
 
-def _interpreter_shell(path: Path, line: int, interpreter: str) -> Shell:
+def _interpreter_shell(interpreter: str) -> Shell:
     """Return the shell that the first line of a script names. Other interpreters are refused."""
     name = interpreter.removeprefix("/usr/bin/env ").rpartition("/")[2]
     if name not in ("sh", "bash"):
-        raise _refusal(path, line, f"run a here-document with {interpreter}")
+        raise _refusal(f"run a here-document with {interpreter}")
     return "bash" if name == "bash" else "sh"
 
 
-def _run_script(path: Path, line: int, value: str) -> str:
+def _run_script(value: str) -> str:
     while match := re.match(r"--(mount|network|security)=(\S+)\s+", value):
         if match[1] == "mount" and not {"type=cache", "type=tmpfs"} & set(match[2].split(",")):
-            raise _refusal(path, line, f"RUN with {match[0].strip()}")
+            raise _refusal(f"RUN with {match[0].strip()}")
         value = value[match.end() :]
     if value.startswith("["):
         try:
@@ -281,50 +285,49 @@ def _words(value: str) -> list[str]:
     return words
 
 
-def _refusal(path: Path, line: int, action: str) -> ConfigError:
-    return ConfigError(f"{path}:{line}: the sandbox cannot {action}; {USE_DOCKER}")
+def _refusal(action: str) -> _InvalidLine:
+    return _InvalidLine(f"the sandbox cannot {action}; {USE_DOCKER}")
 
 
 def _copy(
-    path: Path,
     line: int,
     value: str,
     variables: Mapping[str, str],
     workdir: str,
+    context: Path,
+    is_excluded: Callable[[Path], bool],
     *,
     unpacks: bool,
-    is_excluded: Callable[[Path], bool],
 ) -> Copy:
     """Parse COPY or ADD. `unpacks` is true for ADD. Archives are refused for ADD, because Docker unpacks them
     and the sandbox does not.
     """
     instruction = "ADD" if unpacks else "COPY"
-    mode, value = _copy_options(path, line, value, instruction=instruction)
+    mode, value = _copy_options(value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
     if len(words) < 2:
-        raise ConfigError(f"{path}:{line}: {instruction} needs a source and a destination")
+        raise _InvalidLine(f"{instruction} needs a source and a destination")
     *sources, target = words
     into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
     files: list[tuple[Path, str]] = []
     for source in sources:
         if re.match(r"(https?|git|ssh)://|git@", source):
-            raise _refusal(path, line, f"fetch {source}")
+            raise _refusal(f"fetch {source}")
         if unpacks and source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")):
-            raise _refusal(path, line, f"unpack {source} with ADD")
+            raise _refusal(f"unpack {source} with ADD")
         files += _copied(
-            path,
-            line,
             source,
             PurePosixPath(workdir) / target,
+            context,
+            is_excluded,
             into_directory=into_directory,
             unpacks=unpacks,
-            is_excluded=is_excluded,
         )
     is_one_file = len(files) == 1 and files[0][0].is_file() and not into_directory
     return Copy(files=tuple(files), mode=mode, line=line, is_one_file=is_one_file)
 
 
-def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tuple[int | None, str]:
+def _copy_options(value: str, *, instruction: str) -> tuple[int | None, str]:
     """Return the mode of --chmod and the text after the options."""
     mode: int | None = None
     while match := re.match(r"--(\w+)(?:=(\S+))?\s+", value):
@@ -335,24 +338,22 @@ def _copy_options(path: Path, line: int, value: str, *, instruction: str) -> tup
         elif option == "chown" and setting and set(setting.split(":")) <= {"root", "0"}:
             pass
         elif option != "link":
-            raise _refusal(path, line, f"{instruction} with {match[0].strip()}")
+            raise _refusal(f"{instruction} with {match[0].strip()}")
     return mode, value
 
 
 def _copied(
-    path: Path,
-    line: int,
     source: str,
     target: PurePosixPath,
+    context: Path,
+    is_excluded: Callable[[Path], bool],
     *,
     into_directory: bool,
     unpacks: bool,
-    is_excluded: Callable[[Path], bool],
 ) -> list[tuple[Path, str]]:
     """Return the files and directories of the build context that match `source`, each with its path in the
     sandbox.
     """
-    context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = [context / relative]
     if any(c in relative for c in "*?["):
@@ -366,9 +367,8 @@ def _copied(
             or not match.exists()
             or (match.is_file() and is_excluded(match))
         ):
-            raise ConfigError(
-                f"{path}:{line}: {source} does not exist in the build context {context}, or .dockerignore "
-                "excludes it"
+            raise _InvalidLine(
+                f"{source} does not exist in the build context {context}, or .dockerignore excludes it"
             )
         if match.is_dir():
             items = [item for item in sorted(match.rglob("*")) if not is_excluded(item)] or [match]
@@ -376,13 +376,12 @@ def _copied(
                 (item, str(PurePosixPath(target, item.relative_to(match).as_posix()))) for item in items
             ]
         elif unpacks and _is_archive(match):
-            raise _refusal(path, line, f"unpack {source} with ADD")
+            raise _refusal(f"unpack {source} with ADD")
         else:
             files.append((match, str(target / name if into_directory or len(matches) > 1 else target)))
     if not matches:
-        raise ConfigError(
-            f"{path}:{line}: {source} matches no file of the build context {context} that .dockerignore "
-            "does not exclude"
+        raise _InvalidLine(
+            f"{source} matches no file of the build context {context} that .dockerignore does not exclude"
         )
     return files
 
