@@ -13,8 +13,9 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -46,6 +47,7 @@ from src.envs.sandbox.docker import engine
 ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
+MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
 # Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.
 FILE_OF_PROGRAMS = re.compile(
@@ -333,7 +335,7 @@ def _kill(container: Any) -> None:
 
 
 def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
-    commands = [["rm", "-rf", "--", *batch] for batch in _batches(changes.removed)]
+    commands = [["rm", "-rf", "--", *batch] for batch in batched(changes.removed, MAX_ARGUMENTS)]
     if changes.emptied:
         commands.append(["find", *changes.emptied, "-mindepth", "1", "-delete"])
     for command in commands:
@@ -376,8 +378,3 @@ def _truncate(packed: IO[bytes], first: tarfile.TarInfo) -> None:
     packed.seek(0, 2)
     packed.write(bytes(2 * tarfile.BLOCKSIZE))
     packed.seek(0)
-
-
-def _batches(paths: Sequence[str], size: int = 500) -> Iterator[list[str]]:
-    for start in range(0, len(paths), size):
-        yield list(paths[start : start + size])
