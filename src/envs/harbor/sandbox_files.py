@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from src.envs.harbor.carried_files import (
 )
 from src.envs.harbor.search_paths import search_variables, with_link_targets
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
+from src.envs.sandbox.file_copy import write_untrusted_file
 
 TRANSFER_TIMEOUT_S = 300
 # The agent can write to the file systems of these three directories. The host's files below /usr are on other
@@ -100,8 +100,7 @@ class SandboxFiles:
             fresh.staged_file() as (removed_path, removed),
             fresh.staged_file() as (unlocked_path, unlocked),
         ):
-            archive.seek(0)
-            await asyncio.to_thread(_copy, archive, host_path)
+            await asyncio.to_thread(write_untrusted_file, archive, host_path)
             removed_path.write_bytes(_null_terminated(changes.removed))
             unlocked_path.write_bytes(_null_terminated(changes.unlocked))
             script = UNPACK.format(unlocked=unlocked, removed=removed, archive=inside_path)
@@ -165,8 +164,3 @@ class SandboxFiles:
 
 def _null_terminated(paths: Iterable[str]) -> bytes:
     return b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
-
-
-def _copy(archive: IO[bytes], target: Path) -> None:
-    with target.open("xb") as file:
-        shutil.copyfileobj(archive, file)
