@@ -106,8 +106,7 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
                 "`.venv/bin/harbor task migrate --input DIRECTORY --output NEW_DIRECTORY`"
             )
         raise ConfigError(f"{directory}: no task.toml; is this a Harbor task directory?")
-    _require_single_step_on_linux(directory)
-    _refuse_mcp_headers(directory)
+    _refuse_unsupported_settings(directory)
     if (directory / "trajectory.json").is_file():
         raise ConfigError(
             f"{directory}/trajectory.json: Terminus-2 cannot begin with an earlier trajectory; "
@@ -133,9 +132,10 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
     return Task(id=directory.name, path=directory, instruction=task.instruction), warnings
 
 
-def _require_single_step_on_linux(directory: Path) -> None:
-    """Refuse tasks with [[steps]] and Windows tasks. `load_task` calls this function before it checks for
-    missing files, because such tasks have other files."""
+def _refuse_unsupported_settings(directory: Path) -> None:
+    """Refuse tasks with [[steps]], Windows tasks, and MCP servers with HTTP headers, which Terminus-2 does
+    not forward. `load_task` calls this function before it checks for missing files, because tasks with
+    [[steps]] and Windows tasks have other files."""
     try:
         config = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -146,20 +146,14 @@ def _require_single_step_on_linux(directory: Path) -> None:
             f"make each step a task of its own, or {USE_HARBOR}"
         )
     environment = config.get("environment")
-    if (
-        isinstance(environment, dict)
-        and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value
-    ):
+    if not isinstance(environment, dict):
+        return
+    if str(environment.get("os")).lower() == TaskOS.WINDOWS.value:
         raise ConfigError(
             f"{directory}: [environment].os = windows, but trials run on Linux only; "
             f"{USE_HARBOR} on a Windows host"
         )
-
-
-def _refuse_mcp_headers(directory: Path) -> None:
-    """Refuse MCP servers with HTTP headers, which Terminus-2 does not forward."""
-    environment = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8")).get("environment")
-    servers = environment.get("mcp_servers") if isinstance(environment, dict) else None
+    servers = environment.get("mcp_servers")
     for server in servers if isinstance(servers, list) else ():
         if isinstance(server, dict) and server.get("headers"):
             raise ConfigError(
