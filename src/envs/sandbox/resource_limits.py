@@ -120,13 +120,10 @@ def limits_enforced_by() -> str:
 def cgroup_parents() -> CgroupParents | None:
     """Try to create cgroups. Return the parents below which this process can create them, or None. Logs the
     result once."""
-    usable = None
-    for parents in possible_parents(
+    candidates = possible_parents(
         Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
-    ):
-        if _works(parents):
-            usable = parents
-            break
+    )
+    usable = next(filter(_works, candidates), None)
     if usable is None:
         logger.warning(
             "sandboxes: cannot create cgroups, so limits apply per process and per user, not to a sandbox "
