@@ -115,7 +115,7 @@ async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
 
 
 def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
-    assert sum(SandboxLimits(memory_mb=None, storage_mb=1024).tmpfs_sizes_mb.values()) == 1024
+    assert sum(SandboxLimits(memory_mb=8192, storage_mb=1024).tmpfs_sizes_mb.values()) == 1024
     assert sum(SandboxLimits(memory_mb=512, storage_mb=4096).tmpfs_sizes_mb.values()) == 384
 
 

@@ -86,8 +86,7 @@ class Launch:
             self.requests.mkdir(mode=0o700)
             self.user.grant_access(self.requests, 0o310)  # the sandbox can open its files but not list them
             resolver = self._write_resolver() if has_network else None
-            max_shared_mapping = None if limits.memory_mb is None else limits.memory_mb * 2**20
-            self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=max_shared_mapping))
+            self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=limits.memory_mb * 2**20))
             parents = cgroup_parents()
             record = directory / RECORD_NAME
             groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)

@@ -38,12 +38,12 @@ JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """The resource limits of one sandbox. None means unlimited."""
+    """The resource limits of one sandbox."""
 
-    processes: int | None = 2048
+    processes: int = 2048
     # For all processes and files together; without a cgroup, for the private data of each process and for
     # each anonymous shared mapping.
-    memory_mb: int | None = 8192
+    memory_mb: int = 8192
     storage_mb: int = 4096  # for all files together, and for each file
 
     @property
@@ -52,11 +52,7 @@ class SandboxLimits:
         files alone cannot reach that limit. If a file system is full, only the process that writes to it gets
         an error.
         """
-        total = (
-            self.storage_mb
-            if self.memory_mb is None
-            else max(4, min(self.storage_mb, self.memory_mb * 3 // 4))
-        )
+        total = max(4, min(self.storage_mb, self.memory_mb * 3 // 4))
         shared, local = min(SHARED_MEMORY_MB, total // 8), total // 4
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
@@ -64,12 +60,12 @@ class SandboxLimits:
         """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of the
         user.
         """
-        limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
-        if self.processes is not None:
-            limits[resource.RLIMIT_NPROC] = self.processes
-        if self.memory_mb is not None:
-            limits[resource.RLIMIT_DATA] = self.memory_mb * 2**20
-        return limits
+        return {
+            resource.RLIMIT_FSIZE: self.storage_mb * 2**20,
+            resource.RLIMIT_NOFILE: OPEN_FILES,
+            resource.RLIMIT_NPROC: self.processes,
+            resource.RLIMIT_DATA: self.memory_mb * 2**20,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,16 +89,12 @@ class CgroupParents:
         return groups
 
     def _values(self, limits: SandboxLimits) -> list[tuple[str, int]]:
-        values = []
-        if limits.processes is not None:
-            values.append(("pids.max", limits.processes))
-        if limits.memory_mb is not None:
-            memory = limits.memory_mb * 2**20
-            if self.version == 2:
-                values += [("memory.max", memory), ("memory.swap.max", 0)]
-            else:
-                values += [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)]
-        return values
+        memory = limits.memory_mb * 2**20
+        if self.version == 2:
+            memory_values = [("memory.max", memory), ("memory.swap.max", 0)]
+        else:
+            memory_values = [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)]
+        return [("pids.max", limits.processes), *memory_values]
 
 
 def limits_enforced_by() -> str:

@@ -5,7 +5,7 @@ The filter denies most calls that Docker's default profile denies (kernel keyrin
 io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
 and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
 network namespace. It also denies calls that change the resource limits, the priority or the scheduling of
-pid 1, and can limit the size of anonymous shared mappings. ptrace is allowed for debuggers. A denied call
+pid 1, and limits the size of anonymous shared mappings. ptrace is allowed for debuggers. A denied call
 returns an error and does not kill the process. Calls of a foreign architecture (i386, x32) and calls newer
 than `NEWEST_CALL` fail with ENOSYS, for which programs have a fallback.
 
@@ -138,11 +138,11 @@ def call_numbers(names: Sequence[str]) -> list[int]:
     return [number for number in numbers if number is not None]
 
 
-def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
+def seccomp_filter(*, max_shared_mapping: int) -> bytes:
     """Return the filter as an array of struct sock_filter.
 
-    `max_shared_mapping` limits the size of each anonymous shared mapping, in bytes (None: no limit), because
-    RLIMIT_DATA counts private mappings only.
+    `max_shared_mapping` limits the size of each anonymous shared mapping, in bytes, because RLIMIT_DATA
+    counts private mappings only.
     """
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -169,9 +169,8 @@ def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
         ]
         for number in call_numbers((name,)):
             program += _when(number, steps)
-    if max_shared_mapping is not None:
-        (mmap,) = call_numbers(("mmap",))
-        program += _when(mmap, _bounded_shared_mapping(max_shared_mapping))
+    (mmap,) = call_numbers(("mmap",))
+    program += _when(mmap, _bounded_shared_mapping(max_shared_mapping))
     program.append(_allow())
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
