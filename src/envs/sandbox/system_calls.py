@@ -103,19 +103,15 @@ DENIED = (
     "sethostname", "setns", "settimeofday", "swapoff", "swapon", "sysfs", "syslog", "umount2", "unshare",
     "uselib", "userfaultfd", "ustat", "vhangup",
 )
+# Calls that change another process of the same user, whose id is the first argument. The filter denies these
+# calls on pid 1.
+OF_ANOTHER_PROCESS = (
+    "prlimit64", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler",
+)
 # fmt: on
 UNAVAILABLE = ("io_uring_enter", "io_uring_register", "io_uring_setup")
 """Calls that fail with ENOSYS, so that libraries use other calls."""
 SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-# Calls that change another process of the same user -> position of the process id among the arguments. The
-# filter denies these calls on pid 1.
-OF_ANOTHER_PROCESS = {
-    "prlimit64": 0,
-    "sched_setaffinity": 0,
-    "sched_setattr": 0,
-    "sched_setparam": 0,
-    "sched_setscheduler": 0,
-}
 # Calls whose first argument says what the second argument identifies (a process, a process group or a user)
 # -> the value of the first argument for a process. The filter denies these calls for groups, users and pid 1.
 OF_SEVERAL_PROCESSES = {"setpriority": 0, "ioprio_set": 1}
@@ -159,9 +155,8 @@ def seccomp_filter(*, max_shared_mapping: int) -> bytes:
     for number in call_numbers(("socket", "socketpair")):
         allowed = [step for family in SOCKET_FAMILIES for step in ((_EQUAL, 0, 1, family), _allow())]
         program += _when(number, [_low_word(0), *allowed, _fail(errno.EAFNOSUPPORT)])
-    for name, position in OF_ANOTHER_PROCESS.items():
-        for number in call_numbers((name,)):
-            program += _when(number, [_low_word(position), (_EQUAL, 0, 1, 1), _fail(errno.EPERM), _allow()])
+    for number in call_numbers(OF_ANOTHER_PROCESS):
+        program += _when(number, [_low_word(0), (_EQUAL, 0, 1, 1), _fail(errno.EPERM), _allow()])
     for name, selects_process in OF_SEVERAL_PROCESSES.items():
         steps = [
             *(_low_word(0), (_EQUAL, 1, 0, selects_process), _fail(errno.EPERM)),
