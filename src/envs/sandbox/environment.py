@@ -275,16 +275,11 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        await self._download_dir(source_dir, target_dir)
+        await self.download_dir_with_exclusions(source_dir=source_dir, target_dir=target_dir, exclude=[])
 
     @override
     async def download_dir_with_exclusions(
         self, *, source_dir: str, target_dir: Path | str, exclude: list[str]
-    ) -> None:
-        await self._download_dir(source_dir, target_dir, exclude=exclude)
-
-    async def _download_dir(
-        self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()
     ) -> None:
         if await self._bubblewrap.path_kind(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
             os.makedirs(target_dir, exist_ok=True)
