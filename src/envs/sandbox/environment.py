@@ -377,14 +377,11 @@ class SandboxEnvironment(BaseEnvironment):
         if directories:
             chmod = f" && chmod {directory_mode:o} {quoted}" if directory_mode is not None else ""
             commands.append(f"{{ mkdir -p {quoted}{chmod}; }} || exit {CANNOT_MAKE_DIRECTORIES}")
-        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.tar")
-        try:
+        with self.staged_file() as (host_path, inside_path):
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
                 commands.append(f"tar -C / --no-same-owner --overwrite -xf {inside_path}")
             completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
-        finally:
-            host_path.unlink(missing_ok=True)
         if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
             raise SandboxError(
                 f"cannot create {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
