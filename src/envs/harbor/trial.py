@@ -50,38 +50,21 @@ class RunningTrial:
     started: float  # `time.monotonic()` at the start of the trial
 
 
+@dataclass(kw_only=True, slots=True)
 class HarborTrial:
     """One attempt of a trial of a Harbor task. Implements `Trial` and `DeadlineAware`."""
 
-    def __init__(
-        self,
-        *,
-        task: Task,
-        settings: HarborTrainingOptions,
-        chat: Chat,
-        environment: Mapping[str, object],
-        quota: JobsQuota,
-        grading: GradingMethod,
-        directory: Path,
-        seed: int,
-        temperature: float,
-    ) -> None:
-        self._task = task
-        self._settings = settings
-        self._chat = chat
-        self._environment = environment
-        self._quota = quota
-        self._grading = grading
-        self._directory = directory
-        self._name = ""  # Harbor chooses the name. The directory of the trial has the same name.
-        self._running: RunningTrial | None = None
-        self._limits = SamplingLimits(
-            temperature=temperature,
-            seed=seed,
-            lengths=settings.length_limits,
-            max_consecutive_truncations=settings.max_consecutive_truncations,
-            summarize=settings.enable_summarize,
-        )
+    task: Task
+    settings: HarborTrainingOptions
+    chat: Chat
+    environment: Mapping[str, object]
+    quota: JobsQuota
+    grading: GradingMethod
+    directory: Path
+    seed: int
+    temperature: float
+    _name: str = ""  # Harbor chooses the name. The directory of the trial has the same name.
+    _running: RunningTrial | None = None
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         try:
@@ -110,7 +93,7 @@ class HarborTrial:
         if not self._name:  # Harbor has not created the directory.
             return DirectorySummary(size=0, is_complete=True)
         try:
-            return await asyncio.to_thread(self._quota.enforce, self._directory / self._name)
+            return await asyncio.to_thread(self.quota.enforce, self.directory / self._name)
         except OSError as error:
             logger.warning(
                 "the limits could not be applied to the directory of trial %s: %s", self._name, error
@@ -122,7 +105,16 @@ class HarborTrial:
         key = uuid.uuid4().hex
         timed_policy = TimedPolicy(policy)
         llm = TinkerLLM(
-            policy=timed_policy, chat=self._chat, limits=self._limits, model_name=self._settings.model_name
+            policy=timed_policy,
+            chat=self.chat,
+            limits=SamplingLimits(
+                temperature=self.temperature,
+                seed=self.seed,
+                lengths=self.settings.length_limits,
+                max_consecutive_truncations=self.settings.max_consecutive_truncations,
+                summarize=self.settings.enable_summarize,
+            ),
+            model_name=self.settings.model_name,
         )
         session = AgentSession(llm=llm)
         config = self._config(key)
@@ -130,7 +122,7 @@ class HarborTrial:
         try:
             with register_session(key, session):
                 trial = await RunnableTrial.create(config)
-                async with graded(trial, self._grading) as grading:
+                async with graded(trial, self.grading) as grading:
                     running = RunningTrial(
                         trial=trial, session=session, policy=timed_policy, grading=grading, started=started
                     )
@@ -141,7 +133,7 @@ class HarborTrial:
                     except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
                             raise
-                        logger.warning("%s: the agent made the trial fail", self._task.id, exc_info=True)
+                        logger.warning("%s: the agent made the trial fail", self.task.id, exc_info=True)
                         faulty = self._trajectory(trial.result, running, 0.0, ZeroReason.AGENT_ERROR)
                         return replace(faulty, zero_detail=described(error))
                     return await self._outcome(result, running)
@@ -149,7 +141,7 @@ class HarborTrial:
             return self._failure(FailureKind.HARBOR, described(error))
 
     def _config(self, key: str) -> TrialConfig:
-        settings = self._settings
+        settings = self.settings
         agent_options = {
             "max_turns": settings.max_turns,
             "suppress_max_turns_warning": True,
@@ -161,8 +153,8 @@ class HarborTrial:
             "llm_kwargs": {"session": key},
         }
         return TrialConfig(
-            task=TaskConfig(path=self._task.path),
-            trials_dir=self._directory,
+            task=TaskConfig(path=self.task.path),
+            trials_dir=self.directory,
             agent_timeout_multiplier=settings.agent_timeout_multiplier,
             verifier_timeout_multiplier=settings.verifier_timeout_multiplier,
             agent=AgentConfig(
@@ -170,7 +162,7 @@ class HarborTrial:
                 model_name=settings.model_name,
                 kwargs={name: value for name, value in agent_options.items() if value is not None},
             ),
-            environment=EnvironmentConfig.model_validate(dict(self._environment)),
+            environment=EnvironmentConfig.model_validate(dict(self.environment)),
             verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
         )
 
@@ -195,7 +187,7 @@ class HarborTrial:
                 return self._failure(failure_kind(result, session.error), message)
             logger.warning(
                 "%s: reward 0, because the agent prevented its grading (%s): %s",
-                self._task.id,
+                self.task.id,
                 reason,
                 message,
             )
@@ -211,8 +203,8 @@ class HarborTrial:
         is_timeout = timed_out(result) or reason is ZeroReason.TIMEOUT
         stop_reason = StopReason.AGENT_TIMEOUT if is_timeout else session.stop_reason
         return Trajectory(
-            task_id=self._task.id,
-            turns=llm.all_turns if self._settings.train_subagents == "all" else llm.turns,
+            task_id=self.task.id,
+            turns=llm.all_turns if self.settings.train_subagents == "all" else llm.turns,
             reward=reward,
             stop_reason=stop_reason or StopReason.SESSION_CLOSED,
             trial_name=self._name,
@@ -234,8 +226,8 @@ class HarborTrial:
         )
 
     def _failure(self, kind: FailureKind, message: str) -> TrialFailure:
-        logger.warning("trial of %s failed (%s): %s", self._task.id, kind.value, message)
-        return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=self._name)
+        logger.warning("trial of %s failed (%s): %s", self.task.id, kind.value, message)
+        return TrialFailure(task_id=self.task.id, kind=kind, message=message, trial_name=self._name)
 
 
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
