@@ -76,7 +76,7 @@ def run(config: ValidateConfig) -> int:
                 environment=checked.environment,
                 n_parallel=config.n_parallel_envs,
                 directory=Path(config.logs_dir or scratch).expanduser(),
-                method=checked.grading_option.method,
+                method=checked.grading,
                 report=lambda result: print(result.line(logs_dir=config.logs_dir), flush=True),
             )
         )

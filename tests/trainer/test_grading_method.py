@@ -17,7 +17,6 @@ from src.envs.harbor.grading_method import (
     RECORD_NAME,
     GradingMethod,
     GradingMode,
-    GradingOption,
     grading_methods,
     parse_grading_option,
     recorded_method,
@@ -105,20 +104,22 @@ def test_a_record_that_cannot_be_read_gives_a_one_line_error(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("option", "mode"),
-    [(GradingOption(), GradingMode.IN_PLACE), (GradingOption(method=GradingMethod()), GradingMode.FRESH)],
+    ("selected", "mode"),
+    [(None, GradingMode.IN_PLACE), (GradingMethod(), GradingMode.FRESH)],
 )
-def test_the_option_overrides_records(tmp_path: Path, option: GradingOption, mode: GradingMode) -> None:
+def test_the_option_overrides_records(
+    tmp_path: Path, selected: GradingMethod | None, mode: GradingMode
+) -> None:
     task = hello(tmp_path / "task")
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
-    assert grading_methods([task], option, "sandbox")[task.path].mode is mode
+    assert grading_methods([task], selected, "sandbox")[task.path].mode is mode
 
 
 def test_the_number_of_tasks_of_each_mode_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = hello(tmp_path / "task")
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
     with caplog.at_level(logging.INFO):
-        grading_methods([task], GradingOption(), "sandbox")
+        grading_methods([task], None, "sandbox")
     source = "records of src.envs.validate; tasks without a record: fresh"
     assert caplog.messages == [f"grading: 0 tasks in a fresh environment, 1 in place ({source})"]
 
@@ -129,7 +130,7 @@ def test_tasks_with_a_separate_verifier_are_counted_separately(
     tasks = [hello(tmp_path / "task"), hello(tmp_path / "separate")]
     (tasks[1].path / "task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n')
     with caplog.at_level(logging.INFO):
-        grading_methods(tasks, GradingOption(), "sandbox")
+        grading_methods(tasks, None, "sandbox")
     counts = "1 tasks in a fresh environment, 0 in place, 1 in a separate verifier environment ("
     assert caplog.messages[0].startswith(f"grading: {counts}")
 
@@ -142,7 +143,7 @@ def test_tasks_that_cannot_be_graded_fresh_count_as_in_place(
     if compose:
         (task.path / "environment" / "docker-compose.yaml").write_text("services: {}\n")
     with caplog.at_level(logging.INFO):
-        grading_methods([task], GradingOption(), kind)
+        grading_methods([task], None, kind)
     assert "grading: 0 tasks in a fresh environment, 1 in place" in caplog.text
 
 
@@ -160,7 +161,7 @@ def test_tasks_that_cannot_be_graded_fresh_count_as_in_place(
 def test_the_option_is_parsed(environment_kwargs: dict[str, str], method: GradingMethod | None) -> None:
     assert parse_grading_option({"memory_mb": "1", **environment_kwargs}) == (
         {"memory_mb": "1"},
-        GradingOption(method=method),
+        method,
     )
 
 

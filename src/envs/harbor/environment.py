@@ -20,7 +20,7 @@ from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
 from src.envs.harbor.environment_fields import environment_options
-from src.envs.harbor.grading_method import GradingOption, grading_methods, parse_grading_option
+from src.envs.harbor.grading_method import GradingMethod, grading_methods, parse_grading_option
 from src.envs.harbor.trial_directory import JobsQuota
 from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
@@ -65,7 +65,7 @@ class CheckedDirectories:
 
     environment_type: str
     environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
-    grading_option: GradingOption
+    grading: GradingMethod | None  # of all tasks; None: the record of each task is used
     tasks: dict[Path, list[Task]]  # directory -> its tasks
     notes: list[str]  # warnings about the tasks and about the choice of the environment
 
@@ -86,7 +86,7 @@ def check_directories(
     from src.envs.harbor import task_directories
 
     resolved_type = resolve_environment_type(environment_type)
-    environment_kwargs, grading_option = parse_grading_option(environment_kwargs)
+    environment_kwargs, grading = parse_grading_option(environment_kwargs)
 
     def checked_for(chosen_type: str) -> CheckedDirectories:
         environment = trial_environment(chosen_type, environment_kwargs, run_label=run_label)
@@ -95,7 +95,7 @@ def check_directories(
         return CheckedDirectories(
             environment_type=chosen_type,
             environment=environment,
-            grading_option=grading_option,
+            grading=grading,
             tasks={directory: result.tasks for directory, result in loaded.items()},
             notes=[warning for result in loaded.values() for warning in result.warnings],
         )
@@ -177,9 +177,7 @@ class HarborTasks:
             logger.warning("%s", line)
         prepare_machine(self.environment_type, run_label=self.run_label, n_parallel=settings.n_parallel_envs)
         self._check_first_prompts()
-        self._grading = grading_methods(
-            [*self.train, *self.eval], checked.grading_option, self.environment_type
-        )
+        self._grading = grading_methods([*self.train, *self.eval], checked.grading, self.environment_type)
         for line in clean().failed:
             logger.warning("could not remove an object of an ended run: %s", line)
 

@@ -52,22 +52,15 @@ class GradingMethod:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradingOption:
-    """The grading option of `environment_kwargs`. If `method` is None, the record of each task is used."""
-
-    method: GradingMethod | None = None
-
-    def method_for(self, task: Task, environment_type: str) -> GradingMethod:
-        return self.method or recorded_method(task, environment_type) or GradingMethod()
-
-
-def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[str, str], GradingOption]:
-    """Split `environment_kwargs` into the options of the environment and the option for grading.
+def parse_grading_option(
+    environment_kwargs: Mapping[str, str],
+) -> tuple[dict[str, str], GradingMethod | None]:
+    """Split `environment_kwargs` into the options of the environment and the grading method of all tasks
+    (None: the record of each task is used).
 
     Raises ConfigError if `grading` or `keep_processes` is invalid, or if they contradict each other.
 
-    >>> parse_grading_option({"memory_mb": "512", "keep_processes": "true"})[1].method
+    >>> parse_grading_option({"memory_mb": "512", "keep_processes": "true"})[1]
     GradingMethod(mode=<GradingMode.IN_PLACE: 'in_place'>, keep_processes=True, is_recorded=False)
     """
     options = dict(environment_kwargs)
@@ -83,9 +76,9 @@ def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[st
             "a fresh environment has no processes of the agent"
         )
     if mode == "recorded" and not keep_processes:
-        return options, GradingOption()
+        return options, None
     mode = GradingMode.IN_PLACE if keep_processes else GradingMode(mode)
-    return options, GradingOption(method=GradingMethod(mode=mode, keep_processes=keep_processes))
+    return options, GradingMethod(mode=mode, keep_processes=keep_processes)
 
 
 def task_checksum(directory: Path) -> str:
@@ -159,10 +152,10 @@ def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
 
 
 def grading_methods(
-    tasks: Iterable[Task], option: GradingOption, environment_type: str
+    tasks: Iterable[Task], selected: GradingMethod | None, environment_type: str
 ) -> dict[Path, GradingMethod]:
-    """Return a map from the task's directory to its grading method. Log how many tasks use each mode, and how
-    many have a separate verifier environment."""
+    """Return a map from the task's directory to its grading method: `selected`, or else the recorded one.
+    Log how many tasks use each mode, and how many have a separate verifier environment."""
     from harbor.models.task.config import TaskConfig
     from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 
@@ -170,7 +163,9 @@ def grading_methods(
         config = TaskConfig.model_validate_toml((directory / "task.toml").read_text(encoding="utf-8"))
         return resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE
 
-    methods = {task.path: option.method_for(task, environment_type) for task in tasks}
+    methods = {
+        task.path: selected or recorded_method(task, environment_type) or GradingMethod() for task in tasks
+    }
     counts = Counter(
         method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE
         for path, method in methods.items()
@@ -178,9 +173,7 @@ def grading_methods(
     )
     num_separate = len(methods) - counts.total()
     source = (
-        "environment_kwargs"
-        if option.method
-        else "records of src.envs.validate; tasks without a record: fresh"
+        "environment_kwargs" if selected else "records of src.envs.validate; tasks without a record: fresh"
     )
     logger.info(
         "grading: %d tasks in a fresh environment, %d in place%s (%s)",
