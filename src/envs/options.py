@@ -24,17 +24,15 @@ HARBOR_ONLY = (
     "proactive_summarization_threshold",
 )
 DATA = "data"  # the environment that data= selects
-# Each of the next three tables is for one option. It maps each environment that does not read the option to
-# the options to use instead.
-INSTEAD_OF_TRAIN_DATA = {"harbor": "tasks_dir", "openenv": "environment_kwargs=tasks=NUMBER", DATA: "data"}
-INSTEAD_OF_TASKS_DIR = {
-    "fleet": "train_data or test_data",
-    "openenv": INSTEAD_OF_TRAIN_DATA["openenv"],
-    DATA: "data",
-}
-INSTEAD_OF_TEST_DATA = {
-    "harbor": "eval_tasks in training, or tasks in an evaluation",
-    "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",
+OPENENV_TASKS = "environment_kwargs=tasks=NUMBER"
+# Option -> environment that does not read the option -> the options to use instead.
+INSTEAD_OF = {
+    "train_data": {"harbor": "tasks_dir", "openenv": OPENENV_TASKS, DATA: "data"},
+    "tasks_dir": {"fleet": "train_data or test_data", "openenv": OPENENV_TASKS, DATA: "data"},
+    "test_data": {
+        "harbor": "eval_tasks in training, or tasks in an evaluation",
+        "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",
+    },
 }
 WITHOUT_TAU2 = ("harbor", "fleet", "openenv", DATA)  # environments that do not read tau2_home
 
@@ -88,6 +86,14 @@ class TaskOptions(SeedOptions):
             f"{name} is for env={env}, not env={self.env}; remove {name}",
         )
 
+    def require_read(self, name: str) -> None:
+        """Raise ValueError if the option `name` is set and the environment does not read it."""
+        instead = INSTEAD_OF[name].get(self.env)
+        require(
+            instead is None or is_default(self, name),
+            f"{name} is not for env={self.env}; use {instead}",
+        )
+
     @chz.validate
     def _data_has_a_reward(self) -> None:
         if self.env != DATA:
@@ -101,18 +107,9 @@ class TaskOptions(SeedOptions):
         )
 
     @chz.validate
-    def _environment_reads_tasks_dir(self) -> None:
-        require(
-            self.tasks_dir is None or self.env not in INSTEAD_OF_TASKS_DIR,
-            f"tasks_dir is not for env={self.env}; use {INSTEAD_OF_TASKS_DIR.get(self.env)}",
-        )
-
-    @chz.validate
-    def _environment_reads_test_data(self) -> None:
-        require(
-            self.env not in INSTEAD_OF_TEST_DATA or is_default(self, "test_data"),
-            f"test_data is not for env={self.env}; use {INSTEAD_OF_TEST_DATA.get(self.env)}",
-        )
+    def _environment_reads_files(self) -> None:
+        self.require_read("tasks_dir")
+        self.require_read("test_data")
 
 
 @chz.chz
@@ -137,10 +134,7 @@ class SplitOptions(TaskOptions):
 
     @chz.validate
     def _environment_reads_train_data(self) -> None:
-        require(
-            self.env not in INSTEAD_OF_TRAIN_DATA or is_default(self, "train_data"),
-            f"train_data is not for env={self.env}; use {INSTEAD_OF_TRAIN_DATA.get(self.env)}",
-        )
+        self.require_read("train_data")
 
     @chz.validate
     def _tasks_can_be_split(self) -> None:
