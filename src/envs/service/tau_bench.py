@@ -41,9 +41,7 @@ from src.envs.service.user_simulator import (
     EndpointUserModel,
     ModelUserSimulator,
     TinkerUserModel,
-    Tools,
     UserModel,
-    UserSimulator,
 )
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import ChatEndpoint, open_endpoint
@@ -264,11 +262,7 @@ def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
     """
     if model is None:
         return tau2.scripted_user
-
-    def simulator(instructions: str, tools: Tools, seed: int) -> UserSimulator:
-        return ModelUserSimulator(model, instructions, seed=seed, tools=tools)
-
-    return simulator
+    return lambda instructions, tools, seed: ModelUserSimulator(model, instructions, seed=seed, tools=tools)
 
 
 def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel | None:
