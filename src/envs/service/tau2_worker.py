@@ -120,17 +120,11 @@ class Episode:
         from tau2.utils.utils import get_now
 
         requestor = "assistant" if self.speaker == AGENT else "user"
-        calls = []
-        for call in tool_calls:
-            self._num_calls += 1
-            calls.append(
-                ToolCall(
-                    id=f"call_{self._num_calls}",
-                    name=call["name"],
-                    arguments=call["arguments"],
-                    requestor=requestor,
-                )
-            )
+        calls = [
+            ToolCall(id=f"call_{number}", name=call["name"], arguments=call["arguments"], requestor=requestor)
+            for number, call in enumerate(tool_calls, self._num_calls + 1)
+        ]
+        self._num_calls += len(calls)
         if self.speaker == AGENT:
             self.num_writes += sum(
                 self.environment._has_tool(call.name) and self.environment._is_mutating_tool(call.name)
@@ -174,10 +168,9 @@ def as_openai(message: Any) -> dict[str, Any]:
         return {"role": "tool", "content": message.content, "tool_call_id": message.id}
     shown: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.tool_calls:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(message.tool_calls, functions, strict=True)
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
         ]
     return shown
 
