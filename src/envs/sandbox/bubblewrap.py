@@ -34,7 +34,7 @@ from src.core.errors import SandboxError
 from src.envs.sandbox.exec_request import ExecRequest
 from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, PathKind
 from src.envs.sandbox.launch import Launch
-from src.envs.sandbox.network import NAMESPACE_LINE, SlirpNetwork
+from src.envs.sandbox.network import NAMESPACE_LINE, PROGRAMS, SlirpNetwork
 from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.sandbox_directory import temporary_sandbox_directory
 
@@ -42,7 +42,6 @@ START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 KILL_TIMEOUT_S = 5
 REQUEST_TIMEOUT_S = 30
-PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 type Shell = Literal["bash", "sh"]
 

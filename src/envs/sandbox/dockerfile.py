@@ -25,6 +25,7 @@ from src.core.errors import ConfigError
 from src.envs.sandbox.bubblewrap import Shell
 from src.envs.sandbox.dockerignore import ignore_rules
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
+from src.envs.sandbox.network import PROGRAMS
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
@@ -188,10 +189,7 @@ def why_not_runnable(script: str) -> str | None:
 
 def is_installed(package: str) -> bool:
     """Return whether the host, and therefore every sandbox, has a package or a program with this name."""
-    return (
-        shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None
-        or package in installed_packages()
-    )
+    return shutil.which(package, path=PROGRAMS) is not None or package in installed_packages()
 
 
 def _instructions(path: Path) -> list[tuple[int, str, str]]:

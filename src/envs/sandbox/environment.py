@@ -43,7 +43,7 @@ from src.envs.sandbox.file_copy import (
     write_untrusted_file,
 )
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
-from src.envs.sandbox.network import why_no_network
+from src.envs.sandbox.network import PROGRAMS, why_no_network
 from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.sandbox_directory import sandbox_directory
@@ -198,7 +198,7 @@ class SandboxEnvironment(BaseEnvironment):
         environment variables of the task are not set.
         """
         return await self._bubblewrap.run(
-            f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}",
+            f"export PATH={PROGRAMS}\n{script}",
             timeout_s=timeout_s,
             stdout=stdout,
             shell="sh",
