@@ -103,8 +103,8 @@ class TrialDownloads:
         with its path below `target`. This method blocks its thread.
         """
         return [
-            (path, inside)
-            for path, inside in list_files(source, target)
+            (path, str(PurePosixPath(target, path.relative_to(source).as_posix())))
+            for path in sorted(source.rglob("*"))
             if path.absolute() not in self.downloaded
         ]
 
@@ -194,14 +194,6 @@ def _decoded_in_pieces(output: bytes) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(output[start : start + CHUNK]) for start in range(0, len(output), CHUNK)]
     return "".join([*pieces, decoder.decode(b"", final=True)])
-
-
-def list_files(source: Path, target: str) -> list[tuple[Path, str]]:
-    """Return all files and directories below a host directory, each with its path below `target`."""
-    return [
-        (path, str(PurePosixPath(target, path.relative_to(source).as_posix())))
-        for path in sorted(source.rglob("*"))
-    ]
 
 
 def write_untrusted_file(received: IO[bytes], target: Path) -> None:
