@@ -72,11 +72,9 @@ class TrialDownloads:
     lists incomplete downloads.
     """
 
-    def __init__(self, directory: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
+    def __init__(self, directory: Path) -> None:
         self._note = directory / NOTE_FILE
-        self._files = files
-        self._size = size
-        self._remaining = DownloadBudget(files=files, size=size)
+        self._remaining = DownloadBudget()
         # Host paths of the files of downloaded directories. Uploads omit them: the environment has them.
         self.downloaded: set[Path] = set()
 
@@ -90,8 +88,8 @@ class TrialDownloads:
             else 1
         )
         return DownloadBudget(
-            files=min(self._remaining.files, self._files // share),
-            size=min(self._remaining.size, self._size // share),
+            files=min(self._remaining.files, MAX_FILES // share),
+            size=min(self._remaining.size, MAX_BYTES // share),
         )
 
     def unpack(self, archive: Readable, target: Path, remaining: DownloadBudget) -> bool:
