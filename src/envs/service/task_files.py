@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.data.records import read_records
+from src.envs.message_env import MessageEnv
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,26 +41,21 @@ class Row:
     definition: TaskDefinition | None  # None: the row names a task of the domain
 
 
-class TaskProvider(Protocol):
-    """Supplies the tasks of one or more domains."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainProvider:
+    """The tasks of one or more domains and their environments."""
 
-    def official(self, domain: str, split: str | None, /) -> list[Task]:
-        """Return the domain's own tasks of `split`, or of all splits if `split` is None.
-
-        Raises ConfigError for an unknown split.
-        """
-        ...
-
-    def defined(self, domain: str, definitions: Mapping[str, TaskDefinition], /) -> list[Task]:
-        """Return a task for each definition, in order. `definitions` maps task ids to definitions.
-
-        Raises ConfigError for gold actions that the domain does not accept, or if rows cannot define tasks of
-        this domain.
-        """
-        ...
+    # (domain, split) -> the domain's own tasks of the split, or of all splits if the split is None. The
+    # function raises ConfigError for an unknown split.
+    official: Callable[[str, str | None], list[Task]]
+    # (domain, task id -> definition) -> a task for each definition, in order. The function raises ConfigError
+    # for gold actions that the domain does not accept, or if rows cannot define tasks of this domain.
+    defined: Callable[[str, Mapping[str, TaskDefinition]], list[Task]]
+    make: Callable[[Task, int], MessageEnv]  # makes the environment of a trial from its task and a seed
+    close: Callable[[], Awaitable[None]]
 
 
-def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path: Path) -> list[Task]:
+def tasks_of(rows: Sequence[Row], providers: Mapping[str, DomainProvider], *, path: Path) -> list[Task]:
     """Return the task of each row, in order. `providers` maps domains to providers.
 
     Raises ConfigError for a row that names a task which its domain does not have.

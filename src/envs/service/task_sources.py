@@ -10,7 +10,7 @@ from pathlib import Path
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.service.task_files import Row, TaskProvider, read_rows, tasks_of
+from src.envs.service.task_files import DomainProvider, Row, read_rows, tasks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class RowSource:
     def domains(self) -> set[str]:
         return {row.domain for row in self.rows}
 
-    def tasks(self, providers: Mapping[str, TaskProvider]) -> list[Task]:
+    def tasks(self, providers: Mapping[str, DomainProvider]) -> list[Task]:
         return named(tasks_of(self.rows, providers, path=self.path), self.name)
 
 
@@ -41,7 +41,7 @@ class SplitSource:
     def domains(self) -> set[str]:
         return {self.domain}
 
-    def tasks(self, providers: Mapping[str, TaskProvider]) -> list[Task]:
+    def tasks(self, providers: Mapping[str, DomainProvider]) -> list[Task]:
         return named(providers[self.domain].official(self.domain, self.split), self.name)
 
 

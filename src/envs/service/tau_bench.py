@@ -10,8 +10,8 @@ train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl   tasks from fil
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from src.envs.service.domains import (
 )
 from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
-from src.envs.service.task_files import TaskDefinition
+from src.envs.service.task_files import DomainProvider, TaskDefinition
 from src.envs.service.task_sources import read_source, require_disjoint
 from src.envs.service.user_simulator import (
     EndpointUserModel,
@@ -61,16 +61,6 @@ RENAMED_OPTIONS = {
 }
 
 Options = dict[str, str]  # each function removes the options that it reads; the rest is rejected
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DomainProvider:
-    """The tasks of one or more domains and their environments. Implements `TaskProvider`."""
-
-    official: Callable[[str, str | None], list[Task]]
-    defined: Callable[[str, Mapping[str, TaskDefinition]], list[Task]]
-    make: Callable[[Task, int], MessageEnv]
-    close: Callable[[], Awaitable[None]]
 
 
 def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
