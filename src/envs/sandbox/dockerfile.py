@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from docker.utils import exclude_paths
+
 from src.core.errors import ConfigError
 from src.envs.sandbox.bubblewrap import Shell
-from src.envs.sandbox.dockerignore import ignore_rules
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.network import PROGRAMS
 from src.envs.sandbox.rootfs import installed_packages
@@ -104,10 +105,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     stages, image = 0, ""
     shell, shell_options = DEFAULT_SHELL
     context = path.parent.resolve()
-    try:
-        is_excluded = ignore_rules(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    is_excluded = _ignore_rules(path)
 
     for line, instruction, value in _instructions(path):
         try:
@@ -190,6 +188,27 @@ def why_not_runnable(script: str) -> str | None:
 def is_installed(package: str) -> bool:
     """Return whether the host, and therefore every sandbox, has a package or a program with this name."""
     return shutil.which(package, path=PROGRAMS) is not None or package in installed_packages()
+
+
+def _ignore_rules(dockerfile: Path) -> Callable[[Path], bool]:
+    """Return a function that tells whether .dockerignore excludes a path of the build context.
+
+    As in Docker, a file `NAME.dockerignore` beside the Dockerfile `NAME` replaces .dockerignore. The file
+    .dockerignore itself is never excluded. Raises ConfigError for an invalid pattern.
+    """
+    context = dockerfile.parent.resolve()
+    specific = dockerfile.with_name(f"{dockerfile.name}.dockerignore")
+    file = specific if specific.is_file() else context / ".dockerignore"
+    if not file.is_file():
+        return lambda path: False
+    lines = map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    try:
+        # Without `dockerfile=""`, the Dockerfile would never be excluded.
+        included = exclude_paths(str(context), patterns, dockerfile="")
+    except re.error as error:
+        raise ConfigError(f"{file} has an invalid pattern ({error})") from error
+    return lambda path: path != context and path.relative_to(context).as_posix() not in included
 
 
 def _instructions(path: Path) -> list[tuple[int, str, str]]:
