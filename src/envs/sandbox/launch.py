@@ -161,7 +161,12 @@ def bubblewrap_command(
     bubblewrap keeps the network namespace that the command of `namespace_prefix` created.
     """
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
-    command = [_program("bwrap", "bubblewrap"), "--unshare-all", "--unshare-user", "--disable-userns"]
+    if (program := shutil.which("bwrap", path="/usr/bin:/bin")) is None:
+        raise SandboxError(
+            "the sandbox needs the program bwrap: install the package bubblewrap, or use "
+            "environment_type=docker"
+        )
+    command = [program, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL"]
     command += ["--uid", "0", "--gid", "0", "--hostname", hostname, "--clearenv", "--seccomp", str(seccomp)]
     for name, value in BASE_ENVIRONMENT.items():
@@ -204,16 +209,6 @@ def _proc_masks() -> tuple[str, ...]:
         else:
             masks += ["--dev-bind", "/dev/null", str(entry)]
     return tuple(masks)
-
-
-def _program(name: str, package: str) -> str:
-    program = shutil.which(name, path="/usr/bin:/bin")
-    if program is None:
-        raise SandboxError(
-            f"the sandbox needs the program {name}: install the package {package}, or use "
-            "environment_type=docker"
-        )
-    return program
 
 
 def as_descriptor(content: bytes) -> int:
