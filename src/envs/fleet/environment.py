@@ -51,6 +51,7 @@ class FleetSettings:
     max_result_chars: int  # the agent sees at most this many characters of a tool's result
     reset_tool: str  # name of the tool that is called at the start of each trial; empty: none
     verifier_tools: frozenset[str]  # names of the tools that only the verifier can call
+    parallel_tool_calls: bool  # execute all tool calls of an answer, not only the first
 
     @property
     def hidden_tools(self) -> frozenset[str]:
@@ -152,7 +153,7 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the task source of env=fleet. Raises ConfigError for an invalid option or task, or if a server
     or the verifier's sandbox does not work.
     """
-    settings, parallel_tool_calls = read_settings(config)
+    settings = read_settings(config)
     tasks = [task for name in config.train_data or () for task in read_tasks(Path(name).expanduser())]
     held_out = [task for name in config.test_data or () for task in read_tasks(Path(name).expanduser())]
     if not tasks and not held_out:
@@ -161,7 +162,8 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     asyncio.run(check(settings, sorted({settings.url_of(task) for task in (*tasks, *held_out)})))
 
     def make(task: Task, seed: int) -> ServiceEnv:
-        return ServiceEnv(FleetEpisode(task, seed, settings), parallel_tool_calls=parallel_tool_calls)
+        episode = FleetEpisode(task, seed, settings)
+        return ServiceEnv(episode, parallel_tool_calls=settings.parallel_tool_calls)
 
     spec = EnvSpec(
         tasks=tasks,
@@ -173,11 +175,8 @@ def open_fleet(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     return episodes(config, chat, spec)
 
 
-def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
-    """Return the `FleetSettings`, and whether all tool calls of an answer are executed, not only the first.
-
-    Raises ConfigError for an invalid option.
-    """
+def read_settings(config: EnvironmentOptions) -> FleetSettings:
+    """Return the settings. Raises ConfigError for an invalid option."""
     options = config.environment_options
     key = os.environ.get("FLEET_API_KEY")
     settings = FleetSettings(
@@ -188,15 +187,15 @@ def read_settings(config: EnvironmentOptions) -> tuple[FleetSettings, bool]:
         max_result_chars=number(options, "max_result_chars", MAX_RESULT_CHARS),
         reset_tool=options.pop("reset_tool", ""),
         verifier_tools=frozenset(name for name in options.pop("verifier_tools", "").split("+") if name),
+        parallel_tool_calls=one_of(options, "parallel_tool_calls", ("false", "true")) == "true",
     )
-    parallel_tool_calls = one_of(options, "parallel_tool_calls", ("false", "true")) == "true"
     if not settings.url.startswith(("http://", "https://")):
         raise ConfigError("env=fleet needs environment_kwargs=url=http://host:port/mcp of an MCP server")
     if options:
         raise ConfigError(
             f"environment_kwargs: env=fleet has no option {next(iter(options))}; remove the option"
         )
-    return settings, parallel_tool_calls
+    return settings
 
 
 async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
