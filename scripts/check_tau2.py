@@ -19,13 +19,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 from src.core.trajectory import StopReason, Task
 from src.envs.message_env import StepResult
 from src.envs.service.service_env import REFUSAL, ServiceEnv
-from src.envs.service.subprocess_pool import WorkerPool, WorkerSettings, worker_pool
+from src.envs.service.subprocess_pool import WorkerPool, WorkerSettings
 from src.envs.service.tau2 import (
     GRADINGS,
     SPLITS,
@@ -256,7 +257,8 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
     }
     all_right = True
     short = replace(settings, step_timeout_s=2.0)
-    async with worker_pool(replace(settings, num_workers=1)) as pool, worker_pool(short) as short_pool:
+    pool, short_pool = WorkerPool(replace(settings, num_workers=1)), WorkerPool(short)
+    async with aclosing(pool), aclosing(short_pool):
         for label, (answers, patience, metrics, stop_reason) in cases.items():
             remaining = iter(answers)
             case_pool = short_pool if stop_reason is StopReason.TIMEOUT else pool
@@ -284,7 +286,7 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
     gold_tasks = [gold_tasks[number % len(gold_tasks)] for number in range(NUM_EPISODES)]
     all_right = True
     for num_kills in (0, NUM_WORKERS):
-        async with worker_pool(settings) as pool:
+        async with aclosing(WorkerPool(settings)) as pool:
             await rewards(gold_tasks[:NUM_WORKERS], pool, "all", gold=True)  # starts the workers
             scripts, started = [Script(task) for task in gold_tasks], time.monotonic()
             episodes = [
@@ -328,7 +330,7 @@ async def main(argv: Sequence[str]) -> int:
     settings = worker_settings(Path(home), num_workers=NUM_WORKERS, step_timeout_s=STEP_TIMEOUT_S)
     domains = {name: official_tasks(settings, name, "base") for name in names}
     all_right = True
-    async with worker_pool(settings) as pool:
+    async with aclosing(WorkerPool(settings)) as pool:
         if "gold" in checks:
             all_right &= await check_gold(pool, domains)
         if "refusals" in checks:

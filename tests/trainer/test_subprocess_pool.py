@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from src.envs.service.subprocess_pool import (
     WorkerSession,
     WorkerSettings,
     WorkerTimeout,
-    worker_pool,
 )
 
 FAKE_WORKER = Path(__file__).parent.parent / "fakes" / "fake_worker.py"
@@ -29,9 +28,8 @@ FAKE_WORKER = Path(__file__).parent.parent / "fakes" / "fake_worker.py"
 @asynccontextmanager
 async def pool_of(num_workers: int = 1, *, arguments: tuple[str, ...] = ()):
     command = [sys.executable, str(FAKE_WORKER), *arguments]
-    async with worker_pool(
-        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=20.0)
-    ) as pool:
+    settings = WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=20.0)
+    async with aclosing(WorkerPool(settings)) as pool:
         yield pool
 
 
@@ -192,7 +190,7 @@ async def test_a_start_error_of_a_worker_is_reported():
         with pytest.raises(ConfigError, match="wrong tau2"):
             await Counter(pool, "one").add(1)
     settings = WorkerSettings(command=["/nowhere/python"], environment={}, num_workers=1, step_timeout_s=1)
-    async with worker_pool(settings) as pool:
+    async with aclosing(WorkerPool(settings)) as pool:
         with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
             await Counter(pool, "one").add(1)
 
@@ -258,7 +256,7 @@ async def test_closing_the_pool_fails_a_pending_request():
         pending = asyncio.create_task(counter.ask("hang"))
         for _ in range(2):  # the second iteration sends the request
             await asyncio.sleep(0)
-        await pool.close()
+        await pool.aclose()
         with pytest.raises(SandboxError, match="a worker was stopped before it replied") as error:
             await pending
         assert not isinstance(error.value, RequestFailed)

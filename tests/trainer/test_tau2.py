@@ -148,7 +148,7 @@ async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
         tau_bench.EnvSpec(
             tasks=[task],
             make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, context)),
-            close=pool.close,
+            close=pool.aclose,
         ),
     )
     outcome = await result(source, [SAVE, "Saved."])
@@ -234,7 +234,7 @@ async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):
     ]
     assert (await env.step("Bye")).is_done
     await env.close()
-    await pool.close()
+    await pool.aclose()
     assert [message["role"] for message in user.conversations[1]] == ["assistant", "user", "tool"]  # type: ignore[index]
     assert user.conversations[1][2]["content"] == "saw {'at': 'the phone'}"  # type: ignore[index]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ async def episode(
     selected = next(
         item for item in tau2.official_tasks(settings, domain, "base") if item.row["task"] == task
     )
-    async with subprocess_pool.worker_pool(settings) as pool:
+    async with aclosing(subprocess_pool.WorkerPool(settings)) as pool:
         context = tau2.Tau2Context(
             pool=pool, make_user=lambda instructions, tools, seed: user, grading="all", judge=judge
         )
@@ -84,7 +85,7 @@ async def test_defined_tasks_run_in_the_real_benchmark():
         instructions.append(text)
         return Script("Hello.")
 
-    async with subprocess_pool.worker_pool(settings) as pool:
+    async with aclosing(subprocess_pool.WorkerPool(settings)) as pool:
         for answers, reward in (
             ([tool_call_text("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
             ([REFUSAL], 0.0),

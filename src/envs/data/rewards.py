@@ -192,7 +192,7 @@ class WorkerReward:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._pool.aclose()
 
     async def _is_equal(self, request: Mapping[str, object]) -> bool:
         while True:

@@ -19,8 +19,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -223,7 +223,7 @@ class WorkerSession:
 class WorkerPool:
     """A pool of up to `num_workers` workers, which are started on demand.
 
-    A new session is assigned to the worker with the fewest sessions.
+    A new session is assigned to the worker with the fewest sessions. `contextlib.aclosing` closes a pool.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -252,14 +252,14 @@ class WorkerPool:
                 if worker is None or worker.is_lost:
                     self._require_open()
                     worker = self._workers[number] = await start_worker(self.settings)
-                    if self._is_closed:  # `close` did not see the new worker
+                    if self._is_closed:  # `aclose` did not see the new worker
                         await worker.kill()
                 self._require_open()
                 return worker
         finally:
             self._waiting[number] -= 1
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all workers. No worker is started afterwards."""
         self._is_closed = True
         for worker in self._workers:
@@ -273,15 +273,6 @@ class WorkerPool:
     def _load(self, number: int) -> int:
         worker = self._workers[number]
         return self._waiting[number] + (0 if worker is None or worker.is_lost else worker.num_sessions)
-
-
-@asynccontextmanager
-async def worker_pool(settings: WorkerSettings) -> AsyncGenerator[WorkerPool]:
-    pool = WorkerPool(settings)
-    try:
-        yield pool
-    finally:
-        await pool.close()
 
 
 async def start_worker(settings: WorkerSettings) -> Worker:

@@ -241,7 +241,7 @@ def open_tau2(
         make=lambda task, seed: ServiceEnv(
             tau2.Tau2Episode(task, seed, context), parallel_tool_calls=is_parallel
         ),
-        close=pool.close,
+        close=pool.aclose,
     )
 
 
