@@ -78,7 +78,7 @@ class Launch:
         self.directory = directory
         self.requests = directory / "requests"
         self.seccomp = -1
-        self.user = SandboxUser(uid=None, lock=None)
+        self.user = SandboxUser()
         try:
             directory.mkdir(parents=True, mode=0o700)
             self.user = claim_user(directory.parent.parent)
@@ -120,7 +120,7 @@ class Launch:
         if not remove_cgroups(self.directory / RECORD_NAME):
             return False
         self.user.release()
-        self.user = SandboxUser(uid=None, lock=None)
+        self.user = SandboxUser()
         if self.directory.exists():
             remove_tree(self.directory)
         return True

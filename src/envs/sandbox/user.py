@@ -31,8 +31,8 @@ class SandboxUser:
     descriptor that reserves the uid; None: no uid is reserved.
     """
 
-    uid: int | None
-    lock: int | None
+    uid: int | None = None
+    lock: int | None = None
 
     def prefix(self) -> list[str]:
         """Return the beginning of a command line: a command that is appended to it runs as this user."""
@@ -77,11 +77,9 @@ def claim_user(directory: Path) -> SandboxUser:
     Return the trainer's own user if the trainer is not root or its user namespace maps one uid only. Raises
     SandboxError if all uids are in use or the namespace does not map them.
     """
-    if os.geteuid() != 0:
-        return SandboxUser(uid=None, lock=None)
-    uids = available_uids(Path("/proc/self/uid_map").read_text())
+    uids = available_uids(Path("/proc/self/uid_map").read_text()) if os.geteuid() == 0 else None
     if uids is None:
-        return SandboxUser(uid=None, lock=None)
+        return SandboxUser()
     descriptor = os.open(directory / LOCKS_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     start = int.from_bytes(os.urandom(4)) % len(uids)
     for position in range(len(uids)):
