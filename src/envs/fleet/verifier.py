@@ -89,9 +89,8 @@ def sandbox_command(seccomp: int) -> list[str]:
     command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp)]
     for directory in ("/usr", *(f"/{name}" for name in USERLAND if Path("/", name).exists()), prefix):
         command += ["--ro-bind", os.path.realpath(directory), directory]
+    command += ["--dev", "/dev"]
     for directory in ("/dev/shm", "/tmp"):
-        if directory == "/dev/shm":
-            command += ["--dev", "/dev"]
         command += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", directory]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
     return [*command, interpreter, "-I", "-S", "-B", "-c", PROGRAM.read_text()]
