@@ -138,8 +138,7 @@ def _locked_directory(label: str) -> Path:
         raise SandboxError(
             f"run label {label!r} is not a file name; use letters, digits, dots, hyphens and underscores"
         )
-    root = root_directory()
-    with _exclusive(root / ".lock"):
+    with _locked_root() as root:
         directory = root / label
         directory.mkdir(mode=0o700, exist_ok=True)
         directory.chmod(0o711 if os.geteuid() == 0 else 0o700)
@@ -172,15 +171,13 @@ def _remove_run(directory: Path) -> bool:
 
 def live_run_labels() -> set[str]:
     """Return the labels of the runs whose trainer is running."""
-    root = root_directory()
-    with _exclusive(root / ".lock"):
+    with _locked_root() as root:
         return {directory.name for directory in _runs(root) if _is_locked(directory)}
 
 
 def remove_ended_runs() -> list[str]:
     """Remove the directories of runs whose trainer has ended. Return the labels of the removed runs."""
-    root = root_directory()
-    with _exclusive(root / ".lock"):
+    with _locked_root() as root:
         ended_directories = [
             directory for directory in _runs(root) if not _is_locked(directory) and _remove_run(directory)
         ]
@@ -229,13 +226,14 @@ def _is_locked(directory: Path) -> bool:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Generator[None]:
-    """Hold an exclusive lock on the file `path`, which serializes the start of runs and the removal of ended
-    ones.
+def _locked_root() -> Generator[Path]:
+    """Yield the root directory and hold an exclusive lock on it, which serializes the start of runs and the
+    removal of ended ones.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    root = root_directory()
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield root
     finally:
         os.close(descriptor)
