@@ -28,7 +28,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
@@ -96,6 +96,17 @@ class ParseError(ValueError):
     """A call cannot be parsed. Raised and handled within this module only."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RawCalls:
+    """The calls that a strategy recognized in an answer, before they are checked."""
+
+    content: str = ""  # the text around the calls
+    texts: Sequence[str] = ()  # the calls as JSON
+    calls: Sequence[object] = ()  # the calls as objects with a name and arguments
+    problem: str = ""  # why the calls cannot be read; "" if there was no problem
+    num_repaired: int = 0  # as in ParsedAnswer
+
+
 def parse(
     answer: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]] | None = None
 ) -> ParsedAnswer:
@@ -115,19 +126,23 @@ def parse(
     ParsedAnswer(content='Hello!', calls=(), strategy=None, problem='', num_repaired=0)
     """
     text = without_thoughts(answer)
-    strategies: tuple[Callable[[str, Collection[str]], ParsedAnswer | None], ...] = (
-        _whole,
-        _tagged,
-        _deepseek,
-        partial(_function, text_parameters=text_parameters or {}),
-        _fenced,
-        _embedded,
-        _react,
-        _code,
-        _bare_name,
-    )
+    strategies: dict[Strategy, Callable[[str, Collection[str]], _RawCalls | None]] = {
+        Strategy.WHOLE: _whole,
+        Strategy.TAGGED: _tagged,
+        Strategy.DEEPSEEK: _deepseek,
+        Strategy.FUNCTION: partial(_function, text_parameters=text_parameters or {}),
+        Strategy.FENCED: _fenced,
+        Strategy.EMBEDDED: _embedded,
+        Strategy.REACT: _react,
+        Strategy.CODE: _code,
+        Strategy.BARE_NAME: _bare_name,
+    }
     parsed = next(
-        (parsed for strategy in strategies if (parsed := strategy(text, tools)) is not None),
+        (
+            _parsed(raw, strategy)
+            for strategy, find in strategies.items()
+            if (raw := find(text, tools)) is not None
+        ),
         ParsedAnswer(content=DEEPSEEK_TOOL.sub("", text).strip()),
     )
     logger.debug(
@@ -147,35 +162,42 @@ def without_thoughts(answer: str) -> str:
     return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
 
-def _whole(text: str, tools: Collection[str]) -> ParsedAnswer | None:
-    return _read([text], Strategy.WHOLE, content="") if _looks_like_a_call(text, tools) else None
+def _whole(text: str, tools: Collection[str]) -> _RawCalls | None:
+    return _RawCalls(texts=[text]) if _looks_like_a_call(text, tools) else None
 
 
-def _tagged(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+def _tagged(text: str, tools: Collection[str]) -> _RawCalls | None:
     parts = TAGGED.findall(text)
     if not parts or parts[0].lstrip().startswith("<function="):
         return None
-    return _read(parts, Strategy.TAGGED, content=TAGGED.sub("", text).strip())
+    return _RawCalls(texts=parts, content=TAGGED.sub("", text).strip())
 
 
-def _deepseek(text: str, tools: Collection[str]) -> ParsedAnswer | None:
-    written = deepseek_calls(text)
-    return None if written is None else _read_written(written, Strategy.DEEPSEEK)
+def _deepseek(text: str, tools: Collection[str]) -> _RawCalls | None:
+    return _written(deepseek_calls(text))
 
 
 def _function(
     text: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]]
-) -> ParsedAnswer | None:
-    written = function_calls(text, text_parameters=text_parameters)
-    return None if written is None else _read_written(written, Strategy.FUNCTION)
+) -> _RawCalls | None:
+    return _written(function_calls(text, text_parameters=text_parameters))
 
 
-def _fenced(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+def _written(written: WrittenCalls | None) -> _RawCalls | None:
+    """Convert the result of a function of `call_forms`."""
+    if written is None:
+        return None
+    problem = "; ".join(call.problem for call in written.calls if call.problem)
+    calls = [{"name": call.name, "arguments": call.arguments} for call in written.calls]
+    return _RawCalls(content=written.content, calls=calls, problem=problem)
+
+
+def _fenced(text: str, tools: Collection[str]) -> _RawCalls | None:
     parts = [part for part in FENCED.findall(text) if _looks_like_a_call(part, tools)]
-    return _read(parts, Strategy.FENCED, content=FENCED.sub("", text).strip()) if parts else None
+    return _RawCalls(texts=parts, content=FENCED.sub("", text).strip()) if parts else None
 
 
-def _embedded(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+def _embedded(text: str, tools: Collection[str]) -> _RawCalls | None:
     match = EMBEDDED.search(text)
     if match is None:
         return None
@@ -186,10 +208,10 @@ def _embedded(text: str, tools: Collection[str]) -> ParsedAnswer | None:
         end = len(part)
     if not _looks_like_a_call(part[:end], tools):
         return None
-    return _read([part[:end]], Strategy.EMBEDDED, content=(before + part[end:]).strip())
+    return _RawCalls(texts=[part[:end]], content=(before + part[end:]).strip())
 
 
-def _react(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+def _react(text: str, tools: Collection[str]) -> _RawCalls | None:
     match = REACT.search(text)
     if match is None:
         return None
@@ -197,16 +219,12 @@ def _react(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     try:
         arguments, num_repaired = _json(match[2].strip() or "{}")
     except ParseError as error:
-        return ParsedAnswer(content=content, strategy=Strategy.REACT, problem=str(error))
-    return _parsed(
-        [{"name": match[1], "arguments": arguments}],
-        Strategy.REACT,
-        content=content,
-        num_repaired=num_repaired,
-    )
+        return _RawCalls(content=content, problem=str(error))
+    call = {"name": match[1], "arguments": arguments}
+    return _RawCalls(content=content, calls=[call], num_repaired=num_repaired)
 
 
-def _code(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+def _code(text: str, tools: Collection[str]) -> _RawCalls | None:
     match = next((call for call in CODE.finditer(text) if call[1] in tools), None)
     if match is None:
         return None
@@ -220,71 +238,43 @@ def _code(text: str, tools: Collection[str]) -> ParsedAnswer | None:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(arguments)  # rejects Python values without a JSON form, such as {1, 2} and b"x"
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        return ParsedAnswer(
-            content=content, strategy=Strategy.CODE, problem=f"{match[0].strip()} cannot be read: {error}"
-        )
-    return _parsed([{"name": match[1], "arguments": arguments}], Strategy.CODE, content=content)
+        return _RawCalls(content=content, problem=f"{match[0].strip()} cannot be read: {error}")
+    return _RawCalls(content=content, calls=[{"name": match[1], "arguments": arguments}])
 
 
-def _bare_name(text: str, tools: Collection[str]) -> ParsedAnswer | None:
-    return (
-        _parsed([{"name": text, "arguments": {}}], Strategy.BARE_NAME, content="") if text in tools else None
-    )
+def _bare_name(text: str, tools: Collection[str]) -> _RawCalls | None:
+    return _RawCalls(calls=[{"name": text, "arguments": {}}]) if text in tools else None
 
 
-def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAnswer:
-    """Parse the calls in several JSON texts. If one text is invalid, no call is returned."""
-    values: list[object] = []
-    num_repaired = 0
-    for part in parts:
-        try:
-            value, num_added = _json(part.strip())
-        except ParseError as error:
-            return ParsedAnswer(content=content, strategy=strategy, problem=str(error))
-        values += value if isinstance(value, list) else [value]
-        num_repaired += num_added
-    return _parsed(values, strategy, content=content, num_repaired=num_repaired)
-
-
-def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
-    """Return the calls that a function of `call_forms` has found. If a call cannot be read, return no call
-    and the problems."""
-    problems = [call.problem for call in written.calls if call.problem]
-    if problems:
-        return ParsedAnswer(content=written.content, strategy=strategy, problem="; ".join(problems))
-    values = [{"name": call.name, "arguments": call.arguments} for call in written.calls]
-    return _parsed(values, strategy, content=written.content)
-
-
-def _parsed(
-    values: Sequence[object], strategy: Strategy, *, content: str, num_repaired: int = 0
-) -> ParsedAnswer:
-    """Validate parsed calls. If a call has no name or has invalid JSON as arguments, no call is returned.
+def _parsed(raw: _RawCalls, strategy: Strategy) -> ParsedAnswer:
+    """Parse and check the calls. If a JSON text is invalid, or a call has no name or has invalid JSON as
+    arguments, no call is returned.
 
     Arguments that are not an object are replaced by {} and reported as a problem.
     """
-    calls, problems = [], []
-    for value in values:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-            return ParsedAnswer(content=content, strategy=strategy, problem="a call has no name")
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
+    answer = ParsedAnswer(content=raw.content, strategy=strategy)
+    if raw.problem:
+        return replace(answer, problem=raw.problem)
+    values, calls, problems, num_repaired = [*raw.calls], list[ToolCall](), list[str](), raw.num_repaired
+    try:
+        for text in raw.texts:
+            value, num_added = _json(text.strip())
+            values += value if isinstance(value, list) else [value]
+            num_repaired += num_added
+        for value in values:
+            if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+                raise ParseError("a call has no name")
+            arguments = value.get("arguments", value.get("parameters", {}))
+            if isinstance(arguments, str):
                 arguments, num_added = _json(arguments)
                 num_repaired += num_added
-            except ParseError as error:
-                return ParsedAnswer(content=content, strategy=strategy, problem=str(error))
-        if not isinstance(arguments, dict):
-            problems.append(f"the arguments of {value['name']} are not a JSON object")
-            arguments = {}
-        calls.append(ToolCall(name=value["name"], arguments=arguments))
-    return ParsedAnswer(
-        content=content,
-        calls=calls,
-        strategy=strategy,
-        problem="; ".join(problems),
-        num_repaired=num_repaired,
-    )
+            if not isinstance(arguments, dict):
+                problems.append(f"the arguments of {value['name']} are not a JSON object")
+                arguments = {}
+            calls.append(ToolCall(name=value["name"], arguments=arguments))
+    except ParseError as error:
+        return replace(answer, problem=str(error))
+    return replace(answer, calls=calls, problem="; ".join(problems), num_repaired=num_repaired)
 
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
