@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_MEMORY_MB = 4096
 LISTING_TIMEOUT_S = 300.0
+# The number of steps of tau2's orchestrator, and the number of tool errors, that end an episode.
+LIMITS = {"max_steps": 200, "max_errors": 10}
 NUM_CONSENTS = 6  # the number of times a scripted user agrees before it ends the conversation
 # Termination reason of tau2 -> stop reason. For other termination reasons, the stop reason is that of the
 # last answer.
@@ -79,8 +81,6 @@ class Tau2Context:
     make_user: UserSimulatorFactory
     grading: Grading
     judge: AssertionJudge | None = None  # None: tasks that need a judge cannot be graded
-    max_steps: int = 200  # the maximum number of steps of tau2's orchestrator in one episode
-    max_errors: int = 10  # the number of tool errors that ends an episode
 
 
 class Tau2Episode:
@@ -100,9 +100,8 @@ class Tau2Episode:
 
     async def start(self) -> ResetResult:
         row, context = self._task.row, self._context
-        limits = {"max_steps": context.max_steps, "max_errors": context.max_errors}
         opened = await self._ask(
-            "reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits
+            "reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **LIMITS
         )
         self._user_tools = opened["user_tools"]
         self._user = context.make_user(opened["user_prompt"], self._user_tools, self._seed)
