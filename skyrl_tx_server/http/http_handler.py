@@ -23,6 +23,8 @@ from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
 from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.openai_replies import error_json
 
 logger = logging.getLogger("skyrl_tx_server.http")
@@ -165,6 +167,19 @@ async def read_body(state: AppState, request: Request) -> bytes:
     return await read_parsed(state, request, bytes)
 
 
-async def read_json(state: AppState, request: Request) -> object:
-    bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
-    return await read_parsed(state, request, lambda body: parse_json(body, bounds))
+async def read_parsed_json[T](
+    state: AppState,
+    request: Request,
+    parse: Callable[[object, Limits], T],
+    limits: BodyLimits | None = None,
+) -> T:
+    """Return `parse(body, state.limits)` of a JSON body. `limits` as in `read_parsed`."""
+    bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
+    return await read_parsed(
+        state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits
+    )
+
+
+async def read_fields(state: AppState, request: Request, where: str) -> JsonReader:
+    """Return the fields of a JSON body. `where` names the body in error messages."""
+    return await read_parsed_json(state, request, lambda body, _: JsonReader(body, where))

@@ -41,9 +41,8 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKi
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields
 from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, checkpoint_path_of, path_of, save_named
-from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
@@ -58,7 +57,7 @@ _ANY_TEXT = ("utf-8", "surrogatepass")
 
 
 async def save_weights_external(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "save_weights_external")
+    fields = await read_fields(state, request, "save_weights_external")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")

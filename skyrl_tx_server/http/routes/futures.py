@@ -10,14 +10,13 @@ from starlette.responses import JSONResponse, Response
 from skyrl_tx_server.engine.futures import Outcome
 from skyrl_tx_server.errors import FutureLostError
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
-from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, has_proto_form, result_to_proto
 from skyrl_tx_server.http.wire.results import result_to_json
 
 
 async def retrieve_future(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "retrieve_future")
+    fields = await read_fields(state, request, "retrieve_future")
     request_id = fields.text("request_id")
     # The request counts as a heartbeat. Its reply does not, because the client may have disconnected.
     state.registry.touch(state.futures.session_of(request_id))
@@ -50,7 +49,7 @@ async def cancel_future(state: AppState, request: Request) -> Reply:
     - Any other running operation finishes, and its result is kept only for the grace period of delivered
       results (see `engine.futures`).
     """
-    fields = JsonReader(await read_json(state, request), "cancel_future")
+    fields = await read_fields(state, request, "cancel_future")
     request_id = fields.text("request_id")
     fields.finish(ignored=("type",))
     state.futures.cancel(request_id)

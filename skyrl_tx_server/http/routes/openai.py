@@ -24,10 +24,9 @@ from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, Use
 from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
-from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
+from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
 from skyrl_tx_server.http.streaming import first_delta_of, stream_tokens, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
-from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
     ChatFormat,
@@ -43,9 +42,7 @@ from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_cha
 
 
 async def chat_completions(state: AppState, request: Request) -> Reply:
-    chat = await read_parsed(
-        state, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), state.limits)
-    )
+    chat = await read_parsed_json(state, request, parse_chat)
     tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _with_end_of_turn(chat.sampling.settings, tokenizer)
@@ -54,9 +51,7 @@ async def chat_completions(state: AppState, request: Request) -> Reply:
 
 
 async def completions(state: AppState, request: Request) -> Reply:
-    completion = await read_parsed(
-        state, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), state.limits)
-    )
+    completion = await read_parsed_json(state, request, parse_completion)
     tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
 
     def token_ids(prompt: str | np.ndarray) -> np.ndarray:

@@ -12,15 +12,13 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoint_record import CheckpointKind
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields, read_parsed_json
 from skyrl_tx_server.http.streaming import StreamWatcher
-from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.sampling_requests import SampleRequest, parse_sample
 
 
 async def create_sampling_session(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "create_sampling_session")
+    fields = await read_fields(state, request, "create_sampling_session")
     session_id = fields.text("session_id")
     seq_id = fields.integer("sampling_session_seq_id")
     base_model = fields.optional_text("base_model")
@@ -60,9 +58,7 @@ async def get_sampler(state: AppState, request: Request) -> Reply:
 
 
 async def asample(state: AppState, request: Request) -> Reply:
-    sample = await read_parsed(
-        state, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), state.limits)
-    )
+    sample = await read_parsed_json(state, request, parse_sample)
     if sample.sampler_id is not None:
         sampler = state.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:

@@ -13,14 +13,13 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.tenants import owner_of
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body, read_json
-from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body, read_fields
 
 logger = logging.getLogger(__name__)
 
 
 async def create_session(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "create_session")
+    fields = await read_fields(state, request, "create_session")
     session = state.registry.open_session(
         tags=fields.tags("tags"),
         user_metadata=fields.metadata("user_metadata"),
@@ -30,7 +29,7 @@ async def create_session(state: AppState, request: Request) -> Reply:
 
 
 async def heartbeat(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "session_heartbeat")
+    fields = await read_fields(state, request, "session_heartbeat")
     state.registry.heartbeat(fields.text("session_id"))
     return {"type": "session_heartbeat"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
+from functools import partial
 
 from starlette.requests import Request
 
@@ -24,9 +25,7 @@ from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import TRAINING_BODY, TRAINING_JSON_BODY
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
-from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields, read_parsed, read_parsed_json
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
 from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
@@ -40,7 +39,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 async def create_model(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "create_model")
+    fields = await read_fields(state, request, "create_model")
     session_id = fields.text("session_id")
     model_seq_id = fields.integer("model_seq_id")
     state.check_base_model(fields.text("base_model"))
@@ -108,7 +107,7 @@ def begin_model(
 async def get_info(state: AppState, request: Request) -> Reply:
     """Describe a model. For clients on this machine, `tokenizer_id` is the directory of the base model, so
     that they need no model hub."""
-    fields = JsonReader(await read_json(state, request), "get_info")
+    fields = await read_fields(state, request, "get_info")
     model = state.registry.model(fields.text("model_id"))
     model_dir = state.settings.model_dir
     is_local = request.client is not None and request.client.host in LOOPBACK
@@ -144,12 +143,8 @@ async def forward(state: AppState, request: Request) -> Reply:
 
 
 async def _train_json(state: AppState, request: Request, *, forward_only: bool) -> Reply:
-    def parse(body: bytes) -> TrainRequest:
-        return parse_training_json(
-            parse_json(body, TRAINING_JSON_BODY.json), state.limits, forward_only=forward_only
-        )
-
-    return _train(state, await read_parsed(state, request, parse, TRAINING_JSON_BODY))
+    parse = partial(parse_training_json, forward_only=forward_only)
+    return _train(state, await read_parsed_json(state, request, parse, TRAINING_JSON_BODY))
 
 
 def _train(state: AppState, train: TrainRequest) -> Reply:
@@ -178,7 +173,7 @@ def submit[R: OpResult](
 
 
 async def optim_step(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "optim_step")
+    fields = await read_fields(state, request, "optim_step")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     adam = parse_adam(fields)
@@ -190,7 +185,7 @@ async def optim_step(state: AppState, request: Request) -> Reply:
 
 async def unload_model(state: AppState, request: Request) -> Reply:
     """Free a model. Only SDK 0.25 and older send this request; newer clients end their session."""
-    fields = JsonReader(await read_json(state, request), "unload_model")
+    fields = await read_fields(state, request, "unload_model")
     model = state.registry.model(fields.text("model_id"))
     state.registry.forget_model(model.model_id)
     op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}

@@ -33,9 +33,8 @@ from skyrl_tx_server.files.checkpoint_record import (
 )
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields
 from skyrl_tx_server.http.routes.training import begin_model, submit
-from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import check_ttl
 from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
 
@@ -50,7 +49,7 @@ CHECKPOINT_TYPES = {
 
 
 async def save_weights(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "save_weights")
+    fields = await read_fields(state, request, "save_weights")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -67,7 +66,7 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     """Save sampler weights. If the request has a name (`path`), the weights become a checkpoint on disk.
     Otherwise the weights become a sampler snapshot in memory that only one sampler can use."""
-    fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
+    fields = await read_fields(state, request, "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.optional_text("path")
@@ -186,7 +185,7 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
 async def load_weights(state: AppState, request: Request) -> Reply:
     """Load a checkpoint into a model (`model_id`), or create a new model from it (`session_id` and
     `model_seq_id`)."""
-    fields = JsonReader(await read_json(state, request), "load_weights")
+    fields = await read_fields(state, request, "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
     session_id = fields.optional_text("session_id")
@@ -260,7 +259,7 @@ def _load_into(
 
 
 async def weights_info(state: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(state, request), "weights_info")
+    fields = await read_fields(state, request, "weights_info")
     info = state.checkpoints.info(fields.text("tinker_path"))
     return {
         "base_model": info.base_model,
@@ -394,7 +393,7 @@ def _set_public(state: AppState, path: str, *, public: bool) -> None:
 
 async def set_ttl(state: AppState, request: Request) -> Reply:
     path = path_of(request)
-    fields = JsonReader(await read_json(state, request), "ttl")
+    fields = await read_fields(state, request, "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
     info = state.checkpoints.owned_info(path)  # raises unless the tenant owns this checkpoint
