@@ -7,7 +7,7 @@ import io
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import zstandard
@@ -127,25 +127,22 @@ async def read_parsed[T](
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
-    num_bytes = _reserved_bytes(headers, limit, compressed=encoding not in ("", "identity"))
-    if num_bytes <= SMALL_BYTES:
+    compressed = encoding not in ("", "identity")
+    num_bytes = _reserved_bytes(headers, limit, compressed=compressed)
+    reservation = (
+        nullcontext()
+        if num_bytes <= SMALL_BYTES
+        else budget.reserve(num_bytes, capacity=BODIES_IN_FLIGHT * max_bytes, timeout_s=stalled_s)
+    )
+    async with reservation:
         body = await _receive(request, limit, stalled_s)
         _check_media_type(headers, limits, body)
-        return parse(body)
-    async with budget.reserve(num_bytes, capacity=BODIES_IN_FLIGHT * max_bytes, timeout_s=stalled_s):
-        body = await _receive(request, limit, stalled_s)
-        _check_media_type(headers, limits, body)
-        match encoding:
-            case "" | "identity":
-                parse_in_thread = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
-            case "zstd":
-                parse_in_thread = lambda: parse(decompress(body, limit))  # noqa: E731
-            case other:
-                raise UserError(f"content-encoding {other[:80]!r} is not supported; send zstd or none")
-        return (
-            parse(body)
-            if parse_in_thread is None
-            else await asyncio.get_running_loop().run_in_executor(_PARSERS, parse_in_thread)
+        if compressed and encoding != "zstd":
+            raise UserError(f"content-encoding {encoding[:80]!r} is not supported; send zstd or none")
+        if not compressed and len(body) <= SMALL_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(
+            _PARSERS, lambda: parse(decompress(body, limit) if compressed else body)
         )
 
 
