@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 
 from starlette.requests import Request
 
@@ -73,12 +73,6 @@ async def stream_tokens(
         future.cancel()
 
 
-async def first_delta_of(request: Request, deltas: AsyncGenerator[TokenDelta]) -> TokenDelta | None:
-    """Return the first delta of `stream_tokens`. If the client disconnects first, withdraw the operation and
-    return None. Raise ServerError if the operation fails."""
-    return await _unless_disconnected(request, asyncio.ensure_future(anext(deltas)))
-
-
 async def wait_for_results(
     state: AppState, request: Request, ops: Sequence[Sample]
 ) -> list[SampleResult] | None:
@@ -98,10 +92,22 @@ async def wait_for_results(
             future.cancel()
         raise
     try:
-        results = await _unless_disconnected(request, asyncio.ensure_future(_ended(futures)))
+        results = await unless_disconnected(request, _ended(futures))
         return None if results is None else [_sampled(future) for future in futures]
     finally:
         watcher.cancel()
+
+
+async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
+    working = asyncio.ensure_future(work)
+    disconnected = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        disconnected.cancel()
+        working.cancel()
 
 
 async def _ended(
@@ -118,17 +124,6 @@ def _sampled(future: concurrent.futures.Future[SampleResult]) -> SampleResult:
     if future.cancelled():
         raise ServerError("the request was withdrawn before it started")
     return future.result()
-
-
-async def _unless_disconnected[T](request: Request, work: asyncio.Future[T]) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
-    disconnected = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        disconnected.cancel()
-        work.cancel()
 
 
 async def _disconnected(request: Request) -> None:

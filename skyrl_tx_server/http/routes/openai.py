@@ -25,7 +25,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
-from skyrl_tx_server.http.streaming import first_delta_of, stream_tokens, wait_for_results
+from skyrl_tx_server.http.streaming import stream_tokens, unless_disconnected, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
@@ -167,16 +167,8 @@ async def _sample(
 async def _reply(
     state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
 ) -> Reply:
-    return await (
-        _streamed_reply(state, request, reply_format, ops[0])
-        if reply_format.sampling.stream
-        else _complete_reply(state, request, reply_format, ops)
-    )
-
-
-async def _complete_reply(
-    state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
-) -> Reply:
+    if reply_format.sampling.stream:
+        return await _streamed_reply(state, request, reply_format, ops[0])
     header = new_header(reply_format.prefix, reply_format.whole_object, reply_format.sampling.model)
     results = await wait_for_results(state, request, ops)
     if results is None:
@@ -217,7 +209,7 @@ async def _streamed_reply(
     status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
-    first_delta = await first_delta_of(request, deltas)
+    first_delta = await unless_disconnected(request, anext(deltas))
     if first_delta is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
