@@ -80,18 +80,17 @@ class AnswerParser:
 
     def flush(self) -> list[ParsedDelta]:
         """Return the text that is still held back. The caller calls this method when the sample has ended."""
-        pieces: list[ParsedDelta] = []
         held, self._buffer = self._buffer, ""
         match self._part:
             case Part.REASONING:
-                pieces.append(ReasoningText(text=held))
+                piece = ReasoningText(text=held)
             case Part.CALL:
-                pieces.append(Content(text=self._opening + held))
+                piece = Content(text=self._opening + held)
             case Part.AFTER_CALL | Part.AFTER_REASONING:
-                pieces.append(Content(text=held.strip()))
+                piece = Content(text=held.strip())
             case Part.BEGINNING | Part.CONTENT:
-                pieces.append(Content(text=held))
-        return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
+                piece = Content(text=held)
+        return [piece] if piece.text else []
 
     def _next(self) -> list[ParsedDelta] | None:
         """Parse the beginning of the buffer. Return None if more text is needed."""
@@ -106,7 +105,7 @@ class AnswerParser:
                 if closed:
                     return self._enter(Part.AFTER_REASONING, after, ReasoningText(text=before.rstrip()))
                 return self._emit_safe(ReasoningText, (THINK_CLOSE,))
-            case Part.AFTER_REASONING:
+            case Part.AFTER_REASONING | Part.AFTER_CALL:
                 return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
             case Part.CONTENT:
                 before, opened, after = (
@@ -125,8 +124,6 @@ class AnswerParser:
                 if call is None:
                     return self._enter(Part.CONTENT, after, Content(text=self._opening + body + CALL_CLOSE))
                 return self._enter(Part.AFTER_CALL, after, call)
-            case Part.AFTER_CALL:
-                return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
 
     def _enter(self, part: Part, held: str, piece: ParsedDelta | None = None) -> list[ParsedDelta]:
         self._part, self._buffer = part, held
