@@ -74,7 +74,8 @@ class TextFormat:
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
-        return Answer(self._decode, self.sampling.settings.stop_strings, None)
+        all_content = AnswerParser(parses_calls=False, part=Part.CONTENT)
+        return Answer(self._decode, self.sampling.settings.stop_strings, all_content)
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"text": text_of(pieces)}

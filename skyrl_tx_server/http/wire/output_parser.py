@@ -174,10 +174,10 @@ class StopCutter:
 
 class Answer:
     """Converts the token ids of one sample to pieces. The text of a stop token is omitted, and so is a stop
-    string with all text after it. If `parser` is None, all text is content."""
+    string with all text after it."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None
+        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser
     ) -> None:
         self._text = TextPieces(decode)
         self._cutter = StopCutter(stop_strings)
@@ -199,14 +199,12 @@ class Answer:
             pieces += self.add(ids)
             pieces += self._parse(self._cutter.add(self._text.flush()))
         pieces += self._parse(self._cutter.flush())
-        return pieces + (self._parser.flush() if self._parser is not None else [])
+        return pieces + self._parser.flush()
 
     def finish_reason(self, reason: StopReason) -> str:
         return "tool_calls" if self._has_tool_call and reason is StopReason.STOP else str(reason)
 
     def _parse(self, text: str) -> list[ParsedDelta]:
-        if self._parser is None:
-            return [Content(text=text)] if text else []
         pieces = self._parser.add(text)
         self._has_tool_call |= any(isinstance(piece, ToolCall) for piece in pieces)
         return pieces
