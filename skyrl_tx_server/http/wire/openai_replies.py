@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
@@ -150,13 +150,7 @@ class Header:
     model: str
 
     def with_choices(self, choices: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "choices": list(choices),
-        }
+        return {**asdict(self), "choices": list(choices)}
 
 
 def new_header(prefix: str, kind: str, model: str) -> Header:
