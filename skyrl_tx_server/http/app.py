@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
@@ -58,19 +59,12 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
 
     return Starlette(
         routes=[
-            Route(endpoint.path, _bind(endpoint, startup), methods=[endpoint.method])
+            Route(endpoint.path, partial(serve, endpoint, startup), methods=[endpoint.method])
             for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,
         exception_handlers={404: _no_route, 405: _no_route},
     )
-
-
-def _bind(endpoint: Endpoint, startup: StartupState) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        return await serve(endpoint, startup, request)
-
-    return handle
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
