@@ -193,13 +193,7 @@ def _spec(
             "the adapter has " + (unknown[0] if unknown else "no modules")
         )
     trained = {name: not part.isdisjoint(modules) for name, part in parts.items()}
-    return LoraSpec(
-        rank=rank,
-        alpha=alpha,
-        train_attn=trained["train_attn"],
-        train_mlp=trained["train_mlp"],
-        train_unembed=trained["train_unembed"],
-    )
+    return LoraSpec(rank=rank, alpha=alpha, **trained)
 
 
 def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
