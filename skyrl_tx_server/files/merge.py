@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.numpy import save_file
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.fp8 import QUANTIZATION
-from skyrl_tx_server.files.json_file import write_json
+from skyrl_tx_server.files.json_file import read_json_object, write_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
@@ -31,7 +30,9 @@ def write_merged(
     A head that is tied to the embedding and has a delta is untied: config.json gets
     `tie_word_embeddings: false`, and `lm_head.weight` becomes the embedding + the delta.
     """
-    is_tied = HEAD not in base.files or _read(base.directory / "config.json").get("tie_word_embeddings")
+    is_tied = HEAD not in base.files or read_json_object(base.directory / "config.json").get(
+        "tie_word_embeddings"
+    )
     unties = HEAD in deltas and is_tied
     unknown = sorted(name for name in deltas if name not in base.files and not (unties and name == HEAD))
     if unknown:
@@ -51,7 +52,7 @@ def write_merged(
     for file in base.directory.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
             shutil.copyfile(file, output / file.name)
-    config = _read(output / "config.json")
+    config = read_json_object(output / "config.json")
     config.pop(QUANTIZATION, None)
     if unties:
         config["tie_word_embeddings"] = False
@@ -61,7 +62,7 @@ def write_merged(
     write_json(output / "config.json", config)
     index = output / "model.safetensors.index.json"
     if index.is_file():
-        table = _read(index)
+        table: dict[str, Any] = read_json_object(index)
         head = {HEAD: base.files[EMBEDDING].name} if unties else {}
         table["weight_map"] = {
             name: file for name, file in table["weight_map"].items() if not base.is_scale(name)
@@ -88,7 +89,3 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
             "adapter belongs to another model"
         )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
