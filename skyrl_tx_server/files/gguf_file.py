@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
 
-`gguf.GGUFReader` is not used, because it does not compare counts with the size of the file, so a damaged
-count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`gguf.GGUFReader` does not read the file, because it does not compare counts with the size of the file, so a
+damaged count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.gguf_reader import GGUFReader
 
 from skyrl_tx_server.errors import ConfigError
 
@@ -24,20 +25,6 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 
 type Value = str | bool | int | float | list[str] | list[bool] | list[int] | list[float]
-
-_SCALARS = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.BOOL: np.dtype("?"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +36,6 @@ class GgufTensor:
     kind: GGMLQuantizationType
     start: int  # in bytes from the start of the file
     size: int  # in bytes
-
-    @property
-    def num_values(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +50,7 @@ class GgufFile:
     def rows(self, tensor: GgufTensor) -> np.ndarray:
         """Return the stored bytes of a tensor as a read-only view of the file: [rows, bytes per row]."""
         data = np.memmap(self.path, np.uint8, mode="r", offset=tensor.start, shape=(tensor.size,))
-        return data.reshape(tensor.num_values // tensor.shape[-1], -1)
+        return data.reshape(prod(tensor.shape[:-1]), -1)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -154,7 +137,7 @@ class _Cursor:
     def _scalars(
         self, kind: GGUFValueType, count: int, field_name: str
     ) -> list[int] | list[float] | list[bool]:
-        dtype = _SCALARS[kind]
+        dtype = np.dtype(GGUFReader.gguf_scalar_to_np[kind])
         return np.frombuffer(self.bytes(count * dtype.itemsize, field_name), dtype).tolist()
 
 
