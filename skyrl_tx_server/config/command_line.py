@@ -72,12 +72,15 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
             if equals
             else f"{argument!r} is not of the form key=value; {suggestion}"
         )
+    arguments: list[str] = []
     for argument in argv:
         name, _, value = argument.partition("=")
-        if chz.chz_fields(options)[name].final_type is str and value.lower() in _NONE:
+        is_none = value.lower() in _NONE
+        if is_none and chz.chz_fields(options)[name].final_type is str:
             raise ConfigError(f"{argument}: expected text; this option cannot be None")
+        arguments.append(f"{name}=None" if is_none else argument)
     try:
-        return chz.Blueprint(options).make_from_argv([_with_none(argument) for argument in argv])
+        return chz.Blueprint(options).make_from_argv(arguments)
     except chz.blueprint.MissingBlueprintArg as error:
         missing = str(error).rpartition(": ")[2]
         example = (
@@ -269,13 +272,6 @@ def print_help(text: str) -> None:
     except BrokenPipeError:
         # Without this redirection, Python reports the closed pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _with_none(argument: str) -> str:
-    """Return `argument`, with None in place of a value that is empty, `none` or `null` (in upper or lower
-    case)."""
-    name, _, value = argument.partition("=")
-    return f"{name}=None" if value.lower() in _NONE else argument
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
