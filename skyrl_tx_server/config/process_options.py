@@ -80,7 +80,28 @@ class ProcessOptions(BoundedOptions):
     def cluster_key(self) -> bytes:
         """The secret that the processes of one server share. Raises ConfigError if it is missing, unreadable
         or too short."""
-        return _cluster_key(self.cluster_key_file)
+        if self.cluster_key_file is None:
+            name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
+            if not key:
+                raise ConfigError(
+                    "num_processes: several processes need a common secret: cluster_key_file=FILE, or "
+                    f"{CLUSTER_KEY_VARIABLE} in the environment. Create a secret with: "
+                    "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                )
+        else:
+            name = f"cluster_key_file={self.cluster_key_file}"
+            try:
+                key = Path(os.path.expanduser(self.cluster_key_file)).read_text()
+            except OSError as error:
+                raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise ConfigError(f"{name}: cannot be read: it is not UTF-8 text") from None
+        key = key.strip()
+        if len(key) < MIN_CLUSTER_KEY:
+            raise ConfigError(
+                f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} random characters are needed"
+            )
+        return key.encode()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -89,30 +110,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not 0 < int(port) <= 65535:
         raise ValueError(address)
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _cluster_key(file: str | None) -> bytes:
-    """Read the key from `file`, or from the environment if `file` is None. Raise ConfigError if the key is
-    missing, unreadable or too short."""
-    if file is None:
-        name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
-        if not key:
-            raise ConfigError(
-                "num_processes: several processes need a common secret: cluster_key_file=FILE, or "
-                f"{CLUSTER_KEY_VARIABLE} in the environment. Create a secret with: "
-                "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-            )
-    else:
-        name = f"cluster_key_file={file}"
-        try:
-            key = Path(os.path.expanduser(file)).read_text()
-        except OSError as error:
-            raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{name}: cannot be read: it is not UTF-8 text") from None
-    key = key.strip()
-    if len(key) < MIN_CLUSTER_KEY:
-        raise ConfigError(
-            f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} random characters are needed"
-        )
-    return key.encode()
