@@ -8,10 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.engine.futures import Outcome
+from skyrl_tx_server.engine.operations import ForwardBackwardResult, SampleResult
 from skyrl_tx_server.errors import FutureLostError
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields
-from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, has_proto_form, result_to_proto
+from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, result_to_proto
 from skyrl_tx_server.http.wire.results import result_to_json
 
 
@@ -35,7 +36,7 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
     if outcome.error is not None:
         return {"error": str(outcome.error), "category": outcome.error.category}
     assert outcome.result is not None, "a finished future has a result or an error"
-    if accepts_proto and has_proto_form(outcome.result):
+    if accepts_proto and isinstance(outcome.result, SampleResult | ForwardBackwardResult):
         return Response(result_to_proto(outcome.result), media_type=MEDIA_TYPE)
     return result_to_json(outcome.kind, outcome.result, outcome.extra)
 

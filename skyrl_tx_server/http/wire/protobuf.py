@@ -21,7 +21,6 @@ from skyrl_tx_server.engine.operations import (
     ForwardBackward,
     ForwardBackwardResult,
     LossFn,
-    OpResult,
     SampleResult,
     StopReason,
     TopkLogprobs,
@@ -213,19 +212,9 @@ def _refuse_unknown(message: Message, where: str) -> None:
         )
 
 
-def has_proto_form(result: OpResult) -> bool:
-    return isinstance(result, SampleResult | ForwardBackwardResult)
-
-
-def result_to_proto(result: OpResult) -> bytes:
-    """Return the protobuf body of a sample or forward_backward result."""
-    match result:
-        case SampleResult():
-            return _sample(result).SerializeToString()
-        case ForwardBackwardResult():
-            return _forward_backward(result).SerializeToString()
-        case _:
-            raise AssertionError(f"{type(result).__name__} has no protobuf form")
+def result_to_proto(result: SampleResult | ForwardBackwardResult) -> bytes:
+    message = _sample(result) if isinstance(result, SampleResult) else _forward_backward(result)
+    return message.SerializeToString()
 
 
 def _sample(result: SampleResult) -> pb.SampleResponse:
