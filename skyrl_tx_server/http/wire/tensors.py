@@ -53,28 +53,23 @@ def cells_from_csr(
 ) -> CsrMatrix:
     """Return a sparse matrix. `crow_indices` and `col_indices` are int64. Raise UserError if they do not fit
     `values` and `shape`, or if they list a cell twice."""
-    invalid = UserError(
-        f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
-        f"{list(shape)}"
-    )
     if (
         len(shape) != 2
         or min(shape) < 0
         or shape[1] >= 1 << 31
         or crow_indices.ndim != 1
         or len(crow_indices) != shape[0] + 1
-    ):
-        raise invalid
-    counts = np.diff(crow_indices)
-    if (
-        crow_indices[0] != 0
+        or crow_indices[0] != 0
         or crow_indices[-1] != len(values)
         or len(col_indices) != len(values)
-        or (counts < 0).any()
+        or np.diff(crow_indices).min(initial=0) < 0
+        or col_indices.min(initial=0) < 0
+        or col_indices.max(initial=-1) >= shape[1]
     ):
-        raise invalid
-    if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
-        raise invalid
+        raise UserError(
+            f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
+            f"{list(shape)}"
+        )
     cells = CsrMatrix(
         values=values,
         shape=(int(shape[0]), int(shape[1])),
