@@ -102,12 +102,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         if command not in _COMMANDS:
             raise ConfigError(f"unknown command {command!r}; use one of {', '.join(_COMMANDS)}")
+        options, run = _COMMANDS[command]
         if (words := help_words(argv[1:])) is not None:
-            options, _ = _COMMANDS[command]
             usage = f"python -m skyrl_tx_server.export {command} key=value ..."
             print_help(help_text(options, usage, words))
-            return 0
-        print(_run(command, argv[1:]))
+        else:
+            print(run(parse(argv[1:], options)))
         return 0
     except ServerError as error:
         print(f"export: {error}", file=sys.stderr)
@@ -167,11 +167,6 @@ _COMMANDS: dict[str, tuple[type, Callable[..., str]]] = {
     "merge": (MergeOptions, merge),
     "import": (ImportOptions, import_adapter),
 }
-
-
-def _run(command: str, argv: Sequence[str]) -> str:
-    options, run = _COMMANDS[command]
-    return run(parse(argv, options))
 
 
 def _read(
