@@ -14,7 +14,7 @@ from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields, read_parsed_json
 from skyrl_tx_server.http.streaming import StreamWatcher
-from skyrl_tx_server.http.wire.sampling_requests import SampleRequest, parse_sample
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample
 
 
 async def create_sampling_session(state: AppState, request: Request) -> Reply:
@@ -59,27 +59,20 @@ async def get_sampler(state: AppState, request: Request) -> Reply:
 
 async def asample(state: AppState, request: Request) -> Reply:
     sample = await read_parsed_json(state, request, parse_sample)
-    if sample.sampler_id is not None:
+    key = session_id = None
+    name = f"sample-{uuid.uuid4().hex}"
+    if sample.sampler_id is None:
+        weights = _weights(state, base_model=sample.base_model, model_path=sample.model_path)
+    else:
         sampler = state.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:
             # The checkpoint may have been unpublished since the sampler was created.
             state.checkpoints.check_readable(sampler.model_path)
-        return _submit(state, sample, weights=sampler.weights, session_id=sampler.session_id)
-    return _submit(
-        state,
-        sample,
-        weights=_weights(state, base_model=sample.base_model, model_path=sample.model_path),
-        session_id=None,
-    )
-
-
-def _submit(state: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
+        weights, session_id = sampler.weights, sampler.session_id
+        if sample.seq_id is not None:
+            key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
+            name = f"{sample.sampler_id}:{sample.seq_id}"
     op = replace(sample.op, weights=weights)
-    key = None
-    name = f"sample-{uuid.uuid4().hex}"
-    if sample.sampler_id is not None and sample.seq_id is not None:
-        key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
-        name = f"{sample.sampler_id}:{sample.seq_id}"
     watcher = StreamWatcher(streams_tokens=False)
     request_id = state.futures.submit(
         lambda: state.engine.submit(op, watcher),
