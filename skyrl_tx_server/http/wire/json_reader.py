@@ -32,7 +32,7 @@ class JsonReader:
         self._where = where
         self._read: set[str] = set()
 
-    def _take(self, name: str) -> object:
+    def value(self, name: str) -> object:
         self._read.add(name)
         return self._values.get(name)
 
@@ -41,11 +41,19 @@ class JsonReader:
             raise UserError(f"{self._where}: {name} is missing")
         return value
 
+    def _typed[T](self, name: str, kind: type[T], expected: str, default: T) -> T:
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise self._invalid(name, expected, value)
+        return value
+
     def _invalid(self, name: str, expected: str, value: object) -> UserError:
         return UserError(f"{self._where}: {name} must be {expected}, got {quoted(value)}")
 
     def optional_text(self, name: str, *, max_length: int | None = MAX_TEXT_LENGTH) -> str | None:
-        value = self._take(name)
+        value = self.value(name)
         if value is not None and not isinstance(value, str):
             raise self._invalid(name, "a string", value)
         if value is not None and max_length is not None and len(value) > max_length:
@@ -61,7 +69,7 @@ class JsonReader:
         return value
 
     def optional_integer(self, name: str) -> int | None:
-        value = self._take(name)
+        value = self.value(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise self._invalid(name, "an integer", value)
         return value
@@ -70,7 +78,7 @@ class JsonReader:
         return self._required(name, self.optional_integer(name))
 
     def number(self, name: str, default: float) -> float:
-        value = self._take(name)
+        value = self.value(name)
         if value is None:
             return default
         if not isinstance(value, int | float) or not is_finite_number(value):
@@ -78,31 +86,13 @@ class JsonReader:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._invalid(name, "true or false", value)
-        return value
+        return self._typed(name, bool, "true or false", default)
 
     def items(self, name: str) -> list[object]:
-        value = self._take(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self._invalid(name, "a list", value)
-        return value
+        return self._typed(name, list, "a list", [])
 
     def mapping(self, name: str) -> dict[str, object]:
-        value = self._take(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._invalid(name, "an object", value)
-        return value
-
-    def value(self, name: str) -> object:
-        return self._take(name)
+        return self._typed(name, dict, "an object", {})
 
     def metadata(self, name: str) -> dict[str, str]:
         """Return user metadata. Numbers, booleans and null are converted to strings, because the SDK reads
@@ -137,7 +127,7 @@ class JsonReader:
     def refuse(self, name: str, alternative: str) -> None:
         """Raise UserError if the request sets a field that is not supported. The values null, false, 0 and an
         empty list do not count as set."""
-        value = self._take(name)
+        value = self.value(name)
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
 
