@@ -52,13 +52,34 @@ class ChatFormat:
         )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
-        return {"message": message_json(pieces)}
+        content, reasoning = text_of(pieces), text_of(pieces, ReasoningText)
+        calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
     def opening(self) -> dict[str, object]:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
-        return {"delta": delta_json(pieces, calls_before)}
+        """Return the delta of a message that already has `calls_before` tool calls."""
+        delta: dict[str, object] = {}
+        if content := text_of(pieces):
+            delta["content"] = content
+        if reasoning := text_of(pieces, ReasoningText):
+            delta["reasoning_content"] = reasoning
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        if calls:
+            delta["tool_calls"] = [
+                {"index": calls_before + index, **_call_json(call)} for index, call in enumerate(calls)
+            ]
+        return {"delta": delta}
 
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return partial(chat_logprobs, decode=self._decode)
@@ -171,31 +192,6 @@ def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, o
 
 def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningText] = Content) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
-
-
-def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
-    """Return a complete assistant message."""
-    content, reasoning = text_of(pieces), text_of(pieces, ReasoningText)
-    calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
-    message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
-    """Return the delta of a message that already has `calls_before` tool calls."""
-    delta: dict[str, object] = {}
-    if content := text_of(pieces):
-        delta["content"] = content
-    if reasoning := text_of(pieces, ReasoningText):
-        delta["reasoning_content"] = reasoning
-    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-    if calls:
-        delta["tool_calls"] = [
-            {"index": calls_before + index, **_call_json(call)} for index, call in enumerate(calls)
-        ]
-    return delta
 
 
 def chat_logprobs(
