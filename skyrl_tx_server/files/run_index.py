@@ -31,11 +31,11 @@ from typing import Any
 
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.engine.tenants import owner_of
-from skyrl_tx_server.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16 << 10
+"""`JsonReader.metadata` refuses larger metadata of a request, and the index drops them when it is read."""
 MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
 """The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
@@ -45,20 +45,13 @@ MAX_HEADER_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A training run of this server. It remains after its model is unloaded. Raises UserError if its
-    metadata are larger than `MAX_METADATA_BYTES`."""
+    """A training run of this server. It remains after its model is unloaded."""
 
     run_id: str
     base_model: str
     lora: LoraSpec
     created_at: datetime
-    user_metadata: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if _metadata_bytes(self.user_metadata) > MAX_METADATA_BYTES:
-            raise UserError(
-                f"user_metadata of {self.run_id} is larger than {MAX_METADATA_BYTES >> 10} KiB; send less"
-            )
+    user_metadata: dict[str, str] = field(default_factory=dict)  # at most MAX_METADATA_BYTES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -301,6 +294,10 @@ class RunIndex:
             yield {"path": path, "public": True}
 
 
+def metadata_bytes(metadata: dict[str, str]) -> int:
+    return sum(len(name.encode()) + len(text.encode()) for name, text in metadata.items())
+
+
 def _run_to_json(run: TrainingRun) -> dict[str, object]:
     return {**asdict(run), "created_at": run.created_at.isoformat()}
 
@@ -318,7 +315,7 @@ def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
         isinstance(text, str) for item in metadata.items() for text in item
     ):
         raise TypeError("user_metadata: not text")
-    if _metadata_bytes(metadata) > MAX_METADATA_BYTES:
+    if metadata_bytes(metadata) > MAX_METADATA_BYTES:
         logger.warning("dropped the metadata of %s, which are too large", str(fact["run_id"])[:80])
         metadata = {}
     lora = LoraSpec(**fact["lora"])
@@ -343,7 +340,3 @@ def _aware(text: object) -> datetime:
     if when.utcoffset() is None:
         raise ValueError(f"{str(text)[:40]}: without a time zone")
     return when
-
-
-def _metadata_bytes(metadata: dict[str, str]) -> int:
-    return sum(len(name.encode()) + len(text.encode()) for name, text in metadata.items())

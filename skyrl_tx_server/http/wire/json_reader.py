@@ -7,12 +7,12 @@ import math
 from collections.abc import Collection
 
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.run_index import MAX_METADATA_BYTES, metadata_bytes
 
 MAX_TEXT_LENGTH = 4096
 """Default maximum length of a string in characters."""
 MAX_METADATA_ITEMS = 64
 MAX_METADATA_NAME_LENGTH = 128
-MAX_METADATA_BYTES = 16 << 10
 MAX_TAG_LENGTH = 256
 MAX_NAMES_IN_MESSAGE = 5
 MAX_QUOTED_LENGTH = 80
@@ -110,7 +110,7 @@ class JsonReader:
             if isinstance(value, dict | list):
                 raise UserError(f"{where}: the value of {quoted(key)} must be a string")
             parsed[key] = value if isinstance(value, str) else str(value)
-        num_bytes = sum(len(text.encode()) for item in parsed.items() for text in item)
+        num_bytes = metadata_bytes(parsed)
         if num_bytes > MAX_METADATA_BYTES:
             raise UserError(f"{where} takes {num_bytes} bytes; at most {MAX_METADATA_BYTES} are accepted")
         return parsed
