@@ -108,13 +108,11 @@ class BoundedProtocol(HttpToolsProtocol):
         server: uvicorn.Server,
         connections: Connections,
         *,
-        head_timeout_s: float = HEAD_TIMEOUT_S,
-        write_timeout_s: float = WRITE_TIMEOUT_S,
+        head_timeout_s: float,
     ) -> None:
         super().__init__(config, server.server_state, server.lifespan.state)
         self._open_connections = connections
         self._head_timeout_s = head_timeout_s
-        self._write_timeout_s = write_timeout_s
         self._head_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._is_idle = True
@@ -171,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_deadline is None:
-            self._write_deadline = self.loop.call_later(self._write_timeout_s, self.abort)
+            self._write_deadline = self.loop.call_later(WRITE_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
