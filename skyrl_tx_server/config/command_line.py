@@ -59,7 +59,7 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     """
     names = list(chz.chz_fields(options))
     if options is ServerConfig:
-        argv = _without_flags(argv, names)
+        argv = _without_flags(argv)
     argv = [_with_present_name(argument, names) for argument in argv]
     for argument in argv:
         name, equals, _ = argument.partition("=")
@@ -105,7 +105,7 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     - The file cannot be read, contains no key, or has more than MAX_KEY_BYTES bytes.
     - A key from the environment or from the file is `none` or `null`.
     """
-    argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
+    argv = _without_flags(argv)
     values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
     keys_to_add = {name: key for name, key in keys.items() if key and name not in values}
@@ -143,13 +143,13 @@ def move_secrets() -> None:
     os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(prefixes)])
 
 
-def _without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+def _without_flags(argv: Sequence[str]) -> list[str]:
     """Return `argv` with `name=value` in place of flags. Print a notice for each flag without effect."""
     fields = chz.chz_fields(ServerConfig)
     bool_names = [
-        name for name in names if bool in {fields[name].final_type, *get_args(fields[name].final_type)}
+        name for name, field in fields.items() if bool in {field.final_type, *get_args(field.final_type)}
     ]
-    converted, notices = as_options(argv, names=names, bool_names=bool_names)
+    converted, notices = as_options(argv, names=list(fields), bool_names=bool_names)
     for notice in notices:
         print(f"skyrl-tx server: {notice}", file=sys.stderr, flush=True)
     return converted
