@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -205,11 +204,9 @@ class _LoadResult:
 async def _serve(
     config: ServerConfig, run_index: RunIndex, keys: TenantKeys | None, listener: socket.socket
 ) -> int:
-    async with AsyncExitStack() as stack:
-        sampler = None
-        if config.sampler_url is not None:
-            connection = connect(config, base_model=config.alias, adapters=config.adapters_dir)
-            sampler = await stack.enter_async_context(connection)
+    if config.sampler_url is None:
+        return await _serve_until_stopped(config, run_index, keys, listener, None)
+    async with connect(config, base_model=config.alias, adapters=config.adapters_dir) as sampler:
         return await _serve_until_stopped(config, run_index, keys, listener, sampler)
 
 
