@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from starlette.requests import Request
@@ -237,12 +238,7 @@ def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
 def _load_into(
     state: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None
 ) -> Reply:
-    if (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) != (
-        model.lora.rank,
-        model.lora.train_attn,
-        model.lora.train_mlp,
-        model.lora.train_unembed,
-    ):
+    if replace(lora, seed=model.lora.seed, alpha=model.lora.alpha) != model.lora:
         raise UserError(
             f"{path} was saved with {lora}, but this model has {model.lora}; create a new model with "
             f"create_training_client_from_state"
