@@ -98,7 +98,10 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
             )
-        return _respond(await endpoint.handler(state, request))
+        reply = await endpoint.handler(state, request)
+        if isinstance(reply, Response):
+            return reply
+        return Response(status_code=204) if reply is None else JSONResponse(reply)
     except ServerError as error:
         return refusal(endpoint.path, error)
     except ClientDisconnect:
@@ -128,14 +131,6 @@ def _check_key(settings: HttpSettings, request: Request) -> str:
             "clients"
         )
     return tenant
-
-
-def _respond(reply: Reply) -> Response:
-    if reply is None:
-        return Response(status_code=204)
-    if isinstance(reply, Response):
-        return reply
-    return JSONResponse(reply)
 
 
 def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
