@@ -152,7 +152,7 @@ def _varint(body: bytes, offset: int) -> tuple[int, int]:
 def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
     where = f"datum {index}"
     _refuse_unknown(datum, where)
-    chunks = []
+    chunks = [np.zeros(0, np.int32)]
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
@@ -163,9 +163,7 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
         _refuse_unknown(chunk, f"{where}: model_input")
         _refuse_unknown(chunk.encoded_text, f"{where}: model_input")
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
-    tokens = check_tokens(
-        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits
-    )
+    tokens = check_tokens(np.concatenate(chunks), f"{where}: model_input", limits)
     inputs = {name: _tensor(tensor, f"{where}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
     return check_datum(index, tokens, inputs, loss_fn, limits)
 
