@@ -3,17 +3,16 @@ file."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.json_file import read_json_object
 
 FORMAT = "skyrl_tx_server checkpoint"
@@ -81,27 +80,9 @@ def check_run_id(run_id: str) -> None:
     _check(_RUN_ID, run_id, "run id", "'.', '_', ':' and '-'")
 
 
-@contextlib.contextmanager
-def record_errors(path: str) -> Generator[None]:
-    """Raise NotFoundError or UserError in place of an error that occurs while the record of `path` is
-    read."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"no checkpoint {path}") from None
-    except OSError as error:
-        raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(
-            f"checkpoint {path} is damaged: {RECORD_NAME} cannot be parsed ({str(error)[:200]})"
-        ) from None
-
-
 def read_record(path: str, record_file: Path) -> dict[str, object]:
     """Return the record of the checkpoint `path`. Raise UserError if another program or version wrote it, and
-    OSError or ValueError if it cannot be read (see `record_errors`)."""
+    OSError or ValueError if it cannot be read."""
     record = read_json_object(record_file, max_bytes=MAX_RECORD_BYTES, follow_links=False)
     if record.get("format") != FORMAT:
         raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")

@@ -53,7 +53,6 @@ from skyrl_tx_server.files.checkpoint_record import (
     checkpoint_info,
     parse_path,
     read_record,
-    record_errors,
 )
 from skyrl_tx_server.files.derived import DerivedFiles
 from skyrl_tx_server.files.disk import check_count, check_quota, check_room
@@ -377,10 +376,22 @@ class CheckpointStore:
             raise damaged from None
 
     def _record(self, path: str) -> dict[str, object]:
+        """Return the record of a checkpoint. Raise NotFoundError if there is none, and UserError if it cannot
+        be read."""
         record_file = self._directory(path) / RECORD_NAME
-        with record_errors(path):
+        try:
             self._check_inside(path, record_file)
             return read_record(path, record_file)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(f"no checkpoint {path}") from None
+        except OSError as error:
+            raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(
+                f"checkpoint {path} is damaged: {RECORD_NAME} cannot be parsed ({str(error)[:200]})"
+            ) from None
 
 
 def _used(infos: Iterable[CheckpointInfo], path: str) -> int:
