@@ -138,10 +138,6 @@ async def forward_backward(state: AppState, request: Request) -> Reply:
     return await _train_json(state, request, forward_only=False)
 
 
-async def forward(state: AppState, request: Request) -> Reply:
-    return await _train_json(state, request, forward_only=True)
-
-
 async def _train_json(state: AppState, request: Request, *, forward_only: bool) -> Reply:
     parse = partial(parse_training_json, forward_only=forward_only)
     return _train(state, await read_parsed_json(state, request, parse, TRAINING_JSON_BODY))
@@ -198,7 +194,12 @@ ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/create_model", handler=create_model),
     Endpoint(method="POST", path="/api/v1/get_info", handler=get_info),
     Endpoint(method="POST", path="/api/v1/forward_backward", handler=forward_backward, body=TRAINING_BODY),
-    Endpoint(method="POST", path="/api/v1/forward", handler=forward, body=TRAINING_JSON_BODY),
+    Endpoint(
+        method="POST",
+        path="/api/v1/forward",
+        handler=partial(_train_json, forward_only=True),
+        body=TRAINING_JSON_BODY,
+    ),
     Endpoint(method="POST", path="/api/v1/optim_step", handler=optim_step),
     Endpoint(method="POST", path="/api/v1/unload_model", handler=unload_model),
 )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from starlette.requests import Request
 
@@ -372,19 +373,13 @@ def free_deleted(state: AppState, path: str) -> None:
         state.engine.submit(DropSnapshot(weights=path))
 
 
-async def publish(state: AppState, request: Request) -> Reply:
-    """Publish a checkpoint, so that other tenants that know its path can load it, sample from it and
-    download it."""
-    return _set_public(state, path_of(request), public=True)
-
-
-async def unpublish(state: AppState, request: Request) -> Reply:
-    return _set_public(state, path_of(request), public=False)
-
-
-def _set_public(state: AppState, path: str, *, public: bool) -> None:
+async def set_public(state: AppState, request: Request, *, public: bool) -> Reply:
+    """Publish or unpublish a checkpoint. Other tenants that know the path of a public checkpoint can load it,
+    sample from it and download it."""
+    path = path_of(request)
     state.checkpoints.owned_info(path)  # raises unless the tenant owns this checkpoint
     state.run_index.set_public(path, public)
+    return None
 
 
 async def set_ttl(state: AppState, request: Request) -> Reply:
@@ -414,7 +409,7 @@ ENDPOINTS = (
     Endpoint(method="GET", path=RUN + "/checkpoints", handler=list_run_checkpoints),
     Endpoint(method="GET", path="/api/v1/checkpoints", handler=list_checkpoints),
     Endpoint(method="PUT", path=CHECKPOINT + "/ttl", handler=set_ttl),
-    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=publish),
-    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=unpublish),
+    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=partial(set_public, public=True)),
+    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=partial(set_public, public=False)),
     Endpoint(method="DELETE", path=CHECKPOINT, handler=delete_checkpoint),
 )
