@@ -142,8 +142,7 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
     parts = _parts(base, int(base_config["num_hidden_layers"]))
     spec = _spec(directory, modules, parts, rank, alpha)
-    _check_shapes(directory, arrays, base, rank, rank_per_expert)
-    return spec, arrays | _missing_factors(modules, parts, base, rank, rank_per_expert)
+    return spec, arrays | _missing_factors(directory, arrays, modules, parts, base, rank, rank_per_expert)
 
 
 def initial_optimizer_state(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -212,36 +211,31 @@ def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
 
 
 def _missing_factors(
-    modules: set[str], parts: Mapping[str, set[str]], base: BaseTensors, rank: int, rank_per_expert: int
+    directory: Path,
+    arrays: Mapping[str, np.ndarray],
+    modules: set[str],
+    parts: Mapping[str, set[str]],
+    base: BaseTensors,
+    rank: int,
+    rank_per_expert: int,
 ) -> dict[str, np.ndarray]:
     """Return zero factors for the modules that the adapter lacks. Parts of which the adapter has no
-    module are skipped.
+    module are skipped. Raise UserError if a factor of `modules` is missing or has a wrong shape.
 
     The gradient of each factor is a matrix product with the other factor, so training leaves both at zero.
     """
     zeros = {}
-    for part in parts.values():
-        if part.isdisjoint(modules):
-            continue
-        for module in part - modules:
-            outputs, inputs = base.shape(f"{module}.weight")
-            module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
-            zeros[f"{PREFIX}{module}.lora_A.weight"] = np.zeros((module_rank, inputs), np.float32)
-            zeros[f"{PREFIX}{module}.lora_B.weight"] = np.zeros((outputs, module_rank), np.float32)
-    return zeros
-
-
-def _check_shapes(
-    directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, rank_per_expert: int
-) -> None:
-    for module in {name.rpartition(".lora_")[0] for name in arrays}:
-        module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
-        weight = f"{module.removeprefix(PREFIX)}.weight"
+    for module in set[str]().union(*(part for part in parts.values() if part & modules)):
+        weight = f"{module}.weight"
         if weight not in base.files:
             weight = "model.embed_tokens.weight"  # tied head
         outputs, inputs = base.shape(weight)
+        module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
         for side, shape in (("A", (module_rank, inputs)), ("B", (outputs, module_rank))):
-            name = f"{module}.lora_{side}.weight"
-            if name not in arrays or arrays[name].shape != shape:
+            name = f"{PREFIX}{module}.lora_{side}.weight"
+            if module not in modules:
+                zeros[name] = np.zeros(shape, np.float32)
+            elif name not in arrays or arrays[name].shape != shape:
                 actual = f"has shape {arrays[name].shape}" if name in arrays else "is missing"
                 raise UserError(f"{directory}: {name} {actual}; the base model and the rank require {shape}")
+    return zeros
