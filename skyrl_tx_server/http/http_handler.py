@@ -10,14 +10,20 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
-from skyrl_tx_server.errors import ForbiddenError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.errors import (
+    ForbiddenError,
+    LoadingError,
+    ServerError,
+    UnauthorizedError,
+    UserError,
+)
 from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
@@ -178,3 +184,18 @@ async def read_parsed_json[T](
 async def read_fields(state: AppState, request: Request, where: str) -> JsonReader:
     """Return the fields of a JSON body. `where` names the body in error messages."""
     return await read_parsed_json(state, request, lambda body, _: JsonReader(body, where))
+
+
+def page_of[T](request: Request, items: Sequence[T]) -> tuple[list[T], dict[str, int]]:
+    """Return the items that the query parameters `limit` and `offset` select, and the cursor of the reply."""
+    try:
+        limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
+    except ValueError:
+        raise UserError("limit and offset must be integers") from None
+    if limit < 1 or offset < 0:
+        raise UserError("limit must be at least 1 and offset at least 0")
+    return list(items[offset : offset + limit]), {
+        "limit": limit,
+        "offset": offset,
+        "total_count": len(items),
+    }

@@ -647,6 +647,16 @@ async def test_checkpoints_are_listed_in_pages(http: httpx.AsyncClient) -> None:
     assert (await http.get("checkpoints", params={"limit": "x"})).status_code == 400
 
 
+async def test_sessions_are_listed_in_pages_the_newest_first(http: httpx.AsyncClient) -> None:
+    newest_first = [await open_session(http) for _ in range(3)][::-1]
+    pages = [
+        (await http.get("sessions", params={"limit": 2, "offset": offset})).json()["sessions"]
+        for offset in (0, 2, 4)
+    ]
+    assert pages == [newest_first[:2], newest_first[2:], []]
+    assert (await http.get("sessions", params={"limit": 0})).status_code == 400
+
+
 async def test_stats_count_registered_objects(http: httpx.AsyncClient) -> None:
     await make_model(http, await open_session(http))
     stats = (await http.get("stats")).json()

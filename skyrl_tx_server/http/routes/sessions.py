@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.tenants import owner_of
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body, read_fields
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, page_of, read_body, read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ def end_session(state: AppState, session_id: str, why: str) -> None:
 
 
 async def list_sessions(state: AppState, request: Request) -> Reply:
-    return {"sessions": [session.session_id for session in state.registry.sessions()]}
+    page, _ = page_of(request, state.registry.sessions())
+    return {"sessions": [session.session_id for session in page]}
 
 
 async def get_session(state: AppState, request: Request) -> Reply:

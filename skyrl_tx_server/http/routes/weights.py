@@ -35,7 +35,7 @@ from skyrl_tx_server.files.checkpoint_record import (
 )
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, page_of, read_fields
 from skyrl_tx_server.http.routes.training import begin_model, submit
 from skyrl_tx_server.http.wire.limits import check_ttl
 from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
@@ -276,7 +276,7 @@ async def list_training_runs(state: AppState, request: Request) -> Reply:
     for info in await asyncio.to_thread(state.checkpoints.list):
         by_run.setdefault(info.run_id, []).append(info)
     runs = [_run_to_json(state, run, by_run.get(run.run_id, [])) for run in _runs(state, by_run)]
-    page, cursor = _page(request, sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True))
+    page, cursor = page_of(request, sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True))
     return {"training_runs": page, "cursor": cursor}
 
 
@@ -337,16 +337,6 @@ def _checkpoint_to_json(state: AppState, info: CheckpointInfo) -> dict[str, obje
     }
 
 
-def _page(request: Request, items: list[dict[str, object]]) -> tuple[list[dict[str, object]], dict[str, int]]:
-    try:
-        limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
-    except ValueError:
-        raise UserError("limit and offset must be integers") from None
-    if limit < 1 or offset < 0:
-        raise UserError("limit must be at least 1 and offset at least 0")
-    return items[offset : offset + limit], {"limit": limit, "offset": offset, "total_count": len(items)}
-
-
 async def list_run_checkpoints(state: AppState, request: Request) -> Reply:
     infos = await asyncio.to_thread(state.checkpoints.list, request.path_params["run_id"])
     return {"checkpoints": [_checkpoint_to_json(state, info) for info in infos]}
@@ -354,7 +344,7 @@ async def list_run_checkpoints(state: AppState, request: Request) -> Reply:
 
 async def list_checkpoints(state: AppState, request: Request) -> Reply:
     infos = await asyncio.to_thread(state.checkpoints.list)
-    page, cursor = _page(request, [_checkpoint_to_json(state, info) for info in reversed(infos)])
+    page, cursor = page_of(request, [_checkpoint_to_json(state, info) for info in reversed(infos)])
     return {"checkpoints": page, "cursor": cursor}
 
 
