@@ -476,6 +476,20 @@ async def test_a_model_loads_only_checkpoints_with_its_lora_config(http: httpx.A
     assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
 
 
+async def test_the_alpha_of_a_checkpoint_cannot_be_changed(http: httpx.AsyncClient) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)  # has the default alpha, 32
+    saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
+    body = {"session_id": session_id, "path": saved["path"], "optimizer": True}
+    for alpha in ("64", "many"):
+        metadata = {"lora_alpha": alpha}
+        response = await http.post("load_weights", json=body | {"model_seq_id": 1, "user_metadata": metadata})
+        assert (response.status_code, "lora_alpha='" in response.json()["detail"]) == (400, True)
+    same = await post(http, "load_weights", **body, model_seq_id=1, user_metadata={"lora_alpha": "32.0"})
+    await result(http, same)
+    assert (await post(http, "get_info", model_id=same["model_id"]))["lora_alpha"] == 32
+
+
 @pytest.mark.seed_behaviour(129)
 async def test_only_local_clients_get_the_tokenizer_path(http: httpx.AsyncClient, context: AppState) -> None:
     model_id = await make_model(http, await open_session(http))

@@ -37,8 +37,13 @@ from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, page_of, read_fields
 from skyrl_tx_server.http.routes.training import begin_model, submit
+from skyrl_tx_server.http.wire.json_reader import quoted
 from skyrl_tx_server.http.wire.limits import check_ttl
-from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
+from skyrl_tx_server.http.wire.training_requests import (
+    ALPHA_METADATA,
+    check_optimizer_config,
+    parse_alpha,
+)
 
 CHECKPOINT_TYPES = {
     CheckpointKind.TRAINING: "training",
@@ -207,6 +212,11 @@ async def load_weights(state: AppState, request: Request) -> Reply:
         )
     if session_id is None or model_seq_id is None:
         raise UserError("load_weights: pass model_id, or session_id and model_seq_id")
+    if ALPHA_METADATA in user_metadata and parse_alpha(user_metadata) != lora.alpha:
+        raise UserError(
+            f"user_metadata: {ALPHA_METADATA}={quoted(user_metadata[ALPHA_METADATA])} differs from the alpha "
+            f"{lora.alpha:g} of {path}, which the new model gets; leave {ALPHA_METADATA} out"
+        )
     new_model_id = state.registry.model_id(session_id, model_seq_id)
     return begin_model(
         state,

@@ -64,7 +64,7 @@ def parse_lora(body: object, limits: Limits, user_metadata: Mapping[str, str] | 
         train_attn=fields.flag("train_attn", True),
         train_mlp=fields.flag("train_mlp", True),
         train_unembed=fields.flag("train_unembed", True),
-        alpha=_alpha((user_metadata or {}).get(ALPHA_METADATA)),
+        alpha=parse_alpha(user_metadata or {}),
     )
     fields.finish()
     if spec.rank < 1:
@@ -83,8 +83,9 @@ def parse_lora(body: object, limits: Limits, user_metadata: Mapping[str, str] | 
     return spec
 
 
-def _alpha(text: str | None) -> float:
-    if text is None:
+def parse_alpha(user_metadata: Mapping[str, str]) -> float:
+    """Return the alpha of `user_metadata`, by default LORA_ALPHA. Raise UserError if it is invalid."""
+    if (text := user_metadata.get(ALPHA_METADATA)) is None:
         return LORA_ALPHA
     try:
         alpha = float(text)
