@@ -661,6 +661,12 @@ async def test_checkpoints_are_listed_in_pages(http: httpx.AsyncClient) -> None:
     assert (await http.get("checkpoints", params={"limit": "x"})).status_code == 400
 
 
+async def test_training_runs_of_a_project_are_refused(http: httpx.AsyncClient) -> None:
+    """A list of all runs would be a wrong answer."""
+    response = await http.get("training_runs", params={"project_id": "x"})
+    assert (response.status_code, "no projects" in response.json()["detail"]) == (400, True)
+
+
 async def test_sessions_are_listed_in_pages_the_newest_first(http: httpx.AsyncClient) -> None:
     newest_first = [await open_session(http) for _ in range(3)][::-1]
     pages = [

@@ -282,6 +282,8 @@ async def weights_info(state: AppState, request: Request) -> Reply:
 
 
 async def list_training_runs(state: AppState, request: Request) -> Reply:
+    if "project_id" in request.query_params:
+        raise UserError("list_training_runs: this server has no projects; leave project_id out")
     by_run: dict[str, list[CheckpointInfo]] = {}
     for info in await asyncio.to_thread(state.checkpoints.list):
         by_run.setdefault(info.run_id, []).append(info)
