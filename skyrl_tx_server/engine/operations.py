@@ -95,7 +95,7 @@ class SamplingSettings:
     seed: int | None = None  # None: random; sample i of a request uses fold_in(seed, i)
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    stop_at_eos: bool = True  # False if a Tinker client passed `stop`
+    stop_at_eos: bool = True  # False if a Tinker client passed a list of token ids as `stop`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

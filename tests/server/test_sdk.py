@@ -184,8 +184,8 @@ def test_sampling_parameters_arrive_and_every_sequence_has_an_id(
     [
         (None, (), (), True),
         ([], (), (), False),
-        ("ab", ("ab",), (), False),
-        (["a", "b"], ("a", "b"), (), False),
+        ("ab", ("ab",), (), True),
+        (["a", "b"], ("a", "b"), (), True),
         ([3], (), (3,), False),
     ],
 )

@@ -559,10 +559,19 @@ def test_values_at_every_limit_are_accepted() -> None:
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
 
 
-def test_stop_replaces_the_eos_tokens_of_the_model() -> None:
-    for stop in ("\n", ["\n"], [7], []):
+def test_stop_tokens_replace_the_eos_tokens_of_the_model() -> None:
+    for stop in ([7], []):
         assert not parse_sampling_params({"stop": stop}, LIMITS).stop_at_eos
     assert parse_sampling_params({}, LIMITS).stop_at_eos
+
+
+def test_stop_strings_do_not_replace_the_eos_tokens_of_the_model() -> None:
+    """The renderer `role_colon` of the cookbook passes a stop string and expects that end-of-sequence tokens
+    end a sample too."""
+    default = parse_sampling_params({}, LIMITS)
+    for stop in ("\n\nUser:", ["\n\nUser:"]):
+        settings = parse_sampling_params({"stop": stop}, LIMITS)
+        assert settings == replace(default, stop_strings=("\n\nUser:",))
 
 
 def test_disabled_options_are_accepted() -> None:

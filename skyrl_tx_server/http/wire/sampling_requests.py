@@ -137,8 +137,9 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """Return settings with the SDK's `stop`. None: sampling stops at the model's end-of-sequence tokens. Any
-    other value replaces these tokens; with [], sampling stops only at the maximum length."""
+    """Return settings with the SDK's `stop`. With None or strings, sampling also stops at the model's
+    end-of-sequence tokens. A list of token ids replaces these tokens; with [], sampling stops only at the
+    maximum length."""
     invalid = UserError(
         f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
         f"{quoted(stop)}"
@@ -157,7 +158,7 @@ def parse_stop(stop: object) -> SamplingSettings:
             "sampling_params: an empty stop string would stop before the first token; leave it out"
         )
     check_stops(strings, token_ids)
-    return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
+    return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=bool(strings))
 
 
 def check_stops(strings: Sequence[str], token_ids: Sequence[int]) -> None:
