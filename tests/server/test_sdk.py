@@ -585,7 +585,7 @@ REFUSALS = {
     ),
     "encrypted": (
         lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]),
-        "encrypt the files after",
+        "encrypt the files after .*path of save_weights_external, or run tinker checkpoint download",
     ),
     "URLs of a missing checkpoint": (
         lambda t, s, r: r.get_external_weights_urls(f"tinker://{t.model_id}/external_weights/none"),

@@ -62,7 +62,12 @@ async def save_weights_external(state: AppState, request: Request) -> Reply:
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    fields.refuse("age_encryption_recipients", "encrypt the files after the download, e.g. with age")
+    fields.refuse(
+        "age_encryption_recipients",
+        "encrypt the files after the download, e.g. with age; tinker_cookbook.weights.download always sends "
+        "it for the path of save_state, so pass it the path of save_weights_external, or run tinker "
+        "checkpoint download",
+    )
     fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
     path = checkpoint_path_of(model_id, CheckpointKind.EXTERNAL, name)
