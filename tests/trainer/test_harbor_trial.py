@@ -321,6 +321,25 @@ async def test_a_verifier_can_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
+async def test_tests_in_the_image_of_a_verifier_are_kept(tmp_path: Path, is_on_host: bool) -> None:
+    directory = variant(
+        tmp_path,
+        test="echo 0 > /logs/verifier/reward.txt",
+        task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n',
+    )
+    (directory / "tests" / "Dockerfile").write_text(
+        "FROM debian\nWORKDIR /app\n"
+        "RUN mkdir /tests && echo 'cp hello.txt /logs/verifier && echo 0.5 > /logs/verifier/reward.txt' "
+        "> /tests/test.sh\n"
+    )
+    if not is_on_host:
+        (directory / "tests" / "test.sh").unlink()
+    outcome, _ = await run_trial(tmp_path, SOLUTION, harbor_tasks(directory))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.5
+
+
 def test_the_dockerfile_of_a_verifier_is_checked(tmp_path: Path) -> None:
     directory = variant(tmp_path, task_toml='[verifier]\nenvironment_mode = "separate"\n')
     (directory / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")

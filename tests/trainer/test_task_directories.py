@@ -61,6 +61,12 @@ pytestmark = in_sandbox
             "the MCP server 'search' has headers, which Terminus-2 does not send",
         ),
         (
+            lambda directory: (directory / "task.toml").write_text(
+                '[verifier.environment]\ndocker_image = "debian:12-slim"\n'
+            ),
+            "the tests are in the image debian:12-slim of the verifier, which the sandbox cannot run",
+        ),
+        (
             lambda directory: (directory / "trajectory.json").write_text("{}"),
             "trajectory.json: Terminus-2 cannot begin with an earlier trajectory",
         ),

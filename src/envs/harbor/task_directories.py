@@ -1,7 +1,8 @@
 """Load Harbor task directories and check them before a run starts.
 
 A task directory contains task.toml, instruction.md, tests/test.sh and, unless task.toml names an image,
-environment/Dockerfile or environment/docker-compose.yaml. solution/solve.sh is optional.
+environment/Dockerfile or environment/docker-compose.yaml. solution/solve.sh is optional. tests/test.sh is not
+required if a separate verifier environment has an image of its own, which then contains the tests.
 """
 
 from __future__ import annotations
@@ -114,8 +115,6 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
         )
     if not (directory / "instruction.md").is_file():
         raise ConfigError(f"{directory}: no instruction.md; is this a Harbor task directory?")
-    if not (directory / "tests" / "test.sh").is_file():
-        raise ConfigError(f"{directory}: no tests/test.sh; a task without a verifier cannot be graded")
     try:
         task = HarborTask(directory)
     except tomllib.TOMLDecodeError as error:
@@ -125,7 +124,10 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{directory}/task.toml: {where + ': ' if where else ''}{first['msg']}") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{directory}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError) and not (directory / "tests" / "test.sh").is_file():
+            reason = "no tests/test.sh; a task without a verifier cannot be graded"
+        raise ConfigError(f"{directory}: {reason}") from error
     if not task.instruction.strip():
         raise ConfigError(f"{directory}: instruction.md is empty")
     warnings = check(directory, task.config)
@@ -205,6 +207,11 @@ def check_for_sandbox(directory: Path, config: TaskConfig, *, options: Mapping[s
     plans = [read_build_plan(directory / "environment", environment)]
     verifier_environment = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(directory)):
+        if definition.bundled_tests and definition.config.docker_image is not None:
+            raise ConfigError(
+                f"{directory}: the tests are in the image {definition.config.docker_image} of the verifier, "
+                f"which the sandbox cannot run; {USE_DOCKER}"
+            )
         plans.append(read_build_plan(definition.directory, definition.config))
         verifier_environment = definition.config
     kwargs = options.get("kwargs")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, override
 
 from harbor.environments.base import BaseEnvironment
+from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
 from harbor.models.trial.paths import EnvironmentPaths
 from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.verifier import Verifier
@@ -22,7 +23,7 @@ MAX_REWARD_BYTES = 2**20
 
 class TrainingVerifier(Verifier):
     """The verifier of all trials. If a task has a separate verifier environment, the verifier runs in that
-    environment, as in Harbor.
+    environment, as in Harbor. If that environment has an image of its own, the image contains the tests.
     """
 
     @override
@@ -40,6 +41,9 @@ class TrainingVerifier(Verifier):
                 if not (grading.is_fresh and isinstance(self.environment, SandboxEnvironment)):
                     await self._remove_old_files(self.environment)
                 return await self._verify()
+        definition = resolve_verifier_environment_definition(self.task.config, self.task.paths)
+        # Harbor passes this argument only to its own `Verifier`.
+        self._skip_tests_upload = definition is not None and definition.bundled_tests
         return await self._verify()
 
     async def _verify(self) -> VerifierResult:
