@@ -66,6 +66,19 @@ pytestmark = in_sandbox
             ),
             "the tests are in the image debian:12-slim of the verifier, which the sandbox cannot run",
         ),
+        *(
+            (
+                lambda directory, section=section: (directory / "task.toml").write_text(
+                    f'[{section}]\nA = "${{NOT_SET_EITHER:-b}}"\nKEY = "${{NOT_SET_ANYWHERE}}"\n'
+                ),
+                f"task.toml: [{section}] needs the environment variable NOT_SET_ANYWHERE, which is not set",
+            )
+            for section in ("environment.env", "verifier.env", "verifier.environment.env")
+        ),
+        (
+            lambda directory: (directory / "tests" / "test.sh").write_bytes(b"#!/bin/bash\r\ntrue\r\n"),
+            "tests/test.sh: the lines end as on Windows, so Linux cannot run the file",
+        ),
         (
             lambda directory: (directory / "trajectory.json").write_text("{}"),
             "trajectory.json: Terminus-2 cannot begin with an earlier trajectory",

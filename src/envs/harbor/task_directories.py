@@ -7,6 +7,8 @@ required if a separate verifier environment has an image of its own, which then 
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from harbor.models.task.task import Task as HarborTask
 from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
 from harbor.models.trial.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
+from harbor.utils.env import get_required_host_vars
 from pydantic import ValidationError
 
 from src.core.errors import ConfigError
@@ -130,6 +133,8 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
         raise ConfigError(f"{directory}: {reason}") from error
     if not task.instruction.strip():
         raise ConfigError(f"{directory}: instruction.md is empty")
+    _require_host_variables(directory, task.config)
+    _refuse_windows_shebang(directory)
     warnings = check(directory, task.config)
     return Task(id=directory.name, path=directory, instruction=task.instruction), warnings
 
@@ -162,6 +167,34 @@ def _refuse_unsupported_settings(directory: Path) -> None:
                 f"{directory}/task.toml: the MCP server {server.get('name')!r} has headers, which Terminus-2 "
                 f"does not send; remove them, or {USE_HARBOR} and an agent that sends them"
             )
+
+
+def _require_host_variables(directory: Path, config: TaskConfig) -> None:
+    """Raise ConfigError if `${NAME}` in a section for environment variables has no value on this machine."""
+    sections = {"environment.env": config.environment.env, "verifier.env": config.verifier.env}
+    if config.verifier.environment is not None:
+        sections["verifier.environment.env"] = config.verifier.environment.env
+    for section, variables in sections.items():
+        for name, default in get_required_host_vars(variables):
+            if default is None and name not in os.environ:
+                raise ConfigError(
+                    f"{directory}/task.toml: [{section}] needs the environment variable {name}, which is not "
+                    "set; export it before the run"
+                )
+
+
+def _refuse_windows_shebang(directory: Path) -> None:
+    """Raise ConfigError if the first line of tests/test.sh names an interpreter whose name ends in a carriage
+    return. No such interpreter exists, so the verifier would write no reward. tests/Dockerfile may convert it.
+    """
+    script = directory / "tests" / "test.sh"
+    if (directory / "tests" / "Dockerfile").is_file() or not script.is_file():
+        return
+    if re.match(rb"#![^\n]*\r\n", script.read_bytes()):
+        raise ConfigError(
+            f"{script}: the lines end as on Windows, so Linux cannot run the file; convert it, for example "
+            "with `sed -i 's/\\r$//'`"
+        )
 
 
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
