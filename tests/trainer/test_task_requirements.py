@@ -12,7 +12,7 @@ from harbor.models.task.config import TaskConfig
 
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
-from src.envs.harbor.environment import HarborTasks, open_harbor
+from src.envs.harbor.environment import HarborTasks, open_harbor, trial_environment
 from src.envs.harbor.task_directories import check_for, verifier_needs
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.dockerfile import is_installed
@@ -179,3 +179,17 @@ def test_packages_of_this_machine_are_not_those_of_a_container(
     config = TaskConfig.model_validate({"environment": {"network_mode": "no-network"}})
     (warning,) = check_for("docker", {"type": "docker"})(directory, config)
     assert "needs the internet for `apt-get install bash`" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "is_valid"),
+    [("c++", False), ("\u65e5\u672c", False), ("a_-b", False), ("a b--c__d.e", True), ("end-", True)],
+)
+def test_docker_refuses_names_that_no_image_can_have(tmp_path: Path, name: str, is_valid: bool) -> None:
+    config = TaskConfig.model_validate({"environment": {"network_mode": "public"}})
+    check = check_for("docker", trial_environment("docker", {}, run_label="run-test"))
+    if is_valid:
+        assert check(task(tmp_path, name), config) == []
+    else:
+        with pytest.raises(ConfigError, match=r"Docker cannot build an image with the name .*__check; use"):
+            check(task(tmp_path, name), config)

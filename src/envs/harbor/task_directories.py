@@ -185,8 +185,8 @@ def _require_host_variables(directory: Path, config: TaskConfig) -> None:
 
 def _refuse_windows_shebang(directory: Path) -> None:
     """Raise ConfigError if the first line of tests/test.sh names an interpreter whose name ends in a carriage
-    return. No such interpreter exists, so the verifier would write no reward. tests/Dockerfile may convert it.
-    """
+    return. No such interpreter exists, so the verifier would write no reward. tests/Dockerfile can convert
+    the file."""
     script = directory / "tests" / "test.sh"
     if (directory / "tests" / "Dockerfile").is_file() or not script.is_file():
         return
@@ -304,7 +304,7 @@ def check_for_containers(directory: Path, config: TaskConfig, *, options: Mappin
             config=EnvironmentConfig.model_validate(dict(options)),
             environment_dir=environment,
             environment_name=directory.name,
-            session_id="check",
+            session_id=f"{directory.name[:32].rstrip('_-')}__check",  # begins as in Harbor's trials
             trial_paths=TrialPaths(trial_dir=directory / "never-made"),
             task_env_config=config.environment.model_copy(deep=True),
             network_policy=config.environment.resolve_baseline(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import tarfile
 import tempfile
@@ -33,7 +34,7 @@ from harbor.environments.docker.docker import (
     _sanitize_docker_compose_project_name,  # pyright: ignore[reportPrivateUsage]
 )
 
-from src.core.errors import SandboxError
+from src.core.errors import ConfigError, SandboxError
 from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
@@ -48,6 +49,8 @@ from src.envs.sandbox.sandbox_directory import sandbox_directory
 
 SERVICE_LABEL = "com.docker.compose.service"
 VERIFIER_DIRECTORY = "/logs/verifier"
+IMAGE_NAME = re.compile(r"[a-z0-9]+(?:(?:_{1,2}|-+)[a-z0-9]+)*")
+"""The project names that compose can use as names of images."""
 MAX_OUTPUT_BYTES = 16 * 2**20  # for the output of one command
 
 
@@ -58,6 +61,12 @@ class ContainerEnvironment(DockerEnvironment):
         self._run_label = run_label
         self._override_file: Path | None = None
         super().__init__(*args, **kwargs)
+        project = _sanitize_docker_compose_project_name(self.session_id)
+        if self.task_env_config.docker_image is None and not IMAGE_NAME.fullmatch(project):
+            raise ConfigError(
+                f"Docker cannot build an image with the name {project}; use letters and digits, and single "
+                "separators between them, in the name of the task directory"
+            )
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
         directory = self.trial_paths.trial_dir.resolve()
         binds = [
