@@ -26,6 +26,7 @@ from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
 from skyrl_tx_server.files.json_file import read_json_object, write_json
+from skyrl_tx_server.files.merge import EMBEDDING, HEAD
 from skyrl_tx_server.files.model_source import converted_directory, is_gguf, is_path
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
@@ -48,6 +49,7 @@ PEFT_PREFIX = "base_model.model."
 KEY_VALUE_HEADS = "key-value heads"
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 LFS_POINTER = b"version https://git-lfs"
+ROWS_PER_COMPARISON = 8192
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes of tensors that are stored without quantization scales, as safetensors names them."""
 
@@ -116,13 +118,13 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
         vocabulary = (config.vocab_size, config.hidden_size)
         return Params(
-            embed=whole("model.embed_tokens.weight", vocabulary, VOCABULARY),
+            embed=whole(EMBEDDING, vocabulary, VOCABULARY),
             layers=tuple(
                 {field: stacked(stack, weight) for field, weight in stack.weights.items()}
                 for stack in stacks_of(config)
             ),
             final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
-            head=None if config.tie_word_embeddings else whole("lm_head.weight", vocabulary, VOCABULARY),
+            head=None if config.tie_word_embeddings else whole(HEAD, vocabulary, VOCABULARY),
         )
 
 
@@ -202,9 +204,9 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
     assert config.mesh is None, "models are saved from one device"
     model_dir.mkdir(parents=True, exist_ok=True)
     host = jax.device_get(params)
-    tensors = {"model.embed_tokens.weight": host.embed, "model.norm.weight": host.final_norm}
+    tensors = {EMBEDDING: host.embed, "model.norm.weight": host.final_norm}
     if host.head is not None:
-        tensors["lm_head.weight"] = host.head
+        tensors[HEAD] = host.head
     for stack, layers in zip(stacks_of(config), host.layers, strict=True):
         for field, weight in stack.weights.items():
             tensors |= _tensors_of(stack, weight, layers[field])
@@ -340,9 +342,10 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 
     fp8_files = {path: Fp8File(model_dir / path) for path in paths}
     config_file = model_dir / "config.json"
-    config = read_json_object(config_file) if config_file.exists() else {}
+    config: dict[str, Any] = read_json_object(config_file) if config_file.exists() else {}
     block = block_size(config, config_file)
-    _refuse_further_layers(config_file, config, file_of or opened[paths[0]].keys())
+    names = file_of or opened[paths[0]].keys()
+    _refuse_further_layers(config_file, config, names)
 
     def read_part(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
         file = file_of.get(name, paths[0])
@@ -373,6 +376,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
             )
         return tensor[part]
 
+    if config.get("tie_word_embeddings") and HEAD in names:
+        _refuse_another_head(config_file, read_part, (int(config["vocab_size"]), int(config["hidden_size"])))
     return read_part
 
 
@@ -385,6 +390,19 @@ def _opened(path: Path) -> safe_open:
             is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
         reason = "the file is a pointer of Git LFS (`git lfs pull` replaces it)" if is_pointer else error
         raise OSError(f"{path.name}: {reason}") from None
+
+
+def _refuse_another_head(config_file: Path, read_part: _ReadPart, shape: tuple[int, ...]) -> None:
+    """Raise ConfigError if the files of a model with tied embeddings have a head that differs from the
+    embedding. transformers 5 uses such a head, and transformers 4 and vLLM use the embedding."""
+    for first in range(0, shape[0], ROWS_PER_COMPARISON):
+        rows = (slice(first, min(first + ROWS_PER_COMPARISON, shape[0])), slice(0, shape[1]))
+        embedding, head = (read_part(name, shape, rows).astype(np.float32) for name in (EMBEDDING, HEAD))
+        if not np.array_equal(embedding, head, equal_nan=True):
+            raise ConfigError(
+                f"{config_file}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set "
+                f"tie_word_embeddings to false to use {HEAD}, or remove this tensor to use the embedding"
+            )
 
 
 def _refuse_further_layers(config_file: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:

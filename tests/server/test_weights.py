@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,24 @@ def test_bfloat16_weights_are_unchanged_after_save_and_load(tmp_path) -> None:
     save_model(params, config, tmp_path)
     assert_same(load_params(tmp_path, config, "bfloat16"), params)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_head_of_a_tied_model_must_equal_its_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tx_server.model.weights.ROWS_PER_COMPARISON", 7)
+    shutil.copytree(FIXTURES / "tied", tmp_path / "model")
+    tensors = load_file(FIXTURES / "tied" / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    config = load_model_config(tmp_path / "model")
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model" / "model.safetensors")
+    assert_same(
+        load_params(tmp_path / "model", config, "float32"), load_params(FIXTURES / "tied", config, "float32")
+    )
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is true, but lm_head\.weight differs from"):
+        load_params(tmp_path / "model", config, "float32")
 
 
 def test_a_missing_or_misshapen_tensor_is_refused(tmp_path) -> None:
