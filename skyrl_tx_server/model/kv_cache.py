@@ -113,9 +113,13 @@ def read_positions(
 ) -> list[Segment]:
     """Return the cached positions of each sequence in one layer, in segments that end at `ends` (multiples of
     PAGE_SIZE)."""
-    read = partial(_read_local_positions, config, ends)
+    read = shard_map_over(
+        config,
+        partial(_read_local_positions, config, ends),
+        (PAGES, REPLICATED, PartitionSpec(BATCH)),
+        BATCH_HEADS,
+    )
     if config.mesh is not None:
-        read = shard_map_over(config, read, (PAGES, REPLICATED, PartitionSpec(BATCH)), BATCH_HEADS)
         layer = jnp.asarray(layer)
     return read(cache, layer, jnp.asarray(tables_BW))
 
@@ -131,11 +135,8 @@ def write_layer(
 ) -> KVCache:
     """For each sequence, write the first `counts_B` positions of `new`, the segment of one layer, to the
     positions from `starts_B` on. `tables_BW` are the block tables of the sequences."""
-    write = partial(_write_local_layer, config)
-    if config.mesh is not None:
-        write = shard_map_over(
-            config, write, (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED), PAGES
-        )
+    specs = (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED)
+    write = shard_map_over(config, partial(_write_local_layer, config), specs, PAGES)
     return write(
         cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B)
     )
@@ -152,18 +153,15 @@ def write_positions(
     """For each sequence, write the first `counts_B` positions of `new`, which is stacked over layers, to the
     positions from `starts_B` on. `tables_BW` are the block tables of the sequences. A loop writes page by
     page."""
-    write = partial(_write_local_positions, config)
-    if config.mesh is not None:
-        batch = PartitionSpec(BATCH)
-        write = shard_map_over(config, write, (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch), PAGES)
+    batch = PartitionSpec(BATCH)
+    specs = (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch)
+    write = shard_map_over(config, partial(_write_local_positions, config), specs, PAGES)
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
     """Copy pages in order. Each pair is (source page, destination page), and a pair of -1 ends the list."""
-    copy = partial(_copy_local_pages, config)
-    if config.mesh is not None:
-        copy = shard_map_over(config, copy, (PAGES, REPLICATED), PAGES)
+    copy = shard_map_over(config, partial(_copy_local_pages, config), (PAGES, REPLICATED), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 

@@ -238,7 +238,10 @@ def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
 def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
-    """Return a function that runs `function` on the shards of each device."""
+    """Return a function that runs `function` on the shards of each device, or `function` if there is no
+    mesh."""
+    if config.mesh is None:
+        return function
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -80,10 +80,8 @@ def attend_over_pages(
     [B, 1, K, hd]. `splits` are KV splits (parts of the pages of one or more sequences) that cover at least
     these positions. A GPU kernel reads the pages in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
-    attend = partial(_attend_over_local_pages, config, spec, layer, interpret)
-    if config.mesh is not None:
-        batch = PartitionSpec(BATCH)
-        attend = shard_map_over(config, attend, (PAGES, HEADS, batch, batch), (HEADS, PAGES))
+    attend, batch = partial(_attend_over_local_pages, config, spec, layer, interpret), PartitionSpec(BATCH)
+    attend = shard_map_over(config, attend, (PAGES, HEADS, batch, batch), (HEADS, PAGES))
     return attend(cache, heads, tokens, splits)
 
 

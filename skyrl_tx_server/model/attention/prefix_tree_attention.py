@@ -51,8 +51,6 @@ def tree_attention(
     heads."""
     if spec.sliding_window is None:
         layout = replace(layout, positions=None)  # only a sliding window needs positions
-    if config.mesh is None:
-        return _attend(spec, layout, q, k, v)
     batch_axis = batch_axes(config, q.shape[0])
     heads = PartitionSpec(batch_axis, None, "tensor")
     return shard_map_over(
