@@ -254,13 +254,12 @@ class DeviceExecutor:
         trained = [spec.has_gradient(datum) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)
         if spec.add_sequence_term is not None:
-            logprobs, _ = yield from self._forward(op.model_id, batches, loss)
+            result = yield from self._forward(op.model_id, batches, loss)
             yield
-            data = [spec.add_sequence_term(*pair) for pair in zip(op.data, logprobs, strict=True)]
+            data = [spec.add_sequence_term(*pair) for pair in zip(op.data, result.logprobs, strict=True)]
             batches = pack(data, trained, self._train_shapes)
         if op.forward_only:
-            logprobs, total = yield from self._forward(op.model_id, batches, loss)
-            return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
+            return (yield from self._forward(op.model_id, batches, loss))
         outputs: list[TokenOutputs] = []
         gradient = self._models.get(op.model_id).gradient or self._no_gradient
         for packed in batches:
@@ -279,21 +278,19 @@ class DeviceExecutor:
             )
             outputs.append(to_host(output))
         self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
-        return ForwardBackwardResult(
-            logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)}
-        )
+        return _result(batches, outputs)
 
     def _forward(
         self, model_id: str, batches: Sequence[MicroBatch], loss: LossSelection
-    ) -> Job[tuple[tuple[np.ndarray, ...], float]]:
-        """Return (logprobs of each datum, summed loss). The model does not change."""
+    ) -> Job[ForwardBackwardResult]:
+        """Compute the logprobs and the summed loss. The model does not change."""
         outputs: list[TokenOutputs] = []
         for packed in batches:
             if outputs:
                 yield
             adapter = self._models.get(model_id).adapter
             outputs.append(to_host(forward(adapter, self._params, packed.arrays, loss, config=self._config)))
-        return _logprobs(batches, outputs), _loss(outputs)
+        return _result(batches, outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
@@ -442,9 +439,8 @@ class DeviceExecutor:
             )
 
 
-def _logprobs(batches: Sequence[MicroBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:
-    return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
-
-
-def _loss(outputs: Sequence[TokenOutputs]) -> float:
-    return sum(float(output.loss) for output in outputs)
+def _result(batches: Sequence[MicroBatch], outputs: Sequence[TokenOutputs]) -> ForwardBackwardResult:
+    logprobs = unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+    return ForwardBackwardResult(
+        logprobs=logprobs, metrics={"loss:sum": sum(float(output.loss) for output in outputs)}
+    )
