@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
@@ -60,20 +61,10 @@ class Request:
     def next_prefills(self, count: int) -> list[PrefillRequest]:
         """Return the work that gives slots to the next `count` sequences, paused ones first."""
         paused = heapq.nsmallest(count, self.paused)
-
-        def prefill(first: int, count: int, *, paused: bool) -> PrefillRequest:
-            return PrefillRequest(
-                request_id=self.request_id,
-                op=self.op,
-                first=first,
-                count=count,
-                tenant=self.tenant.name,
-                paused=paused,
-            )
-
-        prefills = [prefill(index, 1, paused=True) for index in paused]
+        prefill = partial(PrefillRequest, request_id=self.request_id, op=self.op, tenant=self.tenant.name)
+        prefills = [prefill(first=index, count=1, paused=True) for index in paused]
         if count > len(paused):
-            prefills.append(prefill(self.num_started, count - len(paused), paused=False))
+            prefills.append(prefill(first=self.num_started, count=count - len(paused)))
         return prefills
 
 
