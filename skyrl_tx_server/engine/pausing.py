@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
-from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan, Tenant
+from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan
 
 MIN_DISPATCHES = 2
 """A sequence keeps its slot for at least this many decode dispatches before it may be paused."""
@@ -28,9 +28,9 @@ class PlannedPause:
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
     """Return the sequences to pause. `num_slots` is the number of all slots, free or in use. `for_memory`
     means that a KV page or a LoRA slot is missing. With `for_memory`, return at most one sequence."""
-    plan, pauses = SlotPlan(), list[PlannedPause]()
+    plan, pauses = SlotPlan(num_slots=num_slots), list[PlannedPause]()
     while len(pauses) < num_slots:
-        pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
+        pause = _next_pause(queue, plan, for_memory=for_memory)
         if pause is None:
             break
         plan.give_slot(pause.waiter)
@@ -42,12 +42,10 @@ def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list
     return pauses
 
 
-def _next_pause(
-    queue: SampleQueue, plan: SlotPlan, num_slots: int, *, for_memory: bool
-) -> PlannedPause | None:
+def _next_pause(queue: SampleQueue, plan: SlotPlan, *, for_memory: bool) -> PlannedPause | None:
     """Return one pause in addition to the pauses in `plan`, or None if no sequence should be paused."""
     candidates = [
-        (plan.account(tenant), queue.next_of(tenant, plan, num_slots))
+        (plan.account(tenant), queue.next_of(tenant, plan))
         for tenant in queue.tenants.values()
         if tenant.has_waiting
     ]
@@ -74,14 +72,14 @@ def _next_pause(
             sequence is not None
             and sequence[0].tenant is not tenant
             and waiter.is_small
-            and queue.has_room_for_small(tenant, plan, num_slots)
+            and plan.has_room_for_small(tenant)
         ):
             max_account = largest_account - SLOT_UNITS
             if len(waiters) > 1:
                 max_account = (charged - tenant.charged) / (len(waiters) - 1)
             if account <= max_account:
                 return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
-        same_tenant = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
+        same_tenant = _sequence_of_same_tenant(queue, waiter, plan)
         if same_tenant is not None:
             return PlannedPause(request=same_tenant[0], index=same_tenant[1], waiter=waiter)
     return None
@@ -93,7 +91,7 @@ def _sequence_of_largest_account(
     """Among the tenants with a sequence that may be paused, choose the tenant that has the largest account
     after the changes in `plan`. Return this account and the sequence to pause, or (0, None) if
     no sequence may be paused."""
-    running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
+    running = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
         sequence = _sequence_to_pause(queue, tenant.running.values(), plan)
         if sequence is not None:
@@ -102,11 +100,11 @@ def _sequence_of_largest_account(
 
 
 def _sequence_of_same_tenant(
-    queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
+    queue: SampleQueue, waiter: Request, plan: SlotPlan
 ) -> tuple[Request, int] | None:
     """Return a sequence that may be paused for `waiter`, from another request of the tenant of `waiter`."""
     requests = [request for request in waiter.tenant.running.values() if request is not waiter]
-    if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
+    if waiter.is_small and plan.has_room_for_small(waiter.tenant):
         return _sequence_to_pause(queue, [request for request in requests if not request.is_small], plan)
     at_least = max(SEQUENCES_PER_ROUND + 1, plan.num_running(waiter) + 2)
     larger = [request for request in requests if plan.num_running(request) >= at_least]

@@ -201,10 +201,10 @@ class SampleQueue:
 
         If the first slot would go to the request `deferred`, no prefill is returned.
         """
-        plan, chosen = SlotPlan(), dict[int, Request]()
+        plan, chosen = SlotPlan(num_slots=num_slots), dict[int, Request]()
         reserved = [request_id for request_id in reserved if request_id in self._waiting]
         while free_slots:
-            request = self.requests[reserved.pop(0)] if reserved else self._next(plan, num_slots)
+            request = self.requests[reserved.pop(0)] if reserved else self._next(plan)
             if request is None or (request.request_id == deferred and not chosen):
                 break
             if request.request_id not in chosen:
@@ -226,10 +226,10 @@ class SampleQueue:
         ]
         return tuple(prefills[:PROMPTS_PER_PREFILL])
 
-    def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
+    def next_of(self, tenant: Tenant, plan: SlotPlan) -> Request | None:
         """Return the tenant's request that gets the next slot once the slots of `plan` are assigned. None: no
         request of the tenant can get a slot."""
-        small_first = self.has_room_for_small(tenant, plan, num_slots)
+        small_first = plan.has_room_for_small(tenant)
         unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
         candidates = [
             *tenant.started.values(),
@@ -248,17 +248,13 @@ class SampleQueue:
         )
         return min(eligible, key=order, default=None)
 
-    def has_room_for_small(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> bool:
-        """Whether small requests of the tenant have less than a quarter of the slots."""
-        return tenant.num_small_running + plan.small[tenant.name] < max(1, num_slots // 4)
-
     def discard(self, plan: SlotPlan) -> None:
         """Put the requests that the plan took from the heaps of unstarted requests back into these heaps."""
         for requests in plan.started.values():
             for request in requests:
                 self._push(request)
 
-    def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
+    def _next(self, plan: SlotPlan) -> Request | None:
         """Return the request that gets the next slot once the slots of `plan` are assigned. None: no request
         can get a slot."""
         best: tuple[float, Request] | None = None
@@ -266,7 +262,7 @@ class SampleQueue:
             account = plan.account(tenant)
             if best is not None and account > best[0]:
                 continue
-            request = self.next_of(tenant, plan, num_slots)
+            request = self.next_of(tenant, plan)
             if request is not None and (
                 best is None or (account, request.request_id) < (best[0], best[1].request_id)
             ):

@@ -97,6 +97,7 @@ class Tenant:
 class SlotPlan:
     """A plan that the scheduler has not carried out: the slots that sequences would gain and lose."""
 
+    num_slots: int  # all slots, free or in use
     tenants: Counter[str] = field(default_factory=Counter)  # slots gained minus slots lost
     small: Counter[str] = field(default_factory=Counter)  # the same for small requests only
     gained: Counter[int] = field(default_factory=Counter)  # slots that the request gains, by request_id
@@ -106,6 +107,10 @@ class SlotPlan:
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """Tenant -> the requests to which the plan gives their first slot."""
     partial_prefill_tokens: int = 0  # prompt tokens of long prompts whose prefill would start
+
+    def has_room_for_small(self, tenant: Tenant) -> bool:
+        """Whether small requests of the tenant have less than a quarter of the slots."""
+        return tenant.num_small_running + self.small[tenant.name] < max(1, self.num_slots // 4)
 
     def account(self, tenant: Tenant) -> float:
         return tenant.account + SLOT_UNITS * self.tenants[tenant.name]
