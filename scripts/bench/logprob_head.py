@@ -28,8 +28,7 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapt
 from skyrl_tx_server.model.shapes import train_shapes
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import pack
-from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.packing import TrainBatch, pack
 from skyrl_tx_server.training.train_step import forward_backward
 
 MODEL = replace(

@@ -39,7 +39,7 @@ from skyrl_tx_server.model.transformer import (
 )
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_losses
-from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.packing import TrainBatch
 
 CHUNKS = 16
 MIN_CHUNK_POSITIONS = 64

@@ -65,8 +65,7 @@ from skyrl_tx_server.sampling import decode_batch, model_runner
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.sequences import batch_settings
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import pack
-from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.packing import TrainBatch, pack
 from skyrl_tx_server.training.train_step import forward_backward
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings

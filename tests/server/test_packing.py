@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.model.shapes import ATTENTION_TILE, train_shapes
-from skyrl_tx_server.training.packing import DatumSpan, MicroBatch, pack, unpack
-from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.packing import DatumSpan, MicroBatch, TrainBatch, pack, unpack
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
