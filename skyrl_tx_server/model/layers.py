@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
-from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScaling
+from skyrl_tx_server.model.model_config import AttentionSpec, Llama3Scaling, RopeSpec, YarnScaling
 from skyrl_tx_server.model.reductions import sum_last
 
 QUERY_BLOCKS = 4

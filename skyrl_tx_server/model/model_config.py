@@ -51,6 +51,16 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """The attention settings of a layer, for training, prefill and decoding. The layers of a model may have
+    different settings."""
+
+    scale: float  # scores are scale * q . k
+    rope: RopeSpec
+    sliding_window: int | None = None  # number of visible positions, including the query's; None: no limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """The experts of each layer. In a model with experts, `ModelConfig.intermediate_size` is the width of one
     expert."""

@@ -19,7 +19,6 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, Stack
 from skyrl_tx_server.model.families.table import family_of, stacks_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
@@ -31,7 +30,7 @@ from skyrl_tx_server.model.lora.lora_math import (
     uses_decode_kernel,
 )
 from skyrl_tx_server.model.mesh import VOCABULARY, gathered, gathers, on_gpu, shard_batch
-from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig, RopeSpec
 
 COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,

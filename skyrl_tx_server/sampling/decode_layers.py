@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import KVCache, Segment
@@ -20,7 +19,7 @@ from skyrl_tx_server.model.layers import Rope
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, by_layer, layer, reads_in_place, split_stack
 
 type Past = list[Segment] | None

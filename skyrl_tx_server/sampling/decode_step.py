@@ -16,7 +16,6 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.decode_attention import (
     HEADS,
     TokenRows,
@@ -37,7 +36,7 @@ from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 from skyrl_tx_server.model.transformer import (
     SAMPLING_OPTIONS,
     Params,

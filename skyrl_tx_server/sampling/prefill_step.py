@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
@@ -19,7 +18,7 @@ from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import on_gpu, weight_stationary
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 from skyrl_tx_server.model.shapes import MIN_DECODE_WIDTH
 from skyrl_tx_server.model.transformer import (
     SAMPLING_OPTIONS,

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.engine.operations import LoraSpec, TrainDatum
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, init_adapter
-from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, init_params
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "qwen3"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
@@ -20,7 +19,7 @@ from skyrl_tx_server.model.kernels.write_kernel import write_tokens
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, local_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 

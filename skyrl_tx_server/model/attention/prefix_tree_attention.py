@@ -20,12 +20,11 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
 from skyrl_tx_server.model.mesh import batch_axes, shard_map_over
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.kernels.paged_kernel import supports_head_dim
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, project
 from skyrl_tx_server.model.mesh import Axes, on_gpu, shard_batch
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 
 type LayerParams = dict[str, jax.Array]
 """Maps each field to its weight. The weights belong to one layer or to a stack of L layers. In a stack, every
