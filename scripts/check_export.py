@@ -2,10 +2,10 @@
 `transformers`. The comparison has two steps with two Python environments, because the environment of this
 repository has no torch.
 
-    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR [train_mlp=false]
-    .venv/bin/python scripts/check_export.py write BASE_MODEL DIR checkpoint=tinker://... \\
+    .venv/bin/python -m scripts.check_export write BASE_MODEL DIR [train_mlp=false]
+    .venv/bin/python -m scripts.check_export write BASE_MODEL DIR checkpoint=tinker://... \\
         checkpoints_dir=DIR text=FILE
-    PEFT_PYTHON scripts/check_export.py read DIR
+    PEFT_PYTHON -m scripts.check_export read DIR
 
 `write` writes the adapter, the merged model and the logits of this server. In the first form, the adapter and
 the tokens are random. In the second form, the adapter is that of a checkpoint, and the tokens are the first
@@ -39,13 +39,13 @@ def write(base_model: str, directory: Path, options: dict[str, str]) -> int:
     """Export and merge an adapter with the server's commands, and write the logits of the server's forward
     pass.
     """
+    from scripts.packed_attention import within_segments
     from skyrl_tx_server.engine.stop_strings import load_tokenizer
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint
     from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.files.model_source import converted_directory, is_gguf
     from skyrl_tx_server.model.config_json import load_model_config
-    from skyrl_tx_server.model.layers import within_segments
     from skyrl_tx_server.model.transformer import head_logits, hidden_states
     from skyrl_tx_server.model.weights import adapter_from_arrays, load_params
 

@@ -22,13 +22,13 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
+from scripts.packed_attention import within_segments
 from scripts.quickstart.arguments import directory_and_options
 from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.task_types import TRAINING, make_instance
 from scripts.quickstart.tokenizer import build_tokenizer, save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
-from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
 from skyrl_tx_server.model.weights import save_model

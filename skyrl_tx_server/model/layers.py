@@ -1,23 +1,16 @@
-"""Parts of a layer: RMS norm, rotary embedding, and causal attention over packed sequences."""
+"""Parts of a layer: RMS norm and rotary embedding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.model_config import AttentionSpec, Llama3Scaling, RopeSpec, YarnScaling
+from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScaling
 from skyrl_tx_server.model.reductions import sum_last
-
-QUERY_BLOCKS = 4
-"""`packed_attention` divides the queries into QUERY_BLOCKS blocks if each block then has MIN_QUERY_BLOCK to
-MAX_QUERY_BLOCK queries. Otherwise a block has MIN_QUERY_BLOCK or MAX_QUERY_BLOCK queries. Each block is
-compiled separately. Compared with all T x T scores, four blocks save 3/8 of the work, eight blocks 7/16."""
-MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 
 class Rope(NamedTuple):
@@ -47,55 +40,6 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def packed_attention(
-    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray
-) -> jax.Array:
-    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment. H is the number
-    of query heads, and K is the number of key-value heads. A segment consists of the positions with the same
-    value of `segment_ids_BT`.
-
-    A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
-    backward pass recomputes its probabilities, so memory never holds all scores [T, T] at once.
-    """
-    length = q.shape[1]
-    block = min(max(MIN_QUERY_BLOCK, -(-length // QUERY_BLOCKS)), MAX_QUERY_BLOCK)
-    if length <= block:
-        return _attend_block(spec, q, k, v, segment_ids_BT, segment_ids_BT, first=0)
-    attend = jax.checkpoint(_attend_block, static_argnums=(0, 6))
-    blocks = []
-    for first in range(0, length, block):
-        end = min(first + block, length)
-        heads = q[:, first:end], k[:, :end], v[:, :end]
-        query_segments, key_segments = segment_ids_BT[:, first:end], segment_ids_BT[:, :end]
-        blocks.append(attend(spec, *heads, query_segments, key_segments, first))
-    return jnp.concatenate(blocks, axis=1)
-
-
-def within_segments(
-    segment_ids_BT: jax.Array | np.ndarray,
-) -> Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return `packed_attention` with these segment ids, as the argument `attend` of
-    `transformer.hidden_states`."""
-    return lambda spec, q, k, v: packed_attention(spec, q, k, v, segment_ids_BT)
-
-
-def _attend_block(
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array | np.ndarray,
-    key_segments: jax.Array | np.ndarray,
-    first: int,
-) -> jax.Array:
-    distance = (first + jnp.arange(q.shape[1]))[:, None] - jnp.arange(k.shape[1])[None, :]
-    visible = distance >= 0
-    if spec.sliding_window is not None:
-        visible &= distance < spec.sliding_window
-    same = query_segments[:, :, None] == key_segments[:, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=(visible[None] & same)[:, None], scale=spec.scale)
 
 
 def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:

@@ -15,6 +15,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from scripts.packed_attention import within_segments
 from skyrl_tx_server import export
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, ServerError, UserError
@@ -24,7 +25,6 @@ from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import read_adapter
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora.adapter import init_adapter
 from skyrl_tx_server.model.transformer import head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from scripts.packed_attention import within_segments
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
@@ -34,7 +35,6 @@ from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families.table import FAMILIES as TABLE
-from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
 from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts.packed_attention import within_segments
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter
 from skyrl_tx_server.model.model_config import ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.transformer import (
@@ -24,7 +24,7 @@ from skyrl_tx_server.model.transformer import (
 )
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
-from tests.server.tiny_qwen3 import CONFIG, FIXTURES, attention_spec
+from tests.server.tiny_qwen3 import CONFIG, FIXTURES
 
 
 def logits_of(config: ModelConfig, params, adapter: Adapter | None, tokens: np.ndarray) -> np.ndarray:
@@ -126,19 +126,6 @@ def test_recomputation_does_not_change_the_gradient() -> None:
     for leaves in recomputed:
         for leaf, expected in zip(leaves, kept, strict=True):
             np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_blockwise_attention_equals_the_reference() -> None:
-    random = np.random.default_rng(0)
-    q, k, v = (random.normal(size=(2, 600, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
-    segments = np.sort(random.integers(0, 4, (2, 600)), axis=1).astype(np.int32)
-    allowed = (segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((600, 600), bool))
-    scores = np.einsum("bthd,bshd->bhts", q, np.repeat(k, 2, axis=2)).astype(np.float64) * 8**-0.5
-    scores = np.where(allowed[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), np.repeat(v, 2, axis=2))
-    attend = jax.jit(packed_attention, static_argnums=0)
-    np.testing.assert_allclose(attend(attention_spec(8), q, k, v, segments), expected, atol=1e-5)
 
 
 def test_full_parameter_gradients_are_nonzero_without_adapter() -> None:
