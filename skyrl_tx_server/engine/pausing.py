@@ -1,7 +1,6 @@
 """Chooses the running sequences to pause when no slot, KV page or LoRA slot is free.
 
-The docstring of `scheduler` states the rules. The account of a tenant is the number of units that it was
-charged for its use of the device, plus SLOT_UNITS units for each of its sequences that has a slot.
+The docstring of `scheduler` states the rules and describes the account of a tenant.
 """
 
 from __future__ import annotations

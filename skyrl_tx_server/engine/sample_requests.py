@@ -11,11 +11,8 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 SLOT_UNITS = 16
-"""Number of units that each sequence with a slot adds to the account of its tenant. The account also contains
-the units that the tenant was charged: one for each of its sequences in each decode dispatch, and one for each
-64 computed prompt tokens. A free slot goes to the tenant with the smallest account. A sequence is paused and
-its slot goes to another tenant if the account of the other tenant is smaller by at least 2 * SLOT_UNITS. For
-a small request, a sequence can be paused under another condition, which `scheduler` describes."""
+"""Number of units that each sequence with a slot adds to the account of its tenant, which the docstring of
+`scheduler` describes."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens fits into one prefill batch on every kind of device."""
 SMALL_TOKENS = 64

@@ -50,7 +50,8 @@ CPU_DECODE_COST = 1.5
 
 
 class BatchRunner:
-    """Runs sequences: `prefill` starts them, and `decode` and `poll` advance them until they are complete."""
+    """Runs sequences: `prefill` starts them, and `decode` and `poll` advance them until they are complete.
+    Implements `executor_protocol.Sampler`, which describes the methods."""
 
     def __init__(
         self,
@@ -95,18 +96,14 @@ class BatchRunner:
 
     @property
     def num_running(self) -> int:
-        """The number of sequences with a slot, including preempted sequences, whose slots stay reserved."""
         return self.pool.num_running
 
     @property
     def num_preempted(self) -> int:
-        """The number of preempted sequences."""
         return len(self.pool.preempted)
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The estimated time of one decode dispatch for all slots, divided by the estimated time of
-        a full prefill batch."""
         shapes = self.runner.prefill_layout.shapes
         if shapes == GPU_PREFILL:
             return GPU_PREFILLS_PER_STEP * self.runner.steps
@@ -117,8 +114,6 @@ class BatchRunner:
         return {**self.pages.stats(), **self.pool.stats(), **self.pipeline.stats()}
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the next prefill chunks of the first requests together, as many as fit into a prefill
-        batch. Start the sequences whose prompts are complete (see `Prefiller.prefill`)."""
         self._discard_orphaned()
         try:
             return self.prefiller.prefill(requests)
@@ -128,9 +123,7 @@ class BatchRunner:
 
     def decode(self) -> bool:
         """Sample up to `runner.steps` more tokens for every sequence in a slot. If no dispatch is in flight,
-        first try to restore the oldest preempted sequence. Return whether the device has ended a sequence.
-        The device does not check stop strings; `poll` checks them. If an error occurs, discard all sequences
-        and raise the error."""
+        first try to restore the oldest preempted sequence."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -142,27 +135,22 @@ class BatchRunner:
             raise
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the results of the sequences that have ended since the previous `poll`. With
-        `dispatch_next`, start the next dispatch, if possible, before the tokens of the last dispatch are
+        """With `dispatch_next`, the next dispatch starts before the tokens of the last dispatch are
         processed."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 
     def pause(self, sequences: Collection[SequenceKey]) -> None:
-        """Remove these sequences from their slots until `prefill` unpauses them. No dispatch may be in
-        flight."""
         assert self.pipeline.in_flight is None, "a sequence cannot leave its slot during a dispatch"
         self.pool.pause(sequences)
 
     def running(self, request_id: int) -> Sequence[RunningSequence]:
-        """Return the tokens and logprobs so far of all incomplete sequences of a request."""
         return [
             RunningSequence(index=sequence.index, tokens=sequence.tokens, logprobs=sequence.logprobs)
             for sequence in self.pool.of_request(request_id)
         ]
 
     def release(self, request_id: int) -> None:
-        """Remove all sequences of a request."""
         self.prefiller.release(request_id)
         self.pool.release(request_id)
 

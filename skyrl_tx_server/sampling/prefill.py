@@ -57,10 +57,7 @@ class Prefiller:
         complete. A paused sequence that still has its pages, and whose rank has a free slot, is unpaused
         without a chunk.
 
-        The result has one entry for each of these first requests, in order: None if more chunks of the text
-        remain, otherwise the result of the prefill. Raises CapacityError if the first request must wait for
-        pages, a LoRA slot or preempted sequences. After any error except SequencesLostError the state of all
-        sequences is unchanged, except that paused sequences may have lost their pages.
+        `executor_protocol.Sampler.prefill` describes the result and the errors.
         """
         requests = list(takewhile(lambda request: not self._must_wait(request.tenant), requests))
         if not requests:
