@@ -26,8 +26,6 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.families.layer_spec import (
     STACK_INDEX,
     LayerParams,
-    LoraTarget,
-    ShardAxis,
     Weight,
     mlp,
     mlp_layer_weights,
@@ -51,28 +49,12 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
     hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
     bias = Weight(names=("mlp.gate.e_score_correction_bias",), widths=(count,), exact=True)
     shared = mlp_layer_weights(hidden, experts.shared * width, module="mlp.shared_experts", prefix="shared_")
-    names = {name: f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
     return {
         "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
         "router": Weight(names=("mlp.gate.weight",), inputs=hidden, widths=(count,)),
         **({} if experts.groups is None else {"router_bias": bias}),
         **(shared if experts.shared else {}),
-        "gate_up": Weight(
-            names=(names["gate"], names["up"]),
-            inputs=hidden,
-            widths=(width, width),
-            experts=count,
-            switch=LoraTarget.MLP,
-            split=ShardAxis.OUTPUTS,
-        ),
-        "down": Weight(
-            names=(names["down"],),
-            inputs=width,
-            widths=(hidden,),
-            experts=count,
-            switch=LoraTarget.MLP,
-            split=ShardAxis.INPUTS,
-        ),
+        **mlp_layer_weights(hidden, width, module="mlp.experts.{expert}", experts=count),
     }
 
 

@@ -176,20 +176,28 @@ def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, W
     }
 
 
-def mlp_layer_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
-    """Return the descriptions of the weights that `mlp` reads. `module` is their module in Hugging Face. The
-    names of the fields begin with `prefix`."""
+def mlp_layer_weights(
+    hidden: int, width: int, *, module: str, prefix: str = "", experts: int = 0
+) -> dict[str, Weight]:
+    """Return the descriptions of the weights of an MLP or, with `experts`, of the MLPs of routed experts.
+    `module` is their module in Hugging Face. The names of the fields begin with `prefix`."""
     gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
         f"{prefix}gate_up": Weight(
             names=(gate, up),
             inputs=hidden,
             widths=(width, width),
+            experts=experts,
             switch=LoraTarget.MLP,
             split=ShardAxis.OUTPUTS,
         ),
         f"{prefix}down": Weight(
-            names=(down,), inputs=width, widths=(hidden,), switch=LoraTarget.MLP, split=ShardAxis.INPUTS
+            names=(down,),
+            inputs=width,
+            widths=(hidden,),
+            experts=experts,
+            switch=LoraTarget.MLP,
+            split=ShardAxis.INPUTS,
         ),
     }
 
