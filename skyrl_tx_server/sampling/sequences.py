@@ -45,13 +45,9 @@ class SequenceState:
         return self.request_id, self.index
 
     @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
-
-    @property
     def position(self) -> int:
         """The position that the last token will have when the dispatch in flight has ended."""
-        return self.length + self.pending_tokens - 1
+        return len(self.prompt) + len(self.tokens) + self.pending_tokens - 1
 
     @property
     def remaining(self) -> int:
