@@ -212,32 +212,20 @@ def _write_local_layer(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> KVCache:
-    """Do the part of `write_layer` that concerns the pages of this device."""
-    pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
-    return KVCache(
-        keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2), **UNIQUE),
-        values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3), **UNIQUE),
-    )
-
-
-def _places(
-    config: ModelConfig,
-    cache: KVCache,
-    new: Segment,
-    tables_BW: jax.Array,
-    starts_B: jax.Array,
-    counts_B: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (page, position in the page), both [B, n], of each new position. All pairs are unique. Three
-    kinds of positions get page numbers after the last page, so that a scatter drops them: positions from
-    `counts_B` on, positions on other devices, and positions in the null page."""
+    """Do the part of `write_layer` that concerns the pages of this device. The pairs (page, place) of all new
+    positions are unique. Three kinds of positions get page numbers after the last page, so that the scatter
+    drops them: positions from `counts_B` on, positions on other devices, and positions in the null page."""
     local, _ = local_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
     page = jnp.take_along_axis(local, positions // PAGE_SIZE, axis=1)
     after_last = cache.keys.shape[1] + jnp.arange(positions.size).reshape(positions.shape)
     is_written = (page > 0) & (columns < counts_B[:, None])
-    return jnp.where(is_written, page, after_last), positions % PAGE_SIZE
+    pages, places = jnp.where(is_written, page, after_last), positions % PAGE_SIZE
+    return KVCache(
+        keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2), **UNIQUE),
+        values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3), **UNIQUE),
+    )
 
 
 def _write_local_positions(
