@@ -58,9 +58,11 @@ class ResolvedModel:
 def resolve_model(settings: EngineOptions) -> ResolvedModel:
     """Resolve the options, with the largest default limits. Raises ConfigError if the model or the devices do
     not support an option."""
-    return with_limits(
-        settings, _with_mesh(settings, _model_config(settings)), _dtype(settings), DEFAULT_LIMITS[0]
-    )
+    config = _model_config(settings)
+    check_device()
+    check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs or settings.mesh.batch)
+    config = replace(config, mesh=make_mesh(settings.mesh))
+    return with_limits(settings, config, _dtype(settings), DEFAULT_LIMITS[0])
 
 
 def with_limits(
@@ -120,12 +122,6 @@ def _model_config(settings: EngineOptions) -> ModelConfig:
             extended.context_length,
         )
     return extended
-
-
-def _with_mesh(settings: EngineOptions, config: ModelConfig) -> ModelConfig:
-    check_device()
-    check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs or settings.mesh.batch)
-    return replace(config, mesh=make_mesh(settings.mesh))
 
 
 def _max_context_length(settings: EngineOptions, config: ModelConfig, limits: Limits) -> int:
