@@ -119,19 +119,11 @@ def _sequence_to_pause(
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests
-        for index in _pausable(queue, request, plan)
+        for index, since in request.running.items()
+        if queue.num_dispatches - since >= MIN_DISPATCHES
+        and index not in plan.paused.get(request.request_id, ())
     ]
     if not candidates:
         return None
     _, request_id, index = max(candidates)
     return queue.requests[request_id], index
-
-
-def _pausable(queue: SampleQueue, request: Request, plan: SlotPlan) -> list[int]:
-    """Return the indices of the sequences that may be paused."""
-    paused = plan.paused.get(request.request_id, ())
-    return [
-        index
-        for index, since in request.running.items()
-        if queue.num_dispatches - since >= MIN_DISPATCHES and index not in paused
-    ]
