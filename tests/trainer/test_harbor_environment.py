@@ -81,6 +81,15 @@ def test_a_first_prompt_over_a_length_limit_is_refused() -> None:
         harbor_tasks(max_input_length=2000)
 
 
+def test_a_deadline_before_the_verifiers_limit_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent of `hello-file` has 120 s, its verifier 60 s."""
+    harbor_tasks(trial_timeout_s=181.0)
+    assert not [line for line in caplog.messages if "trial_timeout_s" in line]
+    harbor_tasks(agent_timeout_multiplier=60.0)
+    assert "trial_timeout_s=7200 does not exceed" in caplog.text
+    assert "set it above 7260 (1 of 1 tasks: hello-file)" in caplog.text
+
+
 def test_environment_kwargs_become_fields_of_harbors_config() -> None:
     pairs = {
         "override_cpus": "2",

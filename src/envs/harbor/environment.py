@@ -163,6 +163,8 @@ class HarborTasks:
         Raises ConfigError with one line per reason.
         """
         import_harbor()
+        from src.envs.harbor.task_directories import early_deadline
+
         self.settings = settings
         self.run_label = new_run_label()
         checked = check_directories_of(settings, run_label=self.run_label)
@@ -175,6 +177,8 @@ class HarborTasks:
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
         for line in checked.notes:
             logger.warning("%s", line)
+        if warning := early_deadline([*self.train, *self.eval], settings):
+            logger.warning("%s", warning)
         prepare_machine(self.environment_type, run_label=self.run_label, n_parallel=settings.n_parallel_envs)
         self._check_first_prompts()
         self._grading = grading_methods([*self.train, *self.eval], checked.grading, self.environment_type)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from pydantic import ValidationError
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.options import require_task_directory
+from src.envs.base import DEFAULT_DEADLINE_S
+from src.envs.options import HarborOptions, require_task_directory
 from src.envs.sandbox.dockerfile import USE_DOCKER, USE_SANDBOX, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
@@ -321,6 +322,28 @@ def check_for_containers(directory: Path, config: TaskConfig, *, options: Mappin
             "so these tasks may get the reward 0"
         ]
     return []
+
+
+def early_deadline(tasks: Sequence[Task], options: HarborOptions) -> str | None:
+    """Return one line about tasks whose trials can reach their deadline before the verifier reaches its time
+    limit, or None. A program of the agent that stops the verifier can then cause an infrastructure failure.
+    """
+    deadline_s = options.trial_timeout_s or DEFAULT_DEADLINE_S
+    limits_s: dict[str, float] = {}
+    for task in tasks:
+        config = TaskConfig.model_validate_toml((task.path / "task.toml").read_text(encoding="utf-8"))
+        limits_s[task.id] = (
+            (config.agent.timeout_sec or 0.0) * options.agent_timeout_multiplier
+            + config.verifier.timeout_sec * options.verifier_timeout_multiplier
+        )
+    names = [name for name, limit_s in limits_s.items() if limit_s >= deadline_s]
+    if not names:
+        return None
+    return (
+        f"trial_timeout_s={deadline_s:g} does not exceed the time limits of agent and verifier together, so "
+        "an agent that stops the verifier can cause a failure instead of a reward of 0; set it above "
+        f"{max(limits_s.values()):g} ({len(names)} of {len(tasks)} tasks: {_listed(names)})"
+    )
 
 
 def _listed(names: list[str], limit: int = 10) -> str:
