@@ -43,7 +43,7 @@ Refill = Callable[[SamplingState, int], Sequence[Task]]
 EMPTY = SamplingState(rolled_out=[], kept=[], is_complete=False)
 
 
-def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
+def is_good(group: TrajectoryGroup, min_group_size: int) -> bool:
     """Return whether the rewards differ, or the only trial of the group is graded, as in SkyRL.
 
     A group with failures and a single reward is bad, because it has no reward to compare with. A group of
@@ -51,7 +51,7 @@ def is_good(group: TrajectoryGroup, min_group_size: int = 1) -> bool:
     """
     if len(group.rewards) == 1:
         return not group.failures
-    return len(group.rewards) >= max(1, min_group_size) and not is_constant(group.rewards)
+    return len(group.rewards) >= min_group_size and not is_constant(group.rewards)
 
 
 async def sample_groups(
@@ -88,7 +88,7 @@ def add_batch(
     *,
     step: int,
     num_groups: int,
-    min_group_size: int = 1,
+    min_group_size: int,
 ) -> SamplingState:
     """Return the state after one more batch. The step needs `num_groups` groups.
 
@@ -127,7 +127,7 @@ def add_batch(
 
 
 def replace_bad_groups(
-    groups: Sequence[TrajectoryGroup], rng: random.Random, min_group_size: int = 1
+    groups: Sequence[TrajectoryGroup], rng: random.Random, min_group_size: int
 ) -> list[TrajectoryGroup]:
     """Replace each bad group by a good one, without repetition if there are enough good groups."""
     good = [group for group in groups if is_good(group, min_group_size)]

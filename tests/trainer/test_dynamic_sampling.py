@@ -1,13 +1,14 @@
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from src.core.errors import TrainerError
 from src.core.trajectory import TrajectoryGroup
+from src.learning import dynamic_sampling
 from src.learning.dynamic_sampling import (
     EMPTY,
-    add_batch,
     is_good,
     refill,
     replace_bad_groups,
@@ -16,6 +17,8 @@ from src.learning.dynamic_sampling import (
 )
 from src.learning.options import DynamicSamplingOptions, FilterOptions
 from tests.fakes.trials import failure, task, trajectory
+
+add_batch = partial(dynamic_sampling.add_batch, min_group_size=1)
 
 
 def settings(kind, *, limit=30, ratio=0.3):
@@ -51,11 +54,11 @@ def names(groups):
     [((1, 0), True), ((1, 1), False), ((0.3, 0.3000001), False), ((1,), True), ((), False)],
 )
 def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
-    assert is_good(group("a", *rewards)) is expected
+    assert is_good(group("a", *rewards), 1) is expected
 
 
 def test_a_single_reward_beside_failures_is_bad():
-    assert not is_good(replace(group("a", 1), failures=[failure()]))
+    assert not is_good(replace(group("a", 1), failures=[failure()]), 1)
 
 
 def test_filter_collects_over_batches_and_drops_surplus_groups():
@@ -81,7 +84,7 @@ def test_replace_substitutes_good_groups_for_bad_ones():
 
 
 def test_replace_repeats_good_groups_if_there_are_too_few():
-    kept = replace_bad_groups([*good("a"), *bad("x", "y")], random.Random(0))
+    kept = replace_bad_groups([*good("a"), *bad("x", "y")], random.Random(0), 1)
     assert names(kept) == ["a", "a", "a"]
 
 
