@@ -14,11 +14,12 @@ from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
+from src.envs.data.rows import Question
 from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document
 
 HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
-CONTENTS_FILE = "task_contents.json"  # in the directory of an evaluation: task id -> content hash
+CONTENTS_FILE = "task_contents.json"  # in the directory of a run or evaluation: the result of `contents_of`
 NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
 CONTENT_DIRECTORIES = ("environment", "tests")  # the instruction and these directories define a task
 
@@ -68,25 +69,59 @@ def content_hashes(tasks: Sequence[Task]) -> dict[str, str]:
     return {task.id: content_hash(task) for task in tasks}
 
 
+def contents_of(tasks: Sequence[Task]) -> dict[str, str]:
+    """Return, for each task id, a hash of all that can change the trials of the task: `content_hash`,
+    task.toml and the row, with the reference answer of env=data.
+    """
+
+    def content_of(task: Task) -> str:
+        settings = task.path / "task.toml"
+        row = json.dumps(task.row, skipkeys=True, default=_row_value)
+        parts = (content_hash(task), settings.read_text(encoding="utf-8") if settings.is_file() else "", row)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    return {task.id: content_of(task) for task in tasks}
+
+
+def _row_value(value: object) -> object:
+    """Return the content of a value that has no JSON form: of a question of env=data its row and its
+    reference answer, of another value only its type, because the text of an object may contain its address.
+    """
+    if isinstance(value, Question):
+        return [value.record.values, value.reference]
+    return type(value).__name__
+
+
 def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
     replace_text(log_path / HASHES_FILE, json.dumps(dict(trained), indent=1) + "\n")
 
 
-def require_same_content(log_path: Path, hashes: Mapping[str, str]) -> None:
-    """Record the content hashes of the tasks of an evaluation.
-
-    Raises ConfigError if a task had another content when the evaluation in `log_path` was started, because
-    its finished trials would be counted for the new content.
+def require_same_content(log_path: Path, contents: Mapping[str, str]) -> None:
+    """Raise ConfigError if a task had another content when the evaluation in `log_path` was started, because
+    its finished trials would be counted for the new content. `contents` is the result of `contents_of`.
     """
-    path = log_path / CONTENTS_FILE
-    saved = read_document(path, TypeAdapter(Hashes)) if path.is_file() else {}
-    changed = [task_id for task_id, content in hashes.items() if saved.get(task_id, content) != content]
-    if changed:
+    if changed := changed_tasks(log_path, contents):
         raise ConfigError(
             f"the content of {changed[0]} has changed since the evaluation in {log_path} was started; give "
             "another log_path"
         )
-    replace_text(path, json.dumps({**saved, **hashes}, indent=1) + "\n")
+
+
+def changed_tasks(log_path: Path, contents: Mapping[str, str]) -> list[str]:
+    """Return the ids of the tasks whose content differs from that in CONTENTS_FILE."""
+    saved = read_contents(log_path)
+    return [task_id for task_id, content in contents.items() if saved.get(task_id, content) != content]
+
+
+def write_contents(log_path: Path, contents: Mapping[str, str]) -> None:
+    """Write the contents of the tasks to CONTENTS_FILE, and keep those of other tasks."""
+    text = json.dumps({**read_contents(log_path), **contents}, indent=1) + "\n"
+    replace_text(log_path / CONTENTS_FILE, text)
+
+
+def read_contents(log_path: Path) -> dict[str, str]:
+    path = log_path / CONTENTS_FILE
+    return read_document(path, TypeAdapter(Hashes)) if path.is_file() else {}
 
 
 def read_hashes(log_path: Path) -> dict[str, str]:

@@ -33,9 +33,11 @@ from src.evaluate.config import RESULTS_FILE, CompareConfig, EvaluateConfig, is_
 from src.evaluate.contamination import (
     HASHES_FILE,
     content_hashes,
+    contents_of,
     read_hashes,
     require_held_out,
     require_same_content,
+    write_contents,
 )
 from src.evaluate.evaluation import evaluate
 from src.evaluate.results import (
@@ -159,7 +161,9 @@ async def run_one(
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         stack.enter_context(lock_run_dir(directory))
         prepare_directory(directory, name, config)
-        require_same_content(directory, await asyncio.to_thread(content_hashes, tasks))
+        contents = await asyncio.to_thread(contents_of, tasks)
+        require_same_content(directory, contents)
+        write_contents(directory, contents)
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             journal = Journal(directory)

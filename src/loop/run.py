@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chz
 
@@ -19,7 +20,14 @@ from src.core.length_limits import LengthOptions
 from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
-from src.evaluate.contamination import content_hashes, require_held_out, write_hashes
+from src.evaluate.contamination import (
+    changed_tasks,
+    content_hashes,
+    contents_of,
+    require_held_out,
+    write_contents,
+    write_hashes,
+)
 from src.evaluate.probe import capabilities
 from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
@@ -45,6 +53,12 @@ logger = logging.getLogger(__name__)
 
 # Learning rates below this value are usual for full fine-tuning and hardly change a LoRA adapter.
 SMALLEST_LORA_RATE = 1e-6
+# If one of these options changes, recorded trials of an unfinished step or evaluation are not used.
+TRIAL_OPTIONS = {
+    *("temperature", "use_native_tool_calling", "environment_kwargs", "train_subagents"),
+    *("judge_model", "taxonomy_feedback", "taxonomy_alpha", "taxonomy_formula"),
+}
+EVAL_OPTIONS = {"eval_temperature", "eval_top_p"}  # the same for evaluations only
 
 
 async def run(
@@ -79,10 +93,13 @@ async def run(
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
         hashes = await checked_tasks(config, source)
+        contents = await asyncio.to_thread(contents_of, [*source.train, *source.eval])
         if directory.resumed:
-            discard_lost_rollouts(config, directory, events)
+            tasks = changed_tasks(directory.path, contents)
+            discard_lost_rollouts(config, directory, events, tasks=tasks, is_trained=hashes.__contains__)
         directory.create(config)
         write_hashes(directory.path, hashes)
+        write_contents(directory.path, contents)
         with (
             logging_to_file(directory.path / "logs.log"),
             shows_resume_command(directory.path, events),
@@ -110,22 +127,49 @@ async def run(
     return read_result(directory.path)
 
 
-def discard_lost_rollouts(config: TrainerConfig, directory: RunDirectory, events: RunEvents) -> None:
-    """Discard the rollouts of weights that were lost and that the changed options do not produce again."""
+def discard_lost_rollouts(
+    config: TrainerConfig,
+    directory: RunDirectory,
+    events: RunEvents,
+    *,
+    tasks: Sequence[str],
+    is_trained: Callable[[str], bool],
+) -> None:
+    """Discard the rollouts that the changed options and the changed `tasks` do not produce again: those of
+    lost weights, and those of unfinished steps and evaluations that were run with the former settings.
+    """
     names = {"lora_alpha"} if config.lr_schedule == "constant" else {"lora_alpha", "max_steps", "n_epochs"}
     for options in (LearnerOptions, PreparationOptions, FilterOptions, DynamicSamplingOptions):
         names |= chz.chz_fields(options).keys()
     names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}  # they limit future turns only
-    changed = sorted(directory.changed_options(config) & names)
+    changed = directory.changed_options(config) & (names | TRIAL_OPTIONS | EVAL_OPTIONS)
     after = directory.steps_done
-    if not changed:
+    if not changed and not tasks:
         return
-    Journal(directory.path).discarded(after=after)  # first, so that a kill between the two calls is harmless
-    if num_discarded := discard_rollouts(directory.path, after=after):
-        events.say(
-            f"{', '.join(changed)} changed: {counted(num_discarded, 'rollout')} of the lost weights after "
-            f"step {after} will be run again"
+    journal = Journal(directory.path)
+    gives_other_weights = bool(changed - EVAL_OPTIONS) or any(map(is_trained, tasks))
+    if gives_other_weights:
+        journal.discarded(after=after)  # first, so that a kill before the next call is harmless
+
+    def is_discarded(purpose: str, record: Mapping[str, Any]) -> bool:
+        versions = (turn["policy_version"] for turn in record["result"].get("turns", ()))
+        return (
+            bool(changed & TRIAL_OPTIONS)
+            or (purpose == "eval" and bool(changed & EVAL_OPTIONS))
+            or record["task"] in tasks
+            or (gives_other_weights and any(version > after for version in versions))
         )
+
+    # The metrics of step 0 are always logged again if the run is resumed from there.
+    evals_from = after + 1 if after and journal.is_evaluated(after) else after
+    num_discarded = discard_rollouts(directory.path, is_discarded, after=after, evals_from=evals_from)
+    causes = sorted(changed)
+    if tasks:
+        others = f" (and {len(tasks) - 1} more)" if len(tasks) > 1 else ""
+        causes.append(f"the content of {tasks[0]}{others}")
+    if num_discarded or tasks:
+        rollouts = counted(num_discarded, "rollout")
+        events.say(f"{', '.join(causes)} changed: {rollouts} after step {after} will be run again")
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:

@@ -110,11 +110,11 @@ class Journal:
         """Record that the rollouts with a policy version above `after` were discarded. The policy version is
         the number of steps that had been trained when the weights of the rollout were saved.
 
-        The run is resumed from the checkpoint of step `after` with a changed option, which gives the later
-        steps other weights than those that sampled the discarded rollouts. The batch of step `after` + 1
-        stays valid, because it is sampled from weights up to step `after`. The batches of later steps are
-        forgotten, because the choice of their tasks may depend on the discarded rollouts. For `is_settled`,
-        no result of a step or evaluation after step `after` was used.
+        The run is resumed from the checkpoint of step `after` with a changed option or task, which gives the
+        later steps other weights than those that sampled the discarded rollouts. The batch of step
+        `after` + 1 stays valid, because it is sampled from weights up to step `after`. The batches of later
+        steps are forgotten, because the choice of their tasks may depend on the discarded rollouts. For
+        `is_settled`, no result of a step or evaluation after step `after` was used.
         """
         self._forget(after)
         self._write("discarded", after=after)

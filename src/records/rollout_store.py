@@ -18,7 +18,7 @@ import base64
 import json
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -179,18 +179,22 @@ def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Tra
     return sorted(results, key=lambda item: (item[0].step, item[0].purpose == "eval"))
 
 
-def discard_rollouts(log_path: Path, *, after: int) -> int:
-    """Remove the rollouts that have a turn with a policy version above `after`. Return their number."""
+def discard_rollouts(
+    log_path: Path, is_discarded: Callable[[str, Mapping[str, Any]], bool], *, after: int, evals_from: int
+) -> int:
+    """Remove the rollouts of steps after step `after`, and of evaluations from step `evals_from`, for which
+    `is_discarded(purpose, record)` is true. Return their number.
+    """
     num_discarded = 0
     for path in (log_path / "finished").glob("*_*.jsonl"):
-        step = path.stem.rpartition("_")[2]
-        if not step.isdecimal() or int(step) <= after:
+        purpose, _, step = path.stem.rpartition("_")
+        if not step.isdecimal() or int(step) < (evals_from if purpose == "eval" else after + 1):
             continue
         records = list(read_lines(path, LINE))
         kept = [
             line
             for line, record in zip(path.read_text().splitlines(keepends=True), records, strict=False)
-            if all(turn["policy_version"] <= after for turn in record["result"].get("turns", ()))
+            if not is_discarded(purpose, record)
         ]
         if len(kept) < len(records):
             replace_text(path, "".join(kept))

@@ -28,6 +28,7 @@ from src.envs.data.rows import Columns, question_of
 from src.envs.registry import check_environment, open_task_source
 from src.envs.service import subprocess_pool
 from src.evaluate.config import EvaluateConfig
+from src.evaluate.contamination import contents_of
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER
 from tests.fakes.tokenizer import byte_chat
@@ -212,6 +213,17 @@ async def test_a_grading_worker_that_does_not_start_gives_no_reward(tmp_path, mo
     result = await trial.run(FakePolicy(byte_chat(), ("3",)))
     assert isinstance(result, TrialFailure) and "a worker did not start" in str(result)
     await source.close()
+
+
+def test_a_changed_reference_answer_changes_the_content_of_its_task(tmp_path: Path):
+    def contents(*rows: Mapping[str, object]) -> dict[str, str]:
+        source = opened(f"data={written(tmp_path / 'a.jsonl', *rows)}", "reward=exact", "eval_split=0")
+        return contents_of(source.train)
+
+    rows = [{"id": name, "question": f"{name}?", "answer": "4"} for name in "ab"]
+    before, after = contents(*rows), contents(rows[0], rows[1] | {"answer": "5"})
+    assert before["a"] == after["a"] and before["b"] != after["b"]
+    assert contents(rows[1]) == {"b": before["b"]}  # the line of a row is not content
 
 
 @pytest.fixture

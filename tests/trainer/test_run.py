@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -333,6 +334,65 @@ async def test_rollouts_of_lost_weights_are_run_again(tmp_path, monkeypatch, mod
     again = Bench(tmp_path)
     await again.go(*options, "learning_rate=0.5", "max_tokens=7")  # changes no weights
     assert "run again" not in again.text.getvalue()
+
+
+async def resumed_trials(tmp_path, directory, *options, tasks=TASKS, held_out=HELD_OUT):
+    """Stop a run during its trials in `directory`. Resume it with other options or tasks, and return the
+    number of trials that are run in each directory, and the printed text."""
+    bench = Bench(tmp_path)
+    fixed = ("eval_every=1", "n_parallel_envs=1", "behavior_if_log_dir_exists=resume")
+    running = asyncio.ensure_future(bench.go(*fixed))
+
+    async def stop(trial, policy):
+        if [made.directory.name for made in bench.source.made].count(directory) == 6:
+            running.cancel()
+        return await say_a_token(trial, policy)
+
+    bench.source.run_trial = stop
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    again = Bench(tmp_path)
+    again.source.train, again.source.eval = tasks, held_out
+    await again.go(*fixed, *options)
+    return Counter(trial.directory.name for trial in again.source.made), again.text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("option", "counts"),
+    [
+        ("max_tokens=7", {"eval_000001": 3, "step_000002": 8, "eval_000002": 8}),
+        ("temperature=0.5", {"eval_000001": 8, "step_000002": 8, "eval_000002": 8}),
+        ("eval_temperature=0.5", {"eval_000001": 8, "step_000002": 8, "eval_000002": 8}),
+        ("eval_top_p=0.5", {"eval_000001": 8, "step_000002": 8, "eval_000002": 8}),
+    ],
+)
+async def test_one_evaluation_does_not_mix_sampling_options(tmp_path, option, counts):
+    assert (await resumed_trials(tmp_path, "eval_000001", option))[0] == counts
+
+
+@pytest.mark.parametrize(
+    ("option", "counts"),
+    [
+        ("temperature=0.5", {"step_000002": 8, "eval_000002": 8}),
+        ("eval_temperature=0.5", {"step_000002": 3, "eval_000002": 8}),
+    ],
+)
+async def test_one_group_does_not_mix_sampling_options(tmp_path, option, counts):
+    assert (await resumed_trials(tmp_path, "step_000002", option))[0] == counts
+
+
+async def test_trials_of_changed_tasks_are_run_again(tmp_path):
+    changed = [dataclasses.replace(task, row={"answer": 2}) for task in TASKS]
+    counts, text = await resumed_trials(tmp_path, "step_000002", tasks=changed)
+    assert counts == {"step_000002": 8, "eval_000002": 8}
+    assert "the content of say-00 (and 3 more) changed: 5 rollouts after step 1 will be run again" in text
+
+
+async def test_trials_of_changed_held_out_tasks_are_run_again(tmp_path):
+    changed = [dataclasses.replace(HELD_OUT[0], row={"answer": 2}), HELD_OUT[1]]
+    counts, text = await resumed_trials(tmp_path, "eval_000001", held_out=changed)
+    assert counts == {"eval_000001": 7, "step_000002": 8, "eval_000002": 8}
+    assert "the content of held-01 changed: 4 rollouts after step 1 will be run again" in text
 
 
 async def test_a_directory_with_a_run_is_changed_only_on_request(tmp_path):
