@@ -27,6 +27,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 from tests.fakes.sdk_programs import is_finished
 from tests.fakes.tiny_model import QUICK_TO_COMPILE
+from tests.stress import server_kill_points
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
@@ -225,6 +226,14 @@ def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) ->
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 lost, 0 unreadable" in run.stdout and "final state equal to the bit" in run.stdout
+
+
+@pytest.mark.parametrize("argument", ["30", "points=many", "points=0", "point=3", "model="])
+def test_a_wrong_argument_of_server_kill_points_gives_one_line(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server_kill_points.main([argument]) == 2
+    assert capsys.readouterr().err.startswith(f"server_kill_points: '{argument}' is none of points=N")
 
 
 def test_every_sdk_call_follows_the_contract(server: tuple[subprocess.Popen[str], str]) -> None:

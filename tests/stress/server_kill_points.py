@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,7 @@ TIMEOUT_S = 120
 STEPS_AFTER_LAST_KILL = 3
 SAMPLERS = 2  # background clients
 EARLY_KILLS = 0.2  # the share of kills that do not wait for a completed step
+ARGUMENT = re.compile(r"points=0*[1-9]\d*|seed=\d+|(model|directory)=.+")
 
 
 @dataclass(kw_only=True)
@@ -299,6 +301,16 @@ def kill_points(directory: Path, model: Path, *, points: int, seed: int) -> int:
 
 
 def main(argv: list[str]) -> int:
+    if not {"--help", "-h"}.isdisjoint(argv):
+        print(__doc__)
+        return 0
+    if wrong := [argument for argument in argv if not ARGUMENT.fullmatch(argument)]:
+        print(
+            f"server_kill_points: {wrong[0]!r} is none of points=N (1 or more), seed=N, model=DIR and "
+            "directory=DIR",
+            file=sys.stderr,
+        )
+        return 2
     options = dict(argument.split("=", 1) for argument in argv)
     model = Path(options.get("model", str(QUICKSTART / "model")))
     with tempfile.TemporaryDirectory() as temporary:
