@@ -36,7 +36,7 @@ class AdvantageEstimator:
     options: tuple[str, ...] = ()  # options of the trainer that change the advantages
 
 
-# To add an estimator, add its name to `Estimator` and an entry here. The help of the option
+# docs/how-to/add-an-advantage-estimator.md describes how to add an estimator. The help of the option
 # `advantage_estimator` and docs/advantages.md are generated from this table.
 ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
     "grpo": AdvantageEstimator(
