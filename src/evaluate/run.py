@@ -91,6 +91,13 @@ async def open_policy_and_tasks(
             config.base_url, config.model_name, heartbeat_timeout_s=config.heartbeat_timeout_s
         )
         async with connecting as endpoint, watching(_unchecked, config) as watchdog:
+            checking = endpoint.check(
+                temperature=config.temperature,
+                top_p=None if config.top_p == 1 else config.top_p,
+                seed=config.seed,
+                max_tokens=config.length_limits.max_generate_length,
+            )
+            await watchdog.answer(checking, f"checking {config.model_name}")
             source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield PolicyAndTasks(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return

@@ -156,6 +156,25 @@ class ChatEndpoint:
             num_completion_tokens=usage.completion_tokens if usage else 0,
         )
 
+    async def check(self, *, temperature: float, top_p: float | None, seed: int, max_tokens: int) -> None:
+        """Request one short reply. Raises ConfigError if the endpoint refuses the request (400 or 422),
+        because it then refuses the same options in every trial. Other errors are left to the trials, which
+        repeat the request.
+        """
+        messages: list[Message] = [{"role": "user", "content": "Answer with one word: yes"}]
+        try:
+            await self.reply(messages, temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+        except PromptTooLong:
+            return
+        except BackendError as error:
+            cause = error.__cause__
+            if isinstance(cause, openai.BadRequestError | openai.UnprocessableEntityError):
+                raise ConfigError(
+                    f"{self.model} refuses a request with temperature={temperature:g}, "
+                    f"max_tokens={max_tokens}{'' if top_p is None else f', top_p={top_p:g}'} and a seed: "
+                    f"{' '.join(cause.message.split())}; change the options that it names"
+                ) from error
+
     async def close(self) -> None:
         await self._client.close()
 

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -8,8 +9,11 @@ import httpx2
 import openai
 import pytest
 
+from src.cli.command_line import parse_as
 from src.core.errors import BackendError, ConfigError, PromptTooLong
 from src.core.trajectory import StopReason
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.run import open_policy_and_tasks
 from src.policy.openai_client import (
     ChatEndpoint,
     EndpointPolicy,
@@ -127,6 +131,45 @@ async def test_a_prompt_that_is_too_long_has_an_error_of_its_own(error, is_too_l
             SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
         )
     assert isinstance(raised.value, PromptTooLong) == is_too_long
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "is_refused"),
+    [
+        (400, "Unsupported value: 'temperature' does not support 0.5 with this model.", True),
+        (422, "seed is not permitted", True),
+        (400, "This model's maximum context length is 64 tokens.", False),
+        (500, "out of order", False),
+        (200, "", False),
+    ],
+)
+async def test_an_endpoint_that_refuses_the_options_is_refused_at_once(status, message, is_refused):
+    requests = []
+
+    def answer(request):
+        requests.append(request)
+        return (
+            reply("yes") if status == 200 else httpx2.Response(status, json={"error": {"message": message}})
+        )
+
+    expected = pytest.raises(ConfigError, match="big refuses a request with temperature")
+    with expected if is_refused else contextlib.nullcontext():
+        await endpoint(answer).check(temperature=0.5, top_p=None, seed=1, max_tokens=9)
+    assert len(requests) == 1
+
+
+async def test_an_evaluation_checks_its_options_before_the_first_trial(tmp_path, monkeypatch):
+    @contextlib.asynccontextmanager
+    async def connect(*arguments, **options):
+        yield endpoint(lambda request: httpx2.Response(400, json={"error": {"message": "no top_p"}}))
+
+    monkeypatch.setattr("src.evaluate.run.connect_endpoint", connect)
+    (tmp_path / "a.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    options = ["base_url=http://h/v1", "model_name=big", f"data={tmp_path / 'a.jsonl'}", "reward=exact"]
+    config = parse_as(EvaluateConfig, [*options, "top_p=0.9"])
+    with pytest.raises(ConfigError, match=r"top_p=0\.9 and a seed: .*no top_p"):
+        async with open_policy_and_tasks(config, None):
+            pass
 
 
 async def test_an_unreachable_endpoint_is_reported_in_one_line():
