@@ -6,8 +6,12 @@ directory from which the user called the script.
 
 from __future__ import annotations
 
+import ast
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from src.cli.saved_options import option_text
 
 CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
 """The environment variable with the directory from which the script was called."""
@@ -37,6 +41,10 @@ def _absolute(argument: str, caller: Path) -> str:
         return f"{name}={caller / value}" if is_path_of_caller else argument
     if name not in INPUT_OPTIONS or argument == "compare_with=base":  # `base` is not a file
         return argument
+    if value.startswith(("['", '["')):  # a list with a comma in an entry has the text of a Python list
+        with suppress(ValueError, SyntaxError):  # a glob may also begin with `[`
+            entries = ast.literal_eval(value)
+            return f"{name}={option_text([_absolute_entry(str(entry), caller) for entry in entries])}"
     return f"{name}={','.join(_absolute_entry(entry, caller) for entry in value.split(','))}"
 
 

@@ -53,6 +53,13 @@ def test_named_files_and_directories_to_compare_become_absolute(
     ]
 
 
+def test_entries_with_commas_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(tmp_path))
+    (tmp_path / "a,b.jsonl").touch()
+    given = ["data=['a,b.jsonl', 'c.jsonl']", "eval_tasks=[ab]*,c"]
+    assert with_absolute_paths(given, ROOT) == [f"data=['{tmp_path}/a,b.jsonl', 'c.jsonl']", given[1]]
+
+
 def test_the_directory_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()
