@@ -261,6 +261,9 @@ class _NoAdapters:
     def pin(self, weights: str | None) -> int:
         return 0
 
+    def check_current(self, weights: str | None) -> None:
+        pass
+
     def unpin(self, weights: str | None) -> None:
         pass
 

@@ -25,21 +25,19 @@ a request share the KV pages of the prompt, so they should run together."""
 
 
 class SampleQueue:
-    """All sampling requests. `is_being_saved(weights, request_id)` returns whether an earlier operation still
-    saves the snapshot `weights` of the request."""
+    """All sampling requests. `is_changing(weights, request_id)` returns whether an earlier operation has not
+    yet saved or dropped the snapshot `weights` of the request."""
 
-    def __init__(
-        self, *, max_partial_prefill_tokens: int, is_being_saved: Callable[[str, int], bool]
-    ) -> None:
+    def __init__(self, *, max_partial_prefill_tokens: int, is_changing: Callable[[str, int], bool]) -> None:
         self._partial_prefill_limit = max_partial_prefill_tokens
-        self._is_being_saved = is_being_saved
+        self._is_changing = is_changing
         self.tenants: dict[str, Tenant] = {}  # tenants that have, or had, requests
         self.requests: dict[int, Request] = {}
         self._waiting: dict[int, None] = {}  # ids of the requests with waiting sequences
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)
         """The ids in `_waiting`, by the snapshot that the request needs."""
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
-        """Snapshot -> the requests that wait until this snapshot is saved."""
+        """Snapshot -> the requests that wait until this snapshot is saved or dropped."""
         self._partial_prefills: Counter[int] = Counter()
         """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
         self._min_charged = 0.0  # units charged to the busy tenant that was charged least; never decreases
@@ -50,7 +48,7 @@ class SampleQueue:
 
     def num_waiting_sequences(self, *, at_most: int) -> int:
         """Return the number of waiting sequences of all requests, or `at_most` if there are more. Requests
-        that wait until a snapshot is saved do not count."""
+        that wait until a snapshot is saved or dropped do not count."""
         requests = map(self.requests.__getitem__, self._waiting)
         ready = (request for request in requests if request.op.weights not in self._unsaved)
         # Each request has at least one waiting sequence, so `at_most` requests suffice.
@@ -78,8 +76,8 @@ class SampleQueue:
             self._waiting_for[weights][request.request_id] = None
         self._queue(request)
 
-    def snapshot_saved(self, weights: str) -> None:
-        """Queue the requests that have waited for the snapshot."""
+    def snapshot_changed(self, weights: str) -> None:
+        """Queue the requests that have waited until the snapshot is saved or dropped."""
         for request in self._unsaved.pop(weights, []):
             if request.request_id in self.requests:
                 self._queue(request)
@@ -300,7 +298,7 @@ class SampleQueue:
 
     def _queue(self, request: Request) -> None:
         weights = request.op.weights
-        if weights is not None and self._is_being_saved(weights, request.request_id):
+        if weights is not None and self._is_changing(weights, request.request_id):
             self._unsaved[weights].append(request)
         elif request.has_started:
             request.tenant.started[request.request_id] = request

@@ -71,7 +71,7 @@ class Tenant:
 
     name: str
     charged: float  # units for decode dispatches and prompt tokens, without those for slots
-    num_requests: int = 0  # including requests that wait until a snapshot is saved
+    num_requests: int = 0  # including requests that wait until a snapshot is saved or dropped
     num_running: int = 0
     num_small_running: int = 0
     running: dict[int, Request] = field(default_factory=dict)

@@ -19,9 +19,9 @@ Each of these rules has a test:
   or is already computed, and then by requests with a longer prompt.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
   next.
-- A `Sample` operation waits until its snapshot is saved. A `DropSnapshot` waits until its snapshot is saved
-  and no sequence of an earlier `Sample` operation of this snapshot waits for a slot. A `SaveSampler` waits
-  until earlier operations have dropped the snapshot with its name.
+- A `Sample` operation waits until earlier operations have saved or dropped its snapshot. A `DropSnapshot`
+  waits until its snapshot is saved and no sequence of an earlier `Sample` operation of this snapshot waits
+  for a slot. A `SaveSampler` waits until earlier operations have dropped the snapshot with its name.
 
 Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant:
 - In each decode dispatch, a tenant is charged one unit for each of its running sequences. It is also charged
@@ -100,7 +100,10 @@ class Scheduler:
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
-            is_being_saved=self._operations.is_being_saved,
+            is_changing=lambda weights, request_id: (
+                self._operations.is_being_saved(weights, request_id)
+                or self._operations.is_being_dropped(weights, request_id)
+            ),
         )
         self._blocked: set[int] = set()  # operations that wait for another thread, by request_id
         self._prefills_per_dispatch = prefills_per_dispatch
@@ -204,8 +207,8 @@ class Scheduler:
     def finish(self, step: OperationStep) -> None:
         """Note that the operation of `step` has ended. The next operation of its model may run."""
         self._operations.finish(step)
-        if isinstance(step.op, SaveSampler):
-            self._samples.snapshot_saved(step.op.weights)
+        if isinstance(step.op, SaveSampler | DropSnapshot):
+            self._samples.snapshot_changed(step.op.weights)
 
     def cancel(self, request_id: int) -> None:
         """Remove an operation that was cancelled before it started. Ignore an operation that was removed

@@ -64,6 +64,9 @@ _WRITTEN_NAME = re.compile(rf"{ARRAYS_NAME.pattern}|{re.escape(RECORD_NAME)}\.[0
 _WRITE_LOCK = threading.RLock()
 """Held while a checkpoint is written or deleted. Reading needs no lock."""
 
+MAX_VERSIONS = 10_000
+"""The number of paths for which `CheckpointStore.has_changed` works. It exceeds any useful `max_loras`."""
+
 
 class MakeFiles(Protocol):
     """Creates a file or directory at `target`, which does not exist yet, from a checkpoint."""
@@ -95,6 +98,9 @@ class CheckpointStore:
         self._quota_bytes = quota_bytes
         self._tenant_quota = tenant_quota
         self.derived_files = DerivedFiles(root)
+        self._versions: dict[
+            str, tuple[int, int] | None
+        ] = {}  # by path, the latest call of `has_changed` last
         self._tenant: str | None = None  # None: all owners
         self._is_public: Callable[[str], bool] = lambda path: False
 
@@ -117,6 +123,20 @@ class CheckpointStore:
     def exists(self, path: str) -> bool:
         """Return whether the checkpoint exists and the tenant owns it."""
         return self._owns(path) and (self._directory(path) / RECORD_NAME).is_file()
+
+    def has_changed(self, path: str) -> bool:
+        """Return whether the checkpoint was saved again or deleted since the previous call with this path.
+        The first call returns False. Call this method on the event loop."""
+        try:
+            status = (self._directory(path) / RECORD_NAME).stat()
+            version = status.st_ino, status.st_mtime_ns
+        except OSError:
+            version = None
+        previous = self._versions.pop(path, version)
+        self._versions[path] = version
+        if len(self._versions) > MAX_VERSIONS:
+            del self._versions[next(iter(self._versions))]
+        return version != previous
 
     def info(self, path: str) -> CheckpointInfo:
         """Return the parsed record. Raise NotFoundError if there is no accessible checkpoint, and UserError

@@ -140,6 +140,15 @@ class AdapterCache:
         self._pins[weights] += 1
         return self.on_device[weights]
 
+    def check_current(self, weights: str | None) -> None:
+        """Raise ConflictError if a new sequence must not use the snapshot, because it is deleted as soon as
+        the sequences that use it have ended."""
+        if weights in self._dropped:
+            raise ConflictError(
+                f"{weights} was deleted or saved again, and samples of its earlier weights still run; repeat "
+                "the request when they have ended"
+            )
+
     def unpin(self, weights: str | None) -> None:
         if weights is None:
             return

@@ -117,6 +117,7 @@ class PrefillPlanner:
         if paused is not None:
             return self._plan_paused(request, paused[0], planned)
         op = request.op
+        self.adapters.check_current(op.weights)
         stop_tokens = stop_tokens_of(op.settings, self.config)
         self.completion.prepare(op.settings)
         max_tokens, seed = op.settings.max_tokens, op.settings.seed

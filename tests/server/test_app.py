@@ -32,6 +32,7 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
     UnloadModel,
 )
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
@@ -617,6 +618,36 @@ async def test_a_deleted_sampler_checkpoint_leaves_the_device(
         assert not context.checkpoints.exists(path)
     engine.stop()
     assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"tinker://{model_id}/sampler_weights/0001")]
+
+
+async def test_a_checkpoint_of_another_server_is_read_again(
+    http: httpx.AsyncClient, context: AppState, engine: FakeEngine, tmp_path: Path
+) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    saved = await result(
+        http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, path="s")
+    )
+    path = str(saved["path"])
+    sampler = await post(
+        http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, model_path=path
+    )
+    other_server = CheckpointStore(tmp_path, MODEL)
+    info, arrays = other_server.read(path)
+
+    async def sample(**weights: object) -> None:
+        prompt, params = {"chunks": [{"tokens": [1]}]}, {"max_tokens": 1}
+        await result(http, await post(http, "asample", prompt=prompt, sampling_params=params, **weights))
+
+    for _ in range(2):
+        await sample(model_path=path)
+        await sample(sampling_session_id=sampler["sampling_session_id"])
+        other_server.delete(path)
+        other_server.write(path, arrays, lora=info.lora, step=0, user_metadata={})
+    await sample(sampling_session_id=sampler["sampling_session_id"])
+    engine.stop()
+    kinds = [type(op) for op in engine.executed if isinstance(op, Sample | DropSnapshot)]
+    assert kinds == [Sample, Sample, DropSnapshot, Sample, Sample, DropSnapshot, Sample]
 
 
 async def test_only_expired_checkpoints_are_deleted(

@@ -547,6 +547,20 @@ def test_a_path_with_new_weights_is_loaded_after_a_deletion(
     assert not np.array_equal(after.logprobs, before.logprobs)
 
 
+def test_no_sample_begins_with_weights_that_are_being_deleted(engine: Engine, checkpoints_dir: Path):
+    path = "tinker://a/sampler_weights/s"
+    create(engine, "a")
+    snapshot(engine, "a", path)
+    long = engine.submit(sample_op(path, max_tokens=200))
+    CheckpointStore(checkpoints_dir, "local/tiny").delete(path)
+    engine.submit(DropSnapshot(weights=path))
+    with pytest.raises(ConflictError, match="samples of its earlier weights still run"):
+        run(engine, sample_op(path))
+    assert len(long.result(TIMEOUT_S).sequences[0].tokens) == 200
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        run(engine, sample_op(path))
+
+
 def test_a_sample_can_be_submitted_before_its_snapshot_is_saved(engine: Engine):
     create(engine, "a")
     futures = [

@@ -184,7 +184,7 @@ def test_waiting_samples_start_in_order_and_in_parts():
     ("num_chunks", "tokens", "charged"), [(0, 300, 300), (1, 300, 512), (7, 8192, 8192), (15, 8000, 8000)]
 )
 def test_the_chunks_of_a_prompt_are_charged_once(num_chunks: int, tokens: int, charged: int) -> None:
-    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_being_saved=lambda weights, request_id: False)
+    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_changing=lambda weights, request_id: False)
     queue.add(1, long_sample(1, prompt_tokens=tokens), tenant="a")
     (prefill,) = queue.plan_prefills(1, 1, reserved=[], deferred=None)
     for _ in range(num_chunks):
@@ -194,7 +194,7 @@ def test_the_chunks_of_a_prompt_are_charged_once(num_chunks: int, tokens: int, c
 
 
 def test_a_prefix_that_is_computed_again_is_not_charged() -> None:
-    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_being_saved=lambda weights, request_id: False)
+    queue = SampleQueue(max_partial_prefill_tokens=10_000, is_changing=lambda weights, request_id: False)
     queue.add(1, long_sample(2, prompt_tokens=8192), tenant="a")
     (prefill,) = queue.plan_prefills(2, 2, reserved=[], deferred=None)
     queue.start(prefill)
@@ -264,7 +264,7 @@ def test_free_slots_fill_before_decoding_unless_training_waits():
 
 
 def test_a_request_that_waits_for_training_is_queued_once():
-    samples = SampleQueue(max_partial_prefill_tokens=0, is_being_saved=lambda weights, request_id: False)
+    samples = SampleQueue(max_partial_prefill_tokens=0, is_changing=lambda weights, request_id: False)
     for request_id in (1, 2, 3):
         samples.add(request_id, sample(), tenant="a")
     for free_slots in (1, 2, 8) * 10:
@@ -321,6 +321,18 @@ def test_dropping_a_snapshot_waits_for_earlier_samples():
     assert isinstance(drop, OperationStep) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
+
+
+def test_a_sample_waits_until_earlier_operations_drop_its_weights():
+    """Another checkpoint may have the path of a deleted one."""
+    scheduler = queue(sample("other"), DropSnapshot(weights="s"), sample("s"))
+    first = next_work(scheduler, free_slots=4, num_running=0)
+    assert isinstance(first, OperationStep) and first.request_id == 2
+    other = next_work(scheduler, free_slots=4, num_running=0)
+    assert isinstance(other, PrefillRequest) and other.request_id == 1
+    scheduler.finish(first)
+    waited = next_work(scheduler, free_slots=3, num_running=1)
+    assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
 def test_dropping_a_snapshot_waits_for_its_save():

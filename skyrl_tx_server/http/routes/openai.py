@@ -25,6 +25,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
+from skyrl_tx_server.http.routes.weights import free_changed
 from skyrl_tx_server.http.streaming import stream_tokens, unless_disconnected, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.limits import check_tokens
@@ -153,8 +154,10 @@ async def _sample(
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
     check_tokens(prompt, "prompt", state.limits)  # a tokenizer.json may have more tokens than the model
+    weights = await _weights(state, sampling.model)
+    free_changed(state, weights)
     return Sample(
-        weights=await _weights(state, sampling.model),
+        weights=weights,
         prompt=prompt,
         settings=settings,
         num_samples=sampling.num_samples,

@@ -13,6 +13,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_fields, read_parsed_json
+from skyrl_tx_server.http.routes.weights import free_changed
 from skyrl_tx_server.http.streaming import StreamWatcher
 from skyrl_tx_server.http.wire.sampling_requests import parse_sample
 
@@ -72,6 +73,7 @@ async def asample(state: AppState, request: Request) -> Reply:
         if sample.seq_id is not None:
             key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
             name = f"{sample.sampler_id}:{sample.seq_id}"
+    free_changed(state, weights)
     op = replace(sample.op, weights=weights)
     watcher = StreamWatcher(streams_tokens=False)
     request_id = state.futures.submit(

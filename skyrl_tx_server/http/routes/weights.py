@@ -31,6 +31,7 @@ from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
     CheckpointKind,
     checkpoint_path,
+    is_on_disk,
     parse_path,
 )
 from skyrl_tx_server.files.run_index import TrainingRun
@@ -175,6 +176,7 @@ def save_named(
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             return
+        state.checkpoints.has_changed(path)  # the next call returns True if another server has changed it
         with contextlib.suppress(NotFoundError):  # the checkpoint was deleted already
             generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
             state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
@@ -373,6 +375,13 @@ def free_deleted(state: AppState, path: str) -> None:
     use it."""
     if parse_path(path)[1] is CheckpointKind.SAMPLER:
         state.engine.submit(DropSnapshot(weights=path))
+
+
+def free_changed(state: AppState, weights: str | None) -> None:
+    """Free the copy of a sampler checkpoint on the device if another server has deleted it or saved it
+    again."""
+    if weights is not None and is_on_disk(weights) and state.checkpoints.has_changed(weights):
+        free_deleted(state, weights)
 
 
 async def set_public(state: AppState, request: Request, *, public: bool) -> Reply:
