@@ -100,7 +100,7 @@ async def housekeep(state: AppState) -> None:
             continue  # a client has changed the expiry while other checkpoints were deleted
         generation = state.run_index.expiring_generation(path)
         try:
-            generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
+            generation = await weights.delete(state, path, only=generation)
             if generation is None:
                 continue  # the checkpoint was saved again; that save records the new expiry
             weights.free_deleted(state, path)

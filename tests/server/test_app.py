@@ -7,7 +7,9 @@ import io
 import json
 import logging
 import tarfile
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +17,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import safetensors.numpy
 import zstandard
@@ -32,6 +35,7 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
     UnloadModel,
 )
+from skyrl_tx_server.files import checkpoints
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
@@ -596,6 +600,31 @@ async def test_other_checkpoints_expire_if_one_cannot_be_deleted(
     await housekeep(context)
     assert context.run_index.expired() == []
     assert checkpoint_records(tmp_path) == [damaged]
+
+
+async def test_deletions_during_a_save_do_not_delay_other_requests(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id = await make_model(http, await open_session(http))
+    await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def slow_save(arrays: dict[str, np.ndarray], file: Path) -> None:
+        is_writing.set()
+        assert may_write.wait(60)
+        safetensors.numpy.save_file(arrays, file)
+
+    monkeypatch.setattr(checkpoints, "save_file", slow_save)
+    save = await post(http, "save_weights", model_id=model_id, seq_id=2, path="0002")
+    await asyncio.to_thread(is_writing.wait)
+    checkpoint = f"training_runs/{model_id}/checkpoints/weights/0001"
+    deletions = [asyncio.create_task(http.delete(checkpoint)) for _ in range(50)]
+    async with asyncio.timeout(10):
+        listed = [(await http.get("checkpoints")).json() for _ in range(2)][-1]
+    may_write.set()
+    assert len(listed["checkpoints"]) == 1
+    assert Counter(reply.status_code for reply in await asyncio.gather(*deletions)) == {204: 1, 404: 49}
+    assert "error" not in await result(http, save)
 
 
 @pytest.mark.parametrize("expires", [False, True])

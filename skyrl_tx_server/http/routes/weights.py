@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -51,6 +51,7 @@ CHECKPOINT_TYPES = {
     CheckpointKind.SAMPLER: "sampler",
     CheckpointKind.EXTERNAL: "external",
 }
+_DELETER = ThreadPoolExecutor(1, "deletions")
 
 
 # --- saving ---
@@ -364,10 +365,17 @@ async def list_checkpoints(state: AppState, request: Request) -> Reply:
 
 async def delete_checkpoint(state: AppState, request: Request) -> Reply:
     path = path_of(request)
-    generation = await asyncio.to_thread(state.checkpoints.delete, path)
+    generation = await delete(state, path)
     free_deleted(state, path)
     state.run_index.forget(path, generation)
     return None
+
+
+async def delete(state: AppState, path: str, *, only: str | None = None) -> str | None:
+    """Call `CheckpointStore.delete` in a thread of its own. It waits while a checkpoint is written, and would
+    otherwise occupy threads that other requests need."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_DELETER, partial(state.checkpoints.delete, path, only=only))
 
 
 def free_deleted(state: AppState, path: str) -> None:
