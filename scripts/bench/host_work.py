@@ -1,6 +1,6 @@
-"""Measure three parts of the host's work in sampling: computing the KV splits of a decode dispatch (the parts
-of the KV cache that an attention kernel reads one by one), and lookup and eviction in the prefix cache. No
-model is loaded.
+"""Measure parts of the host's work in sampling: computing the KV splits of a decode dispatch (the parts of
+the KV cache that an attention kernel reads one by one), lookup and eviction in the prefix cache, and the
+choice of requests for free slots. No model is loaded.
 
     python -m scripts.bench.host_work
 """
@@ -14,6 +14,8 @@ from functools import partial
 import numpy as np
 
 from scripts.bench.compare import print_figure
+from skyrl_tx_server.engine.operations import Sample, SamplingSettings
+from skyrl_tx_server.engine.sample_queue import SampleQueue
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling.prefix_cache import PrefixCache
@@ -45,6 +47,13 @@ def main() -> None:
     held.allocate(1)
     milliseconds = fastest_ms(lambda: held.allocate(1))
     print_figure("eviction of one page while sequences hold 10,000 pages, ms", milliseconds, at_most=0.05)
+    queue = SampleQueue(max_partial_prefill_tokens=0, is_changing=lambda weights, request_id: False)
+    settings = SamplingSettings(max_tokens=1000)
+    for number in range(1000):
+        sample = Sample(weights=None, prompt=prefix[:20], settings=settings, num_samples=1)
+        queue.add(number + 1, sample, tenant=str(number))
+    milliseconds = fastest_ms(lambda: queue.plan_prefills(16, 16, reserved=[], deferred=None))
+    print_figure("choice of 16 requests of 1,000 tenants, ms", milliseconds, at_most=5.0)
 
 
 def computed(cache: PrefixCache, tokens: np.ndarray) -> None:

@@ -5,11 +5,12 @@ The docstring of `scheduler` states the rules and describes the account of a ten
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
-from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan
+from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan, Tenant, Turns
 
 MIN_DISPATCHES = 2
 """A sequence keeps its slot for at least this many decode dispatches before it may be paused."""
@@ -27,9 +28,9 @@ class PlannedPause:
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
     """Return the sequences to pause. `num_slots` is the number of all slots, free or in use. `for_memory`
     means that a KV page or a LoRA slot is missing. With `for_memory`, return at most one sequence."""
-    plan, pauses = SlotPlan(num_slots=num_slots), list[PlannedPause]()
+    plan, pauses, turns = SlotPlan(num_slots=num_slots), list[PlannedPause](), queue.turns()
     while len(pauses) < num_slots:
-        pause = _next_pause(queue, plan, for_memory=for_memory)
+        pause = _next_pause(queue, turns, plan, for_memory=for_memory)
         if pause is None:
             break
         plan.give_slot(pause.waiter)
@@ -37,51 +38,65 @@ def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list
         pauses.append(pause)
         if for_memory:
             break
+        tenant = pause.request.tenant
+        if tenant.has_waiting:  # its account has decreased
+            heapq.heappush(turns, (plan.account(tenant), tenant.first_waiting, tenant.name))
     queue.discard(plan)
     return pauses
 
 
-def _next_pause(queue: SampleQueue, plan: SlotPlan, *, for_memory: bool) -> PlannedPause | None:
+def _next_pause(queue: SampleQueue, turns: Turns, plan: SlotPlan, *, for_memory: bool) -> PlannedPause | None:
     """Return one pause in addition to the pauses in `plan`, or None if no sequence should be paused."""
-    candidates = [
-        (plan.account(tenant), queue.next_of(tenant, plan))
-        for tenant in queue.tenants.values()
-        if tenant.has_waiting
-    ]
-    waiters = sorted(
-        ((account, waiter) for account, waiter in candidates if waiter is not None),
-        key=lambda candidate: (candidate[0], candidate[1].request_id),
-    )
-    if not waiters:
-        return None
     largest_account, sequence = _sequence_of_largest_account(queue, plan)
-    if sequence is not None:
-        smallest_account, waiter = waiters[0]
-        if (
-            sequence[0].tenant is not waiter.tenant
-            and largest_account - SLOT_UNITS >= smallest_account + SLOT_UNITS
-        ):
-            return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
+    first = None if sequence is None else queue.next_in(turns, plan)
+    if sequence is None or first is None:
+        return None
+    if (
+        sequence[0].tenant is not first.tenant
+        and largest_account - SLOT_UNITS >= plan.account(first.tenant) + SLOT_UNITS
+    ):
+        return PlannedPause(request=sequence[0], index=sequence[1], waiter=first)
     if for_memory:
         return None
-    charged = sum(waiter.tenant.charged for _, waiter in waiters)
-    for account, waiter in waiters:
+    # Only these tenants can get a slot by the other rules.
+    waiters = _waiters(
+        queue,
+        plan,
+        [
+            tenant
+            for tenant in queue.tenants.values()
+            if tenant.running or tenant.has_small_waiting or plan.started.get(tenant.name)
+        ],
+    )
+    all_waiters: list[Request] | None = None
+    for waiter in waiters:
         tenant = waiter.tenant
-        if (
-            sequence is not None
-            and sequence[0].tenant is not tenant
-            and waiter.is_small
-            and plan.has_room_for_small(tenant)
-        ):
+        if sequence[0].tenant is not tenant and waiter.is_small and plan.has_room_for_small(tenant):
+            if all_waiters is None:
+                all_waiters = _waiters(queue, plan, queue.tenants.values())
             max_account = largest_account - SLOT_UNITS
-            if len(waiters) > 1:
-                max_account = (charged - tenant.charged) / (len(waiters) - 1)
-            if account <= max_account:
+            if len(all_waiters) > 1:
+                charged = sum(other.tenant.charged for other in all_waiters)
+                max_account = (charged - tenant.charged) / (len(all_waiters) - 1)
+            if plan.account(tenant) <= max_account:
                 return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
         same_tenant = _sequence_of_same_tenant(queue, waiter, plan)
         if same_tenant is not None:
             return PlannedPause(request=same_tenant[0], index=same_tenant[1], waiter=waiter)
     return None
+
+
+def _waiters(queue: SampleQueue, plan: SlotPlan, tenants: Iterable[Tenant]) -> list[Request]:
+    """Return the next request of each tenant that has one, in the order of the accounts."""
+    requests = [
+        queue.next_of(tenant, plan)
+        for tenant in tenants
+        if tenant.has_waiting or plan.started.get(tenant.name)
+    ]
+    return sorted(
+        (request for request in requests if request is not None),
+        key=lambda request: (plan.account(request.tenant), request.request_id),
+    )
 
 
 def _sequence_of_largest_account(

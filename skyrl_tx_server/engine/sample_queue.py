@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from skyrl_tx_server.engine.operations import Sample
-from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Request, SlotPlan, Tenant
+from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Request, SlotPlan, Tenant, Turns
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
@@ -201,8 +201,9 @@ class SampleQueue:
         """
         plan, chosen = SlotPlan(num_slots=num_slots), dict[int, Request]()
         reserved = [request_id for request_id in reserved if request_id in self._waiting]
+        turns = self.turns() if free_slots else []
         while free_slots:
-            request = self.requests[reserved.pop(0)] if reserved else self._next(plan)
+            request = self.requests[reserved.pop(0)] if reserved else self.next_in(turns, plan)
             if request is None or (request.request_id == deferred and not chosen):
                 break
             if request.request_id not in chosen:
@@ -252,20 +253,29 @@ class SampleQueue:
             for request in requests:
                 self._push(request)
 
-    def _next(self, plan: SlotPlan) -> Request | None:
+    def turns(self) -> Turns:
+        """Return the tenants that have waiting requests, for `next_in`."""
+        turns = [
+            (tenant.account, tenant.first_waiting, tenant.name)
+            for tenant in self.tenants.values()
+            if tenant.has_waiting
+        ]
+        heapq.heapify(turns)
+        return turns
+
+    def next_in(self, turns: Turns, plan: SlotPlan) -> Request | None:
         """Return the request that gets the next slot once the slots of `plan` are assigned. None: no request
-        can get a slot."""
-        best: tuple[float, Request] | None = None
-        for tenant in self.tenants.values():
-            account = plan.account(tenant)
-            if best is not None and account > best[0]:
-                continue
+        can get a slot. Update `turns`, in which no account may be too large."""
+        while turns:
+            turn = heapq.heappop(turns)
+            tenant = self.tenants[turn[2]]
             request = self.next_of(tenant, plan)
-            if request is not None and (
-                best is None or (account, request.request_id) < (best[0], best[1].request_id)
-            ):
-                best = account, request
-        return best and best[1]
+            if request is not None:
+                current = plan.account(tenant), request.request_id, tenant.name
+                heapq.heappush(turns, current)
+                if current == turn:
+                    return request
+        return None
 
     def _first_unstarted(self, heap: list[int], plan: SlotPlan) -> Request | None:
         """Return the first request of the heap that is not in the plan. Outdated entries are removed."""
@@ -312,9 +322,13 @@ class SampleQueue:
         heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
 
     def _stop_waiting(self, request: Request) -> None:
-        """Remove the request from the queues. `_first_unstarted` later removes its entry in a heap."""
+        """Remove the request from the queues."""
         self._waiting.pop(request.request_id, None)
         request.tenant.started.pop(request.request_id, None)
+        # The first entry of a heap must not be outdated, see `Tenant.has_waiting`.
+        self._first_unstarted(
+            request.tenant.unstarted[request.is_small, request.is_long], SlotPlan(num_slots=0)
+        )
         weights = request.op.weights
         if weights is not None and weights in self._waiting_for:
             self._waiting_for[weights].pop(request.request_id, None)

@@ -89,6 +89,21 @@ class Tenant:
     def has_waiting(self) -> bool:
         return bool(self.started) or any(self.unstarted.values())
 
+    @property
+    def has_small_waiting(self) -> bool:
+        return any(request.is_small for request in self.started.values()) or any(
+            heap for (is_small, _), heap in self.unstarted.items() if is_small
+        )
+
+    @property
+    def first_waiting(self) -> int:
+        """A lower bound of the ids of the waiting requests."""
+        return min((*self.started, *(heap[0] for heap in self.unstarted.values() if heap)))
+
+
+type Turns = list[tuple[float, int, str]]
+"""A heap with (account, lower bound of the id of the next request, name) of each tenant that may be next."""
+
 
 @dataclass(kw_only=True, slots=True)
 class SlotPlan:

@@ -20,8 +20,9 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
+from skyrl_tx_server.engine.pausing import plan_pauses
 from skyrl_tx_server.engine.sample_queue import PROMPT_TOKENS_PER_UNIT, PROMPTS_PER_PREFILL, SampleQueue
-from skyrl_tx_server.engine.sample_requests import SLOT_UNITS
+from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan, Tenant
 from skyrl_tx_server.engine.scheduled_work import Decode, OperationStep, Pause, Prefill, PrefillRequest
 from skyrl_tx_server.engine.scheduler import MAX_COUNTED_S, MAX_IDLE_SHARE, PREFILLS_PER_DISPATCH, Scheduler
 
@@ -825,3 +826,29 @@ def test_every_request_of_a_random_workload_is_served(seed: int) -> None:
         pass
     assert set(request_ids) <= set(simulation.ended)
     assert simulation.scheduler.num_waiting_samples == simulation.scheduler.num_waiting_steps == 0
+
+
+class CountingQueue(SampleQueue):
+    """Counts the calls of `next_of`, which take most of the time of a choice."""
+
+    num_calls = 0
+
+    def next_of(self, tenant: Tenant, plan: SlotPlan) -> Request | None:
+        self.num_calls += 1
+        return super().next_of(tenant, plan)
+
+
+def test_the_cost_of_a_choice_does_not_grow_with_the_tenants() -> None:
+    queue = CountingQueue(max_partial_prefill_tokens=0, is_changing=lambda weights, request_id: False)
+    for number in range(1000):
+        queue.add(number + 1, long_sample(2), tenant=str(number))
+    for expected in (range(1, 17), range(17, 33)):
+        prefills = queue.plan_prefills(16, 32, reserved=[], deferred=None)
+        assert [prefill.request_id for prefill in prefills] == list(expected)
+        for prefill in prefills:
+            queue.start(prefill)
+    for _ in range(32):
+        queue.charge_dispatch()
+    pauses = plan_pauses(queue, 32, for_memory=False)
+    assert len(pauses) == 32 and pauses[0].waiter.request_id == 33
+    assert queue.num_calls < 500
