@@ -39,6 +39,7 @@ from skyrl_tx_server.files.peft_files import (
     read_adapter,
     write_adapter,
 )
+from skyrl_tx_server.model.config_json import extend_context
 
 
 @chz.chz
@@ -70,6 +71,11 @@ class MergeOptions:
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(
         default=None, doc="Data type of the weights; default: as in the base model, bfloat16 for FP8 weights"
+    )
+    max_context_length: int | None = chz.field(
+        default=None,
+        doc="If the server ran with yarn=true: its max_context_length. config.json then gets the same YaRN "
+        "scaling; default: the scaling of the base model",
     )
 
 
@@ -134,6 +140,8 @@ def merge(options: MergeOptions) -> str:
     info, arrays = _read(options.checkpoints_dir, options.checkpoint, base_hash=fingerprint(base.directory))
     with _new_directory(options.output, merged_bytes(base)) as directory:
         write_merged(base, deltas(arrays, info.lora), directory, options.dtype)
+        if options.max_context_length is not None:
+            extend_context(directory, options.max_context_length)
     return f"{options.base_model} + {options.checkpoint} -> {options.output}"
 
 

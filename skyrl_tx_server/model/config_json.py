@@ -8,10 +8,16 @@ from typing import Any
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.fp8 import block_size
-from skyrl_tx_server.files.json_file import read_json_object
+from skyrl_tx_server.files.json_file import read_json_object, write_json
 from skyrl_tx_server.model.families.layer_spec import Family
 from skyrl_tx_server.model.families.table import FAMILIES, family_of
-from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
+from skyrl_tx_server.model.model_config import (
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+    attention_factor,
+    yarn_context,
+)
 
 DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
 SIZES = (  # the entries of config.json that must be at least 1
@@ -126,6 +132,25 @@ def _rope(scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]
                 "keep one value, in rope_parameters"
             )
     return scaling | parameters
+
+
+def extend_context(model_dir: Path, length: int) -> None:
+    """Write the YaRN scaling of `yarn_context` into config.json: into `rope_parameters` if this entry exists
+    (transformers 5), else into `rope_scaling`. Raise ConfigError as `yarn_context` does."""
+    config = load_model_config(model_dir)
+    extended = yarn_context(config, length)
+    if extended is config or not isinstance(extended.rope_scaling, YarnScaling):
+        return
+    raw = _read_json(model_dir / "config.json")
+    entry = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = (raw.pop("rope_scaling", None) or {}) | (raw.get("rope_parameters") or {})
+    rope.pop("type", None)  # the former name of rope_type
+    raw[entry] = rope | {
+        "rope_type": "yarn",
+        "factor": extended.rope_scaling.factor,
+        "original_max_position_embeddings": extended.rope_scaling.original_max_position_embeddings,
+    }
+    write_json(model_dir / "config.json", raw)
 
 
 def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> YarnScaling | Llama3Scaling | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -26,6 +27,7 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import read_adapter
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora.adapter import init_adapter
+from skyrl_tx_server.model.model_config import yarn_context
 from skyrl_tx_server.model.transformer import head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training.train_step import adam_from_arrays
@@ -93,6 +95,25 @@ def test_a_merged_model_equals_the_base_model_with_its_adapter(
         np.abs(merged - adapted).max() < 1e-4 < np.abs(adapted - logits(FIXTURES / model, None, spec)).max()
     )
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_merged_model_has_the_context_of_the_server(tmp_path: Path, model: str) -> None:
+    """One model has `rope_parameters` (transformers 5), the other has not."""
+    save(tmp_path, FIXTURES / model, LoraSpec(rank=2))
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={FIXTURES / model}"]
+    config = load_model_config(FIXTURES / model)
+    for length in (config.context_length, 1000):
+        merged = tmp_path / str(length)
+        assert main(["merge", *options, f"max_context_length={length}", f"output={merged}"]) == 0
+        expected = yarn_context(config, length)
+        assert load_model_config(merged).rope_scaling == expected.rope_scaling
+        rope = transformers.AutoConfig.from_pretrained(merged).rope_parameters
+        assert rope["rope_type"] == ("yarn" if length == 1000 else "default")
+        assert (rope.get("factor"), rope["rope_theta"]) == (
+            4.0 if length == 1000 else None,
+            config.rope_theta,
+        )
 
 
 def test_a_stored_copy_of_a_tied_head_is_not_merged(tmp_path: Path) -> None:
