@@ -98,9 +98,8 @@ class CheckpointStore:
         self._quota_bytes = quota_bytes
         self._tenant_quota = tenant_quota
         self.derived_files = DerivedFiles(root)
-        self._versions: dict[
-            str, tuple[int, int] | None
-        ] = {}  # by path, the latest call of `has_changed` last
+        self._versions: dict[str, tuple[int, int] | None] = {}
+        """By path. None: there is no checkpoint. The latest call of `has_changed` is the last entry."""
         self._tenant: str | None = None  # None: all owners
         self._is_public: Callable[[str], bool] = lambda path: False
 
@@ -125,18 +124,18 @@ class CheckpointStore:
         return self._owns(path) and (self._directory(path) / RECORD_NAME).is_file()
 
     def has_changed(self, path: str) -> bool:
-        """Return whether the checkpoint was saved again or deleted since the previous call with this path.
-        The first call returns False. Call this method on the event loop."""
+        """Return whether the checkpoint existed in the previous call with this path, and was saved again or
+        deleted since then. Call this method on the event loop."""
         try:
             status = (self._directory(path) / RECORD_NAME).stat()
             version = status.st_ino, status.st_mtime_ns
         except OSError:
             version = None
-        previous = self._versions.pop(path, version)
+        previous = self._versions.pop(path, None)
         self._versions[path] = version
         if len(self._versions) > MAX_VERSIONS:
             del self._versions[next(iter(self._versions))]
-        return version != previous
+        return previous not in (None, version)
 
     def info(self, path: str) -> CheckpointInfo:
         """Return the parsed record. Raise NotFoundError if there is no accessible checkpoint, and UserError

@@ -381,6 +381,7 @@ async def delete(state: AppState, path: str, *, only: str | None = None) -> str 
 def free_deleted(state: AppState, path: str) -> None:
     """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before still
     use it."""
+    state.checkpoints.has_changed(path)  # a later save to the path is then no change
     if parse_path(path)[1] is CheckpointKind.SAMPLER:
         state.engine.submit(DropSnapshot(weights=path))
 
@@ -389,7 +390,7 @@ def free_changed(state: AppState, weights: str | None) -> None:
     """Free the copy of a sampler checkpoint on the device if another server has deleted it or saved it
     again."""
     if weights is not None and is_on_disk(weights) and state.checkpoints.has_changed(weights):
-        free_deleted(state, weights)
+        state.engine.submit(DropSnapshot(weights=weights))
 
 
 async def set_public(state: AppState, request: Request, *, public: bool) -> Reply:
