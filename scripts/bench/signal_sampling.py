@@ -59,7 +59,7 @@ def simulated(
             chosen = state.choose(tasks, batch_size, settings, step=step, refill_index=0)
         groups = [group_of(task, rates[tasks.index(task)], group_size, rng) for task in chosen]
         state = state.after(groups)
-        informative += sum(map(is_good, groups))
+        informative += sum(is_good(group, 1) for group in groups)
         num_groups += len(groups)
         visited |= {task.id for task in chosen}
         longest = max(longest, *(step - last[task.id] for task in tasks))
