@@ -93,7 +93,7 @@ async def open_policy_and_tasks(
         async with connecting as endpoint, watching(_unchecked, config) as watchdog:
             checking = endpoint.check(
                 temperature=config.temperature,
-                top_p=None if config.top_p == 1 else config.top_p,
+                top_p=config.top_p,
                 seed=config.seed,
                 max_tokens=config.length_limits.max_generate_length,
             )

@@ -118,20 +118,20 @@ class ChatEndpoint:
         temperature: float,
         seed: int | None,
         max_tokens: int | None = None,
-        top_p: float | None = None,
+        top_p: float = 1.0,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
         """Return one reply to a conversation in OpenAI's format. Raises PromptTooLong if the endpoint refuses
         the conversation for its length, and BackendError if there is no reply for another reason.
 
-        A parameter that is None is not sent, so the endpoint uses its default.
+        A parameter that is None, and a `top_p` of 1, are not sent, so the endpoint uses its default.
         """
         request: dict[str, Any] = {
             "model": self.model,
             "messages": list(messages),
             "temperature": temperature,
         }
-        request |= {"seed": seed, "max_tokens": max_tokens, "top_p": top_p} | (
+        request |= {"seed": seed, "max_tokens": max_tokens, "top_p": None if top_p == 1 else top_p} | (
             {"tools": list(tools)} if tools else {}
         )
         action = f"sampling from {self.model}"
@@ -156,7 +156,7 @@ class ChatEndpoint:
             num_completion_tokens=usage.completion_tokens if usage else 0,
         )
 
-    async def check(self, *, temperature: float, top_p: float | None, seed: int, max_tokens: int) -> None:
+    async def check(self, *, temperature: float, top_p: float, seed: int, max_tokens: int) -> None:
         """Request one short reply. Raises ConfigError if the endpoint refuses the request (400 or 422),
         because it then refuses the same options in every trial. Other errors are left to the trials, which
         repeat the request.
@@ -171,7 +171,7 @@ class ChatEndpoint:
             if isinstance(cause, openai.BadRequestError | openai.UnprocessableEntityError):
                 raise ConfigError(
                     f"{self.model} refuses a request with temperature={temperature:g}, "
-                    f"max_tokens={max_tokens}{'' if top_p is None else f', top_p={top_p:g}'} and a seed: "
+                    f"max_tokens={max_tokens}{'' if top_p == 1 else f', top_p={top_p:g}'} and a seed: "
                     f"{' '.join(cause.message.split())}; change the options that it names"
                 ) from error
 
@@ -193,7 +193,7 @@ class EndpointPolicy:
             messages,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            top_p=None if request.top_p == 1 else request.top_p,
+            top_p=request.top_p,
             seed=request.seed,
         )
         completion_ids = self._codec.encode(

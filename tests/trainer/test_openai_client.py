@@ -154,7 +154,7 @@ async def test_an_endpoint_that_refuses_the_options_is_refused_at_once(status, m
 
     expected = pytest.raises(ConfigError, match="big refuses a request with temperature")
     with expected if is_refused else contextlib.nullcontext():
-        await endpoint(answer).check(temperature=0.5, top_p=None, seed=1, max_tokens=9)
+        await endpoint(answer).check(temperature=0.5, top_p=1.0, seed=1, max_tokens=9)
     assert len(requests) == 1
 
 
