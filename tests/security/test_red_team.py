@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ import pytest
 
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
-from tests.security.red_team.attack import EnvironmentKind, RunAs
+from tests.security.red_team.attack import Attack, EnvironmentKind, RunAs
 from tests.security.red_team.attack_process import command
 from tests.security.red_team.image import BASE
+from tests.security.red_team.table import ATTACKS as ALL_ATTACKS
 from tests.security.red_team.table import sampled
 
 PLACE_TIMEOUT_S = 1800
@@ -125,3 +128,19 @@ def test_every_environment_gets_forty_attacks_of_all_categories() -> None:
         attacks = sampled(NUM_ATTACKS, *place)
         assert len(attacks) == NUM_ATTACKS, f"{place} has {len(attacks)}"
         assert len({attack.category for attack in attacks}) == 7, place
+
+
+PYTHON_PROGRAM = re.compile(r"(?:^py|> \S+\.py) <<'END'\n(.*?)^END$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("attack", ALL_ATTACKS, ids=lambda attack: attack.name)
+def test_attack_script_has_no_syntax_error(attack: Attack) -> None:
+    """A script with a syntax error would attack nothing, so its other test could not fail."""
+    check = subprocess.run(
+        ["bash", "-n"], input=attack.script, capture_output=True, text=True, check=False, timeout=10
+    )
+    assert (check.returncode, check.stderr) == (0, "")
+    programs = PYTHON_PROGRAM.findall(attack.script)
+    assert len(programs) == len(re.findall(r"\bpy <<|\.py <<", attack.script))
+    for program in programs:
+        ast.parse(program)

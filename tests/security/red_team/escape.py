@@ -24,12 +24,11 @@ ATTACKS = (
     escape(
         "sysctl",  # The files are opened for writing, but nothing is written.
         """
-for name in kernel/core_pattern kernel/panic kernel/modprobe kernel/sysrq kernel/pid_max kernel/threads-max
-vm/overcommit_memory \\
+for name in kernel/core_pattern kernel/panic kernel/modprobe kernel/sysrq kernel/pid_max kernel/threads-max vm/overcommit_memory \\
     vm/drop_caches fs/file-max kernel/printk kernel/randomize_va_space; do
     (exec 7>> /proc/sys/$name) 2>/dev/null && hole "/proc/sys/$name can be opened for writing"
-done [ -n "$(find /proc/sys -type f -writable -not -path '/proc/sys/net/*' -not -path '*/ns_last_pid'
-2>/dev/null | head -n 1)" ] &&
+done
+[ -n "$(find /proc/sys -type f -writable -not -path '/proc/sys/net/*' -not -path '*/ns_last_pid' 2>/dev/null | head -n 1)" ] &&
     hole "a file below /proc/sys is writable"
 """,
     ),
@@ -44,14 +43,15 @@ done
     escape(
         "kernel-files",
         """
-[ $WHERE = docker ] || more="/proc/kmsg /proc/kpageflags /proc/kpagecount /proc/kpagecgroup /proc/slabinfo
-/proc/vmallocinfo" for path in /proc/kcore /proc/timer_list /proc/sched_debug /proc/keys /proc/latency_stats
-/proc/acpi/* /proc/scsi/* /sys/firmware/* \\
+[ $WHERE = docker ] || more="/proc/kmsg /proc/kpageflags /proc/kpagecount /proc/kpagecgroup /proc/slabinfo /proc/vmallocinfo"
+for path in /proc/kcore /proc/timer_list /proc/sched_debug /proc/keys /proc/latency_stats /proc/acpi/* /proc/scsi/* /sys/firmware/* \\
     /sys/kernel/debug/* $more; do
     [ -f $path ] && [ "$(timeout 2 head -c 1 $path 2>/dev/null | wc -c)" = 1 ] && hole "$path can be read"
-done [ $WHERE = docker ] || { grep -qv '^ *00000000-00000000' /proc/iomem 2>/dev/null && hole "/proc/iomem
-shows addresses"; } [ $WHERE = docker ] || { grep -qv '^0000000000000000' /proc/kallsyms 2>/dev/null && hole
-"/proc/kallsyms shows addresses"; } true """,
+done
+[ $WHERE = docker ] || { grep -qv '^ *00000000-00000000' /proc/iomem 2>/dev/null && hole "/proc/iomem shows addresses"; }
+[ $WHERE = docker ] || { grep -qv '^0000000000000000' /proc/kallsyms 2>/dev/null && hole "/proc/kallsyms shows addresses"; }
+true
+""",
     ),
     escape(
         "mount",
@@ -78,8 +78,8 @@ END
     escape(
         "namespaces",
         """
-py <<'END' for name, flag in dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000,
-ipc=0x08000000, uts=0x04000000,
+py <<'END'
+for name, flag in dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000, ipc=0x08000000, uts=0x04000000,
                        cgroup=0x02000000, time=0x80).items():
     child = os.fork()
     if child == 0:
@@ -87,8 +87,7 @@ ipc=0x08000000, uts=0x04000000,
     if os.waitpid(child, 0)[1] == 0:
         hole(f"a {name} namespace can be created")
 class CloneArguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in "flags pidfd child parent signal stack size tls tid number
-    cgroup".split()]
+    _fields_ = [(name, ctypes.c_uint64) for name in "flags pidfd child parent signal stack size tls tid number cgroup".split()]
 arguments = CloneArguments(flags=0x10000000, signal=17)
 child = syscall(435, ctypes.byref(arguments), ctypes.sizeof(arguments))
 if child == 0:
@@ -190,24 +189,24 @@ for process in /proc/[0-9]* /proc/self /proc/thread-self; do
     done
 done
 for descriptor in /proc/[0-9]*/fd/*; do
-    [ -e "$descriptor/../../../..$SENTINEL" ] && hole "$descriptor shows the host's files" case "$(readlink
-    "$descriptor" 2>/dev/null)" in *agent-trainer-*|*red-team-*) hole "$descriptor is a file of the trainer"
-    ;; esac
-done [ -e "$SENTINEL" ] && hole "a file of the host is visible" tr '\\0' ' ' < /proc/$HOST_PID/cmdline
-2>/dev/null | grep -q red_team && hole "a process of the host is visible" true """,
+    [ -e "$descriptor/../../../..$SENTINEL" ] && hole "$descriptor shows the host's files"
+    case "$(readlink "$descriptor" 2>/dev/null)" in *agent-trainer-*|*red-team-*) hole "$descriptor is a file of the trainer" ;; esac
+done
+[ -e "$SENTINEL" ] && hole "a file of the host is visible"
+tr '\\0' ' ' < /proc/$HOST_PID/cmdline 2>/dev/null | grep -q red_team && hole "a process of the host is visible"
+true
+""",
     ),
     escape(
         "devices",
         """
-py <<'END' for name in ("mem kmem port kmsg kvm vda sda nvme0n1 loop-control vsock net/tun fuse uinput
-mapper/control vhost-net vhost-vsock "
+py <<'END'
+for name in ("mem kmem port kmsg kvm vda sda nvme0n1 loop-control vsock net/tun fuse uinput mapper/control vhost-net vhost-vsock "
              "cuse hpet").split():
     if opens(f"/dev/{name}", os.O_RDONLY):
         hole(f"/dev/{name} can be opened")
-for name, kind, major, minor in (("mem", 0o020000, 1, 1), ("kmsg", 0o020000, 1, 11), ("disk", 0o060000, 254,
-0), ("disk2", 0o060000, 8, 0),
-                                 ("loop", 0o060000, 7, 0), ("tty", 0o020000, 4, 0), ("fuse", 0o020000, 10,
-                                 229)):
+for name, kind, major, minor in (("mem", 0o020000, 1, 1), ("kmsg", 0o020000, 1, 11), ("disk", 0o060000, 254, 0), ("disk2", 0o060000, 8, 0),
+                                 ("loop", 0o060000, 7, 0), ("tty", 0o020000, 4, 0), ("fuse", 0o020000, 10, 229)):
     path = f"/tmp/device-{name}"
     try:
         os.mknod(path, 0o600 | kind, os.makedev(major, minor))
@@ -221,10 +220,9 @@ END
     escape(
         "socket-families",
         """
-py <<'END' for name, family, kind in (("AF_VSOCK", 40, 1), ("AF_PACKET", 17, 3), ("AF_ALG", 38, 5), ("AF_KEY",
-15, 3), ("AF_TIPC", 30, 5),
-                           ("AF_RDS", 21, 5), ("AF_BLUETOOTH", 31, 3), ("AF_CAN", 29, 3), ("AF_XDP", 44, 3),
-                           ("AF_X25", 9, 5)):
+py <<'END'
+for name, family, kind in (("AF_VSOCK", 40, 1), ("AF_PACKET", 17, 3), ("AF_ALG", 38, 5), ("AF_KEY", 15, 3), ("AF_TIPC", 30, 5),
+                           ("AF_RDS", 21, 5), ("AF_BLUETOOTH", 31, 3), ("AF_CAN", 29, 3), ("AF_XDP", 44, 3), ("AF_X25", 9, 5)):
     try:
         socket.socket(family, kind, 0).close()
         hole(f"a socket of {name} can be created")
@@ -268,15 +266,13 @@ END
     escape(
         "cgroup-files",
         """
-find / -xdev -name release_agent 2>/dev/null | head -n 1 | grep -q . && hole "a release_agent is visible" for
-path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name notify_on_release -o -name
-cgroup.procs \\
-    -o -name devices.allow -o -name memory.max -o -name memory.limit_in_bytes \\) 2>/dev/null | head -n 60);
-    do (exec 7>> "$path") 2>/dev/null && hole "$path can be opened for writing"
+find / -xdev -name release_agent 2>/dev/null | head -n 1 | grep -q . && hole "a release_agent is visible"
+for path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name notify_on_release -o -name cgroup.procs \\
+    -o -name devices.allow -o -name memory.max -o -name memory.limit_in_bytes \\) 2>/dev/null | head -n 60); do
+    (exec 7>> "$path") 2>/dev/null && hole "$path can be opened for writing"
 done
 for place in /sys/fs/cgroup /sys/fs/cgroup/*; do
-    mkdir "$place/$T" 2>/dev/null && [ -e "$place/$T/cgroup.procs" ] && hole "a cgroup can be created in
-    $place"
+    mkdir "$place/$T" 2>/dev/null && [ -e "$place/$T/cgroup.procs" ] && hole "a cgroup can be created in $place"
 done
 true
 """,
@@ -301,9 +297,8 @@ true
         """
 for try in $(seq 300); do  # at the same time, the trainer runs commands
     for request in /.sandbox/requests/*; do
-        [ -f "$request" ] && head -c 1 "$request" >/dev/null 2>&1 && violation="a command of the trainer can
-        be read" [ -p "$request" ] && (exec 7<> "$request") 2>/dev/null && hole "a reply to the trainer can be
-        written" && break 2
+        [ -f "$request" ] && head -c 1 "$request" >/dev/null 2>&1 && violation="a command of the trainer can be read"
+        [ -p "$request" ] && (exec 7<> "$request") 2>/dev/null && hole "a reply to the trainer can be written" && break 2
     done
     sleep 0.01
 done
@@ -351,23 +346,27 @@ END
     escape(
         "privileges",
         """
-grep -q '^CapEff:.*0000000000000000$' /proc/self/status || hole "the process has capabilities" grep -q
-'^CapBnd:.*0000000000000000$' /proc/self/status || hole "a process can get capabilities" grep -q
-'^NoNewPrivs:.*1$' /proc/self/status || hole "setuid programs can grant privileges" grep -q '^Seccomp:.*2$'
-/proc/self/status || hole "there is no filter of system calls" case "$(readlink /proc/self/ns/user)" in
-user:\\[4026531837\\]) hole "the process is in the host's user namespace" ;; esac true """,
+grep -q '^CapEff:.*0000000000000000$' /proc/self/status || hole "the process has capabilities"
+grep -q '^CapBnd:.*0000000000000000$' /proc/self/status || hole "a process can get capabilities"
+grep -q '^NoNewPrivs:.*1$' /proc/self/status || hole "setuid programs can grant privileges"
+grep -q '^Seccomp:.*2$' /proc/self/status || hole "there is no filter of system calls"
+case "$(readlink /proc/self/ns/user)" in user:\\[4026531837\\]) hole "the process is in the host's user namespace" ;; esac
+true
+""",
         SANDBOX,
     ),
     escape(
         "kernel-calls",  # The arguments are harmless if the calls are allowed.
         """
-py <<'END' zeros = ctypes.create_string_buffer(256) event = struct.pack("IIQQQQ", 1, 112, 1, 0, 0,
-0x60).ljust(112, b"\\0") array = struct.pack("IIII", 2, 4, 4, 1).ljust(72, b"\\0") calls = dict(bpf=(321, 0,
-array, 72), perf_event_open=(298, event, 0, -1, -1, 0), userfaultfd=(323, 1), kexec_load=(246, 0, 0, 0, 0),
-             iopl=(172, 3), swapoff=(168, b"/nowhere"), acct=(163, 0), quotactl=(179, 0x800003 << 8, 0, 0,
-             zeros), setdomainname=(171, b"x", 1), vhangup=(153,), pivot_root=(155, b"/", b"/"),
-             init_module=(175, zeros, 0, b""), delete_module=(176, b"x", 0), lookup_dcookie=(212, 0, zeros,
-             10), nfsservctl=(180,), fanotify_init=(300, 0, 0), open_by_handle_at=(304, -100, zeros, 0))
+py <<'END'
+zeros = ctypes.create_string_buffer(256)
+event = struct.pack("IIQQQQ", 1, 112, 1, 0, 0, 0x60).ljust(112, b"\\0")
+array = struct.pack("IIII", 2, 4, 4, 1).ljust(72, b"\\0")
+calls = dict(bpf=(321, 0, array, 72), perf_event_open=(298, event, 0, -1, -1, 0), userfaultfd=(323, 1), kexec_load=(246, 0, 0, 0, 0),
+             iopl=(172, 3), swapoff=(168, b"/nowhere"), acct=(163, 0), quotactl=(179, 0x800003 << 8, 0, 0, zeros),
+             setdomainname=(171, b"x", 1), vhangup=(153,), pivot_root=(155, b"/", b"/"), init_module=(175, zeros, 0, b""),
+             delete_module=(176, b"x", 0), lookup_dcookie=(212, 0, zeros, 10), nfsservctl=(180,), fanotify_init=(300, 0, 0),
+             open_by_handle_at=(304, -100, zeros, 0))
 for name, (number, *arguments) in calls.items():
     if syscall(number, *arguments) >= 0:
         hole(f"{name} is allowed")
@@ -393,11 +392,10 @@ END
     escape(
         "secrets",
         """
-env | grep -q RED_TEAM_SECRET && hole "a secret is in the environment" cat /proc/[0-9]*/environ 2>/dev/null |
-tr '\\0' '\\n' | grep -q RED_TEAM_SECRET && hole "a secret is in a process's environment" cat
-/proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -q 'agent-trainer-[0-9]' && hole "a path of the host
-is in a command line" for path in /root/.ssh /root/.netrc /root/.docker /root/.config /var/run/docker.sock
-/run/docker.sock /run/containerd \\
+env | grep -q RED_TEAM_SECRET && hole "a secret is in the environment"
+cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -q RED_TEAM_SECRET && hole "a secret is in a process's environment"
+cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -q 'agent-trainer-[0-9]' && hole "a path of the host is in a command line"
+for path in /root/.ssh /root/.netrc /root/.docker /root/.config /var/run/docker.sock /run/docker.sock /run/containerd \\
     /run/dbus /run/user; do
     [ -e "$path" ] && hole "$path is visible"
 done
@@ -409,8 +407,7 @@ true
         "signals-to-the-host",
         """
 for signal in 0 CONT; do
-    kill -$signal $HOST_PID 2>/dev/null && tr '\\0' ' ' < /proc/$HOST_PID/cmdline | grep -q red_team && hole
-    "the trainer can be signalled"
+    kill -$signal $HOST_PID 2>/dev/null && tr '\\0' ' ' < /proc/$HOST_PID/cmdline | grep -q red_team && hole "the trainer can be signalled"
 done
 py <<'END'
 try:

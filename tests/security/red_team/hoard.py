@@ -154,8 +154,9 @@ END
     hoard(
         "busy-loops",
         """
-for number in 1 2 3 4; do (setsid nohup timeout 60 sh -c 'while :; do :; done' "$T" &) </dev/null >/dev/null
-2>&1; done py <<'END' for _ in range(4):
+for number in 1 2 3 4; do (setsid nohup timeout 60 sh -c 'while :; do :; done' "$T" &) </dev/null >/dev/null 2>&1; done
+py <<'END'
+for _ in range(4):
     if os.fork() == 0:
         os.setsid()
         for number in range(1, 32):

@@ -72,8 +72,8 @@ END
     persist(
         "linked-logs",
         """
-directory=$(dirname "$SENTINEL") for name in trajectory.json terminus_2.pane rollout.npz episode.json
-result.json trajectory.cont-1.json recording.cast; do
+directory=$(dirname "$SENTINEL")
+for name in trajectory.json terminus_2.pane rollout.npz episode.json result.json trajectory.cont-1.json recording.cast; do
     ln -sf "$SENTINEL" /logs/agent/$name
     ln -sf "$directory/$T" /logs/agent/new.$name
 done
@@ -88,8 +88,7 @@ true
         "linked-logs-later",  # creates the links while the trainer writes the files
         """
 (setsid timeout 20 bash -c 'for try in $(seq 5000); do
-    for name in /logs/agent/trajectory.json /logs/verifier/test-stdout.txt /logs/artifacts/manifest.json; do
-    ln -sfn "$SENTINEL" $name; done
+    for name in /logs/agent/trajectory.json /logs/verifier/test-stdout.txt /logs/artifacts/manifest.json; do ln -sfn "$SENTINEL" $name; done
 done' &) </dev/null >/dev/null 2>&1
 true
 """,

@@ -230,8 +230,9 @@ echo 42 > /app/answer.txt  # the terminal's replies to some sequences corrupt th
     void(
         "strange-names",
         """
-cd /logs/agent long=$(printf 'x%.0s' $(seq 255)) for name in $'\\377\\376' $'new\\nline'
-'--checkpoint-action=exec=sh' '-rf' "$long" '*' '$(touch x)' ' ' $'\\033[2J'; do
+cd /logs/agent
+long=$(printf 'x%.0s' $(seq 255))
+for name in $'\\377\\376' $'new\\nline' '--checkpoint-action=exec=sh' '-rf' "$long" '*' '$(touch x)' ' ' $'\\033[2J'; do
     echo x > "./$name"
     echo x > "/app/$name"
     echo x > "/logs/artifacts/$name"
