@@ -1,4 +1,5 @@
-"""Generate data sets and a small Qwen3 for the recipes, in directories that are named like the hub ids.
+"""Generate data sets and a small Qwen3 for the recipes of tinker-cookbook, in directories that are named like
+the hub ids.
 
 The recipes run unchanged and without the Hugging Face hub, because `AutoTokenizer` and `load_dataset` prefer
 a directory whose path, relative to the working directory, is the hub id.

@@ -21,7 +21,9 @@ wandb keeps the first values, and trackio stores both.
 
 A name with a part in angle brackets stands for several metrics. The reduction says how the values of one
 step (of its trials, turns, tokens or groups) become one number; `last` is a single value. The unit `varies`
-means that the unit depends on the metric, the environment or the server.
+means that the unit depends on the metric, the environment or the server. The [glossary](glossary.md) defines
+the terms, such as *example* (a trajectory with its advantage) and *chain* (turns in which each prompt starts
+with the previous prompt and completion).
 """
 SECTION_NOTES = {
     "Trials": (
@@ -29,16 +31,17 @@ SECTION_NOTES = {
     ),
     "Evaluation": (
         "These are the metrics of the held-out tasks. In `<rate>_at_<k>` and `<rate>_hat_<k>`, the rate is "
-        "`pass` or, if only one part of a benchmark's grading is used, `<part>_pass`. In `<rate>_low` and "
-        "`<rate>_high`, the rate also contains `_at_<k>` or `_hat_<k>`, as in `pass_at_4_low`. "
+        "`pass` or, if only one part of a benchmark's grading is used, `<part>_pass` (such as `env_pass`). "
+        "In `<rate>_low` and `<rate>_high`, the rate also contains `_at_<k>` or `_hat_<k>`, as in "
+        "`pass_at_4_low`. "
         "`docs/evaluation.md` explains rates and intervals."
     ),
 }
 ALIAS_NOTE = """\
-Every line also has the metrics under the names in SkyRL, in the seed documents
-([seed behaviours](seed-behaviours.md)) and in earlier releases of this trainer, so that dashboards with these
-names work. `logs.log` has one line about renamed metrics. The next release removes the names of earlier
-releases."""
+Every line also has the metrics under other names, so that dashboards with these names work: the names in
+SkyRL, the names in the five documents that define this project ([seed behaviours](seed-behaviours.md)) and
+the names in earlier releases of this trainer. `logs.log` has one line about renamed metrics. The next release
+removes the names of earlier releases."""
 
 
 def page() -> str:

@@ -4,11 +4,11 @@
     python -m scripts.simulate agents=64 training_ops=40 train_share=0.5
     python -m scripts.simulate device=cpu slots=8 agents=8 prompt_tokens=900 new_tokens=64
 
-The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
-replaced by their estimated times (`scripts/simulate/costs.py`). With `device=cpu`, the script measures these
-times on this CPU for the model of the benchmarks, and also runs the load on this CPU. It alternates the
-measurement and the run `repeats` times, and compares the median simulated time of the load with the median
-real time.
+The script uses the engine, the scheduler and the allocation of KV pages of the server. It does not run the
+compiled programs of the model, but uses their estimated times (`scripts/simulate/costs.py`). With
+`device=cpu`, the script measures these times on this CPU for a small model (`scripts/bench/small_model.py`),
+and also sends the same requests to a real server on this CPU. It alternates the measurement and the real run
+`repeats` times, and compares the median simulated time with the median real time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def show_shares(config: SimulateConfig, costs: Costs, concurrent: Outcome) -> No
     trained = sum(tokens for at, tokens in concurrent.trained_at if at <= concurrent.sampling_s)
     alone = sum(tokens for _, tokens in training.trained_at) / training.training_s
     print(
-        f"relative to the speed alone: training {trained / concurrent.sampling_s / alone:.0%}, "
+        "relative to the speed without the other kind of work: "
+        f"training {trained / concurrent.sampling_s / alone:.0%}, "
         f"sampling {sampling.sampling_s / concurrent.sampling_s:.0%}"
     )
 

@@ -1,11 +1,12 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
-toy_retail is the small shop whose customers the agent of `quickstart=tau_bench` serves. As for the quick
-start `terminal` (scripts/quickstart/build_model.py), a small Qwen3 with random initial weights is trained on
-demonstrations, with the loss on the agent's tokens only. Training has three phases: drills in copying names,
-lessons, and the mixture. The lessons and the mixture are conversations of a careful and a hasty demonstrator
-(`demonstrations.py`). Most lessons are conversations of the careful demonstrator. The result is
-deterministic. The script takes 16 minutes on two cores of a busy machine.
+toy_retail is the domain of `quickstart=tau_bench`, in which an agent serves the customers of a small shop.
+As for the quick start `terminal` (scripts/quickstart/build_model.py), a small Qwen3 with random initial
+weights is trained on demonstrations, with the loss on the agent's tokens only. Training has three phases. In
+the first phase, the model learns to copy names. The other two phases contain conversations of a careful and a
+hasty demonstrator (`demonstrations.py`): in the second phase (the lessons) mostly of the careful one, and in
+the third phase (the mixture) fewer of the careful one. The result is deterministic. The script takes
+16 minutes on two cores of a busy machine.
 """
 
 from __future__ import annotations

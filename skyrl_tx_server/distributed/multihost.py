@@ -19,8 +19,8 @@ the server stops, because device states may have diverged:
 - A call raises a SequencesLostError, or an error that is not a ServerError.
 
 Rank 0 reads plain text from the other ranks, never a pickle. The other ranks authenticate each message of
-rank 0 (see `channel`) before they unpickle it. Messages to the user call a rank "process", as the option
-`process_id` does.
+rank 0 (see `channel`) before they unpickle it. In messages to the user, a rank is called a process, as in the
+option `process_id`.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """

@@ -58,7 +58,7 @@ def _next_pause(queue: SampleQueue, turns: Turns, plan: SlotPlan, *, for_memory:
         return PlannedPause(request=sequence[0], index=sequence[1], waiter=first)
     if for_memory:
         return None
-    # Only these tenants can get a slot by the other rules.
+    # The remaining rules can give a slot only to these tenants.
     waiters = _waiters(
         queue,
         plan,

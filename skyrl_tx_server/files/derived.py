@@ -1,4 +1,5 @@
-"""Files that are derived from a checkpoint's arrays on request, such as the archive of a download.
+"""Files that are derived from a checkpoint's arrays on request, such as the archive that a client
+downloads.
 
 Their path is `<root>/.derived/<generation>/<name>`. A generation is one save of a checkpoint. Its arrays
 never change, so its derived files never change either. A file is complete or absent, because it is written

@@ -1,5 +1,5 @@
-"""Chooses the layout in which products on one CPU read the projections and the LoRA factors: [outputs,
-inputs] as in Hugging Face's files, or [inputs, outputs].
+"""Chooses the layout of the projections and LoRA factors in the matrix products of one CPU: [outputs, inputs]
+as in Hugging Face's files, or [inputs, outputs].
 
 XLA multiplies a few rows by large weights [inputs, outputs] in two thirds of the time that it needs for
 weights [outputs, inputs]. LoRA slots (the stacked adapters of the sampler) store the factors as [inputs,
@@ -40,7 +40,7 @@ def with_weight_layout(
     config: ModelConfig, *, dtype: np.dtype, num_slots: int, max_lora_rank: int
 ) -> ModelConfig:
     """Return the configuration with `inputs_first` set if the test products have the same bits for all widths
-    of decode batches and all sizes of tile batches. A decode batch has at most `num_slots` sequences.
+    of decode batches and all sizes of prefill batches. A decode batch has at most `num_slots` sequences.
 
     The layout [inputs, outputs] is used only for float32 models on one CPU, without latent attention and with
     projections of at least MIN_BYTES together.
@@ -86,8 +86,9 @@ def _projections(config: ModelConfig) -> list[Weight]:
 def _repeated_rows_are_equal(
     tokens: Sequence[jax.Array], weights: Sequence[jax.Array], *, numbers: tuple[int, ...]
 ) -> jax.Array:
-    """Repeat the rows of each of `tokens` [numbers[0], 1, in] to each number of rows, and multiply them by
-    the weight [in, out]. Return whether equal rows have equal products for all numbers of rows."""
+    """For each number of rows in `numbers`, make a batch that repeats the rows of `tokens`
+    [numbers[0], 1, in], and multiply it by the weight [in, out]. Return whether equal rows have equal
+    products in all batches."""
     is_equal = jnp.array(True)
     for x, weight in zip(tokens, weights, strict=True):
         index = [jnp.arange(number) % numbers[0] for number in numbers]

@@ -132,9 +132,9 @@ class Connector[Config: LoopOptions, Source]:
     ) -> None:
         """Run the training. After each loss of the server, call `train` again from the last checkpoint.
 
-        Raises the BackendError of a loss if the run has made no progress since the previous loss. A graded
-        trial and a step that is trained for the first time count as progress. Raises ServerLost at the first
-        loss if `reconnect_timeout_s` is 0.
+        If the run has made no progress since the previous loss of the server, raises the BackendError of this
+        loss. A graded trial and a step that is trained for the first time count as progress. If
+        `reconnect_timeout_s` is 0, raises ServerLost when the server is lost for the first time.
         """
         progress = -1
         while True:

@@ -383,9 +383,8 @@ def test_a_quota_counts_a_trial_that_is_running_once(tmp_path: Path) -> None:
         (directory / "agent").mkdir(parents=True)
         (directory / "agent" / "log").write_bytes(b"x" * 2**20)
     quota = JobsQuota(limit=5 * 2**19)  # 2.5 times the size of a trial
-    assert not quota.enforce(
-        first
-    ).is_essential_only  # The directory of `second`, which runs, is measured here.
+    # The trial of `second` is running. `enforce(first)` also measures its directory.
+    assert not quota.enforce(first).is_essential_only
     assert not quota.enforce(second).is_essential_only
     (third / "agent").mkdir(parents=True)
     (third / "agent" / "log").write_bytes(b"x" * 2**20)

@@ -198,8 +198,8 @@ async def test_a_command_cannot_forge_the_result_of_another_command() -> None:
             "/.sandbox/requests"
         )
         assert listing.stdout == b"/.sandbox/requests/*\n"
-        # The agent can guess the names of later scripts, but not the names of their FIFOs. No FIFO carries
-        # the exit status.
+        # The agent writes to FIFOs with guessed names. The real names contain a random part, and no FIFO
+        # carries the exit status.
         forge = "for n in $(seq 1 50); do for s in stdout stderr status; do "
         forge += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
         running_command = asyncio.create_task(
@@ -344,7 +344,8 @@ async def test_processes_do_not_inherit_the_trainers_environment(
 
 @needs_root
 def test_the_sandbox_tests_pass_for_an_ordinary_user() -> None:
-    # The tests named kill_9 start another Python process, which may be unable to read the interpreter.
+    # The tests named kill_9 start another Python process. The ordinary user may lack permission to read the
+    # files of the interpreter.
     pytest_process = run_tests_as_nobody([*TEST_FILES, "-k", "not kill_9"])
     assert pytest_process.returncode == 0, pytest_process.stdout[-4000:] + pytest_process.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", pytest_process.stdout)[0]) > 10

@@ -1,4 +1,6 @@
-"""Exports to PEFT or Hugging Face and imports keep the trained weights. Errors are printed as one line."""
+"""The trained weights do not change when an adapter is exported (for PEFT or Hugging Face) or imported.
+Errors are printed as one line.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_a_merged_model_has_the_context_of_the_server(tmp_path: Path, model: str
 
 
 def test_a_stored_copy_of_a_tied_head_is_not_merged(tmp_path: Path) -> None:
-    """Models read the embedding in place of a stored head if config.json ties them."""
+    """The base model ties its head to the embedding in config.json, but its files contain another head."""
     spec = LoraSpec(rank=3)
     base = tmp_path / "base"
     shutil.copytree(FIXTURES / "tied", base)

@@ -337,7 +337,9 @@ CALLS += [("save", 2, fault) for fault in (answers_503, never_answers, restarts)
 )
 async def test_a_single_fault_of_a_call_does_not_change_the_result(tmp_path, mode, name, number, fault):
     if mode != "synchronous":
-        number = 2  # Which groups form a step depends on time, and a step of equal rewards has no gradient.
+        # Which groups form a step depends on the time. A step in which all rewards are equal makes no call,
+        # so the run may make fewer than three calls.
+        number = 2
     bench = Bench(tmp_path, mode, before_call=at_call(name, number, fault))
     assert await bench.ends() is RunState.DONE
     reference = await assert_complete(bench)
@@ -376,7 +378,7 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
 )
 async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full_file):
     real_write, real_fsync = os.write, os.fsync
-    # The first write to the file that fails, counted from 1.
+    # The number of the write to this file that is the first to fail, counted from 1
     num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full_file, 1)
 
     def is_full(descriptor):

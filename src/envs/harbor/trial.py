@@ -52,7 +52,8 @@ class RunningTrial:
 
 @dataclass(kw_only=True, slots=True)
 class HarborTrial:
-    """One attempt of a trial of a Harbor task. Implements `Trial` and `DeadlineAware`."""
+    """One attempt to run a trial of a Harbor task; a failed attempt may be repeated. Implements the protocols
+    `Trial` and `DeadlineAware` of `src/envs/base.py`."""
 
     task: Task
     settings: HarborTrainingOptions
@@ -234,9 +235,9 @@ def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
     """Return the waiting time of the unanswered sampling call if this call made the agent reach its time
     limit, else 0.
 
-    The call is assumed to be the cause if it took more than half of the agent's time, or if the agent has no
-    answer at all. Harbor grades an agent that reached its time limit, but an agent that waited for a
-    lost server must not be graded.
+    The call is assumed to be the cause if it took more than half of the agent's time, or if no sampling call
+    of the agent has been answered. Harbor grades an agent that reached its time limit, but an agent that
+    waited for a lost server must not be graded.
     """
     if not timed_out(result):
         return 0.0

@@ -76,8 +76,8 @@ class Bubblewrap:
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
         """Start a sandbox. `directory`, which must not exist yet, is created for the sandbox's files on the
-        host. The parent of `directory` must be a directory that `sandbox_directory` has returned. `skeleton`
-        contains the initial files of the sandbox's root, which pid 1 copies there.
+        host. The parent of `directory` must come from `temporary_sandbox_directory`. `skeleton` contains the
+        initial files of the sandbox's root, which pid 1 copies there.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -217,7 +217,7 @@ class Bubblewrap:
         if line != b"ready\n":
             assert self._process.stderr is not None
             raise SandboxError(
-                f"{_start_failure(await self._process.stderr.read())}; allow them, or use "
+                f"{_start_failure(await self._process.stderr.read())}; allow user namespaces, or use "
                 "environment_type=docker"
             )
         self._watcher = asyncio.create_task(self._watch())

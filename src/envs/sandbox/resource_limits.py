@@ -41,8 +41,8 @@ class SandboxLimits:
     """The resource limits of one sandbox."""
 
     processes: int = 2048
-    # For all processes and files together; without a cgroup, for the private data of each process and for
-    # each anonymous shared mapping.
+    # With a cgroup, this is the limit for all processes and files together. Without a cgroup, it is the limit
+    # for the private data of each process, and the limit for each anonymous shared mapping.
     memory_mb: int = 8192
     storage_mb: int = 4096  # for all files together, and for each file
 

@@ -84,7 +84,8 @@ def open_domain(name: str, context: DomainContext) -> ServiceDomain:
         domain = cast("object", factory(context))
     if not isinstance(domain, ServiceDomain):
         raise ConfigError(f"domain={name} returned {type(domain).__name__}; return a ServiceDomain")
-    if ":" not in name and domain.name != name:  # Rows and tasks have the name of the ServiceDomain.
+    # Rows and tasks refer to their domain by `ServiceDomain.name`.
+    if ":" not in name and domain.name != name:
         raise ConfigError(
             f"domain={name} returned a domain with the name {domain.name}; rename the entry point to "
             f"{domain.name}, or give environment_kwargs=domain={place}"

@@ -3,8 +3,9 @@
 environment_kwargs=domain=toy_retail             the built-in domain, which needs no download
 environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://h:8000/v1
 environment_kwargs=domain=my_package:open_clinic a domain of your own (docs/environments.md)
-train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl   tasks from files, whose rows name their
-                                                 domains, and from splits of domains
+train_data=a.jsonl,b.parquet                     tasks from files; each row names its domain
+test_data=retail:test,shop=c.jsonl               a split of a domain, and a file whose held-out set is
+                                                 called shop in the metrics
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def configuration(kind: Kind, *, where: EnvironmentKind, run_as: RunAs, image: s
             f"storage_mb = {STORAGE_MB}",
             f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"',
         ]
-    else:  # to restrict the network, Harbor needs an image from a registry
+    else:  # Harbor can restrict the network only for images from a registry, and this image is local
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
         if run_as is RunAs.USER:
             agent += [f'user = "{USER}"']
