@@ -2,19 +2,20 @@
 
 `./run_skyrl_tx.sh` runs this program.
 
-With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
-`model_name`, the recipe trains the model of the server at `skyrl_tx_url`, if a run can use that server.
-Otherwise, a quick start runs (`quick_starts`), unless `model_of_a_running_server` raises an error. With
-`quickstart=NAME`, the quick start NAME runs even if a run could use a running server. A quick start has a
-small model, an embedded server on a free port, and one of these kinds of tasks: terminal tasks (`terminal`),
-the customers of a shop (`tau_bench`) or word problems (`arithmetic`). With `quickstart=terminal` and another
-`model_name`, the model is first fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is
-set. Options on the command line take precedence over the recipe.
+With `model_name`, the program trains with a fixed set of options, the full recipe (`recipe_options`), with
+length limits that fit the server. Without `model_name`, the recipe trains the model of the server at
+`skyrl_tx_url`, if a run can use that server. Otherwise, a quick start runs (`quick_starts`), except in the
+cases in which `model_of_a_running_server` raises an error. With `quickstart=NAME`, the quick start NAME runs
+even if a run could use a running server. A quick start has a small model, an embedded server on a free port,
+and one of these kinds of tasks: terminal tasks (`terminal`), conversations with the customers of a shop
+(`tau_bench`) or word problems (`arithmetic`). With `quickstart=terminal` and another `model_name`, the model
+is first fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is set. Options on the
+command line take precedence over the recipe.
 
-A server that this program starts ends with the training, also if this process is killed. Its random key is in
-the file `api_key` in the directory of its log. `resume=RUN` continues a run with its original options.
-`evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN` starts a chat with the
-last checkpoint.
+If this program starts a server, the server ends when the training ends, also if this process is killed. Its
+random key is in the file `api_key` in the directory of its log. `resume=RUN` continues a run with its
+original options. `evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN`
+starts a chat with the last checkpoint.
 
 This file is long because it contains all steps of a run and its server in order.
 """
@@ -125,7 +126,9 @@ def main(argv: list[str]) -> int:
         known = [*chz.chz_fields(_config_class(argv)), *ACTIONS]
         argv = with_present_names(argv, known)
         require_known([argument for argument in argv if "=" in argument], known)
-        argv = with_absolute_paths(argv, ROOT)  # paths from config files and from options with SkyRL names
+        # Some arguments are new: those from config files, and those with SkyRL's option names, which
+        # `with_present_names` has replaced.
+        argv = with_absolute_paths(argv, ROOT)
     except ConfigError as error:
         return fail(str(error))
     user_options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
@@ -348,8 +351,8 @@ def with_server_of(
 ) -> int:
     """Resume, evaluate or chat with the run that the option `action` names. Return the exit status.
 
-    `options_of` returns the options of the program for the run and its changed options, which are the other
-    options of the user.
+    The user's other options are changes to the options of the run. `options_of` receives the run and these
+    changes, and returns the arguments of the program that is started.
 
     If this program started the server of the run and that server has ended, start it again, unless the user
     sets `skyrl_tx_url`.
@@ -584,8 +587,8 @@ def start_server(
 
 
 def check_tokenizer_and_tasks(config: TrainerConfig) -> None:
-    """Check what needs imports that take seconds: the tokenizer, if it is in a local directory, and Harbor
-    tasks. Raises ConfigError."""
+    """Check the tokenizer, if it is in a local directory, and the Harbor tasks. These checks import modules
+    that take seconds to load. Raises ConfigError."""
     if config.tokenizer is not None and Path(config.tokenizer).expanduser().is_dir():
         from src.policy.chat import load_tokenizer
 

@@ -115,7 +115,8 @@ async def _ended(
 ) -> list[SampleResult | BaseException]:
     """Wait until all `futures` have ended. If this call is cancelled, cancel `futures`.
 
-    A cancelled future of `gather` has an exception, which asyncio logs unless it is read. This call reads it.
+    If the future that `gather` returns is cancelled, it has an exception, and asyncio logs this exception
+    unless some code reads it. The `await` in this function reads it.
     """
     return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
 

@@ -29,7 +29,8 @@ class TrainedTokens:
     """Logprobs of trained tokens by the sampler and by the trainer, for one forward_backward. `importance`
     (TIS) also uses this record, for one example."""
 
-    # [N] float32, the sampler's logprobs. In datums that TIS has corrected: the trainer's before the update.
+    # [N] float32, the sampler's logprobs. If TIS has corrected the datums, these are instead the logprobs
+    # that the trainer computed before the update.
     sampled_logprobs: np.ndarray
     trained_logprobs: np.ndarray  # [N] float32, the trainer's logprobs
 

@@ -1,5 +1,5 @@
-"""Trains two steps on Fleet tasks with a real server, a tiny model, an MCP server that exits once, and real
-verifiers.
+"""Trains two steps on Fleet tasks (tasks whose tools are on an MCP server, docs/fleet.md) with a real server,
+a tiny model and real verifiers. The MCP server exits once, and the environment starts it again.
 
 Each tool name is one character, so that a model with random weights calls tools: a completion of one
 character is a tool call.

@@ -187,7 +187,7 @@ def hostile_protobufs() -> Iterator[bytes]:
     yield b"\x1a\x84\x80\x20" + b"\x0a\x00" * 262_146  # one datum with 262,146 empty chunks
     yield b"\x78\x01" * 500_000  # unknown fields
     yield b"\x2a\x00" * 500_000  # empty entries of a map
-    yield b"\x1a\xff\xff\xff\xff\x0f" + b"a" * 100_000  # longer than the body
+    yield b"\x1a\xff\xff\xff\xff\x0f" + b"a" * 100_000  # a datum whose stated length exceeds the body
     yield b"\x0b" * 200_000  # groups without an end
     yield b"\xff" * 200_000  # an integer without an end
 

@@ -93,8 +93,9 @@ def test_inserting_cached_tokens_counts_as_use() -> None:
 
 
 def test_the_parent_of_a_held_page_is_not_evicted() -> None:
-    """The sequence computed its first page a second time. The cached copy is the parent of its
-    second page."""
+    """The cache contains the first page of the text. A sequence holds two pages with the whole text, so it
+    has its own copy of the first page. The parent of its second page in the cache is the cached first page.
+    """
     pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE_SIZE)
     cache_tokens(pages, whole[:PAGE_SIZE])

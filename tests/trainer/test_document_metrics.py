@@ -1,4 +1,6 @@
-"""Tests that a run records each metric name of the seed documents once, in offline wandb and in its files."""
+"""Tests that a run records each metric name of the seed documents (docs/seed-behaviours.md) once, in offline
+wandb and in the files of the run directory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ THIS = "tests.trainer.test_document_metrics"
 KEPT_VARIABLES = ("HOME", "PATH", "TMPDIR", "VIRTUAL_ENV")
 ADDED_BY_WANDB = {"_runtime", "_step", "_timestamp"}
 
-# The metric names of each step and of each evaluation, by the sections of the seed documents that list them.
+# The metric names of each step and of each evaluation. The keys are the numbers of the seed documents
+# (docs/seed-behaviours.md) and of their sections that list these names.
 EVERY_STEP = {
     "001 and 002, section 15": (
         "generation/avg_reward generation/success_rate train/avg_reward train/min_reward train/max_reward "

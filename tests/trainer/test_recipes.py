@@ -1,4 +1,6 @@
-"""Tests that each recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
+"""Tests that each recipe of scripts/recipes/ loads, validates and trains, and that its options have the
+values that the seed documents (docs/seed-behaviours.md) state for it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ JUDGE = ["judge_model=m", "judge_base_url=http://h:1/v1"]
 QWEN_3B, QWEN_7B = "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
 QWEN_4B, QWEN_8B, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"
 RL, JUDGED = "tau_bench_rl", "_with_taxonomy_feedback"
-# CONFIG has the numbers of the configuration file in the seed documents, and SCRIPT those of the scripts that
-# override this file. Their learning rates for full fine-tuning (5e-7 and 3e-7) are multiplied by ten here.
+# CONFIG has the values of the configuration file that the seed documents (docs/seed-behaviours.md) describe.
+# SCRIPT has those of the training scripts that override this file. Their learning rates for full fine-tuning
+# (5e-7 and 3e-7) are multiplied by ten here.
 CONFIG = {"kl_penalty_coef": 0.01, "learning_rate": 5e-6, "lr_warmup_steps": 50, "temperature": 0.8}
 CONFIG |= {"weight_decay": 0.05, "grad_clip_norm": 0.5, "batch_size": 64, "num_substeps": 64 // 16}
 CONFIG |= {"group_size": 5, "eval_every": 3, "test_data": ["retail:test", "airline:test"]}

@@ -177,7 +177,9 @@ def save_named(
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             return
-        state.checkpoints.has_changed(path)  # the next call returns True if another server has changed it
+        # `has_changed` records the present state. Its next call returns True if another server changes the
+        # checkpoint.
+        state.checkpoints.has_changed(path)
         with contextlib.suppress(NotFoundError):  # the checkpoint was deleted already
             generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
             state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
@@ -379,9 +381,10 @@ async def delete(state: AppState, path: str, *, only: str | None = None) -> str 
 
 
 def free_deleted(state: AppState, path: str) -> None:
-    """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before still
-    use it."""
-    state.checkpoints.has_changed(path)  # a later save to the path is then no change
+    """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before this
+    call still use it, because the engine frees it after them."""
+    # `has_changed` records that the checkpoint is deleted, so it does not report this deletion again.
+    state.checkpoints.has_changed(path)
     if parse_path(path)[1] is CheckpointKind.SAMPLER:
         state.engine.submit(DropSnapshot(weights=path))
 

@@ -2,8 +2,9 @@
 once for all of them (as in Hydragen, Juravsky et al., arXiv:2402.05099).
 
 The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
-same pages in each of them, for example if they have the same prompt. A split is one part of up to R sequences
-that share this part. An attention kernel reads the part once for all of them. The division into parts depends
+same pages in each of them, for example if they have the same prompt. A split is a part together with the
+sequences that share it, up to a maximum number R. An attention kernel reads the part once for all of them.
+The division into parts depends
 only on the length of the sequence, so the result of a sequence does not depend on the other sequences. The
 host computes the splits once per decode dispatch (one program call of several decode steps).
 """
@@ -30,8 +31,8 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
-    """N splits for each of `devices` data-parallel ranks. A split is one part of up to R sequences that share
-    this part."""
+    """N splits for each of `devices` data-parallel ranks. A split is a part together with up to R sequences
+    that share it."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences within the rank, padded with -1
     part: ArrayLike  # [devices * N] int32, the index of the part among the parts of a sequence
@@ -86,8 +87,8 @@ def kv_splits_of(
 
 
 def _on_one_rank(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
-    """Return the splits of one rank. Arrays with the suffix N have one entry per part. The entries of `row_N`
-    to `leader_N` have the order of the sequences. The entries of `begins_N` to `split_N` have the order
+    """Return the splits of one rank. Arrays with the suffix N have one entry per part. The parts are in the
+    order of the sequences in all arrays up to `leader_N`. From `begins_N` on, they are in the order
     `order_N`, in which equal parts are adjacent. The number of numpy calls does not depend on the number of
     sequences or parts."""
     batch, width = tables_BW.shape
