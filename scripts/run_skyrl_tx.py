@@ -315,8 +315,8 @@ def full_recipe(user_options: dict[str, str]) -> int:
         )
     elif httpx.URL(url).scheme != "http":
         return fail(
-            f"skyrl_tx_url={url}: {reason}; start a server there for {model.served_name}, or, if its "
-            "certificate is not trusted here, set SSL_CERT_FILE=CERT.pem"
+            f"skyrl_tx_url={url}: {reason}; start a server there for {model.served_name}. If a server "
+            "runs there and its certificate is not trusted here, set SSL_CERT_FILE=CERT.pem"
         )
     else:
         port = httpx.URL(url).port or 8000

@@ -26,8 +26,8 @@ DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Logprobs of trained tokens by the sampler and by the trainer, for one forward_backward. `importance`
-    (TIS) also uses this record, for one example."""
+    """Logprobs of trained tokens by the sampler and by the trainer, for one forward_backward. The module
+    `importance` also uses this class, for one example."""
 
     # [N] float32, the sampler's logprobs. If TIS has corrected the datums, these are instead the logprobs
     # that the trainer computed before the update.

@@ -2,9 +2,10 @@
 
     python -m tests.fakes.unresponsive
 
-The command imports the programs once and starts each program as a fork, which takes milliseconds. Each line
-of its input is a JSON object with `module`, `argv` and `log`. The command prints `{"number": n, "pid": p}`
-when program n has started and `{"number": n, "status": s}` when it has ended.
+A client is a program of this project, for example `src.train`. The command imports the modules of these
+programs once and starts each program as a fork, which takes milliseconds. Each line of its input is a JSON
+object with `module`, `argv` and `log`. The command prints `{"number": n, "pid": p}` when program n has
+started and `{"number": n, "status": s}` when it has ended.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 
 
 def cache_tokens(pages: PrefixCache, tokens: np.ndarray) -> list[int]:
-    """Cache `tokens` as at the end of a sequence, and return the ids of the pages of the sequence."""
+    """Cache `tokens` as the server does when a sequence ends. Return the ids of the sequence's pages."""
     page_ids = pages.allocate(-(-len(tokens) // PAGE_SIZE))
     assert page_ids is not None
     pages.insert("w", tokens, page_ids)
@@ -71,7 +71,7 @@ def test_the_least_recently_used_free_page_is_evicted():
     cache_tokens(pages, old)
     cache_tokens(pages, new)
     pages.find("w", old)
-    held = pages.allocate(4)  # two pages are free
+    held = pages.allocate(4)  # two pages have never been used, so two pages are evicted
     assert (
         held is not None and pages.find("w", old).length == 2 * PAGE_SIZE and pages.find("w", new).length == 0
     )
@@ -79,7 +79,7 @@ def test_the_least_recently_used_free_page_is_evicted():
     pages.incref(kept.pages)
     assert pages.allocate(1) is None and pages.find("w", old).length == 2 * PAGE_SIZE
     pages.free(kept.pages)
-    # The last page is evicted first.
+    # Of the two pages of `old`, the last one is evicted first.
     assert pages.allocate(1) is not None and pages.find("w", old).length == PAGE_SIZE
 
 

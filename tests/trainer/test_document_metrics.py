@@ -145,7 +145,8 @@ def test_the_files_of_a_run_equal_wandb(run_directory: Path, wandb_steps: list[d
 
 @pytest.mark.seed_behaviour(151)
 def test_the_signal_of_a_run_is_read_as_in_the_documents(wandb_steps: list[dict[str, Any]]) -> None:
-    """The test selects columns as document 004 does in section 6."""
+    """The test selects wandb columns as section 6 of seed document 004 does. The signal of a run is the
+    variance of the rewards of a prompt."""
     columns = {name for step in wandb_steps for name in step}
     variances = [name for name in columns if "variance_per_prompt" in name and name.startswith("reward/")]
     environments = {name.split("/")[1] for name in variances if name.count("/") == 2}
