@@ -36,8 +36,9 @@ class AnsweringPolicy:
 
 def scripted(lines: Sequence[str]) -> Policy:
     """Return a policy that answers each conversation with the lines in order and repeats the last one. The
-    messages with which a conversation starts may contain answers, but equally many in all conversations."""
-    num_given = sys.maxsize  # number of answers in the messages with which a conversation starts
+    first request of a conversation may already contain assistant messages. Their number must be the same in
+    all conversations."""
+    num_given = sys.maxsize  # number of assistant messages in the first request of a conversation
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
         nonlocal num_given

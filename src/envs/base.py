@@ -61,7 +61,8 @@ class DeadlineAware(Protocol):
         Otherwise the timeout is an infrastructure failure; return None.
 
         The agent did not cause the timeout if it gave no answer, or if it used at most half of the time from
-        the start of the trial to the end of the agent. The agent's time does not include sampling.
+        the start of the trial until the agent ended or the deadline was reached. The agent's time does not
+        include sampling.
 
         `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
         cancels `run`.

@@ -17,8 +17,8 @@ from src.envs.sandbox.sandbox_directory import live_run_labels, remove_ended_run
 
 def clean() -> CleanupReport:
     """Remove the directories and Docker objects of ended runs."""
-    # A run that starts after this call is not in the set. `remove_ended` keeps its objects nevertheless,
-    # because its process exists.
+    # A run that starts after the next line is not in `live_labels`. `remove_ended` keeps its objects
+    # nevertheless, because its process exists.
     live_labels = live_run_labels()
     directories = [f"sandbox directory {label}" for label in remove_ended_runs()]
     report = remove_ended(keep=live_labels) if why_no_engine() is None else CleanupReport()

@@ -46,7 +46,7 @@ class EnvSpec:
     # Runs the environment with an agent that does nothing, closes the environment, and returns the reward.
     # None: the reward of such an agent cannot be measured.
     noop_reward: Callable[[MessageEnv], Awaitable[float]] | None = None
-    # The options of TASK_FILES that the factory reads. A run that sets another of these is refused.
+    # The options of TASK_FILES that the factory reads. A run that sets another one of TASK_FILES is refused.
     reads: Collection[str] = ()
     # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None

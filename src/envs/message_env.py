@@ -1,4 +1,4 @@
-"""Message environments, and `run_episode`, which runs one episode of an environment with a policy.
+"""Message environments, which exchange messages with the agent, and `run_episode`, which runs one episode.
 
 Without `step_wise`, the next prompt is the previous prompt, the answer and the observation:
 
@@ -197,7 +197,9 @@ class _Episode:
             try:
                 turn = await self._sample(prompt_ids, max_tokens=max_tokens)
             except PromptTooLong:
-                if self._num_answers == 1:  # the first prompt: `context_limit` exceeds the endpoint's context
+                # If the endpoint refuses the first prompt, `context_limit` exceeds the endpoint's context,
+                # and the trial fails.
+                if self._num_answers == 1:
                     raise
                 self.stop_reason = StopReason.CONTEXT_LENGTH
                 return

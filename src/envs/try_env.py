@@ -337,7 +337,7 @@ def _run(argv: Sequence[str]) -> int:
     with exit_on_signal():
         typed = with_present_names(with_config_files(argv), list(chz.chz_fields(TryConfig)))
         load_environment(typed)
-        load_environment(argv := with_backend(typed))  # reads .env.skyrl-tx if the backend was just added
+        load_environment(argv := with_backend(typed))  # reads .env.skyrl-tx if this line adds the backend
         argv = asyncio.run(with_local_server(with_locations_from_environment(argv), typed))
         config = parse_as(TryConfig, argv := with_served_model(argv))
         if config.uses_backend:

@@ -45,7 +45,7 @@ class StepBatch:
     """The groups of one step."""
 
     rolled_out: list[TrajectoryGroup]  # all groups of the step, with their original rewards
-    to_learn: list[TrajectoryGroup]  # the groups that may be trained on, after the reward rules
+    to_learn: list[TrajectoryGroup]  # groups that may be trained on, after `apply_reward_rules`
     metrics: dict[str, float]
 
 
@@ -132,7 +132,7 @@ class BatchCollector:
         return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
-        """Roll out the step's own tasks, and the refills of dynamic sampling."""
+        """Roll out the step's own tasks and, with dynamic sampling, further batches of tasks (refills)."""
         options = self._options
         scheduled = self._tasks_of(batch)
         tasks = [task for task in scheduled if not self._is_quarantined(task)]

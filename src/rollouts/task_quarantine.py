@@ -99,7 +99,8 @@ def failures_of(group: TrajectoryGroup) -> GroupFailures:
 
 
 def from_record(record: Mapping[str, Any]) -> FaultState:
-    """Invert `asdict`. An empty record is the state before the first step."""
+    """Return the state that `asdict` converted to `record`. An empty record is the state before the first
+    step."""
     recent = [GroupFailures(**group_failures) for group_failures in record.get("recent", [])]
     return FaultState(
         strikes=record.get("strikes", {}), quarantined=record.get("quarantined", {}), recent=recent

@@ -1,6 +1,7 @@
 """The watchdog limits the time of every call to the server.
 
-The SDK retries for minutes without reporting errors. The watchdog therefore also sends regular health checks:
+The Tinker SDK retries for minutes without reporting errors. The watchdog therefore also sends regular health
+checks:
 
     health checks fail for heartbeat_timeout_s, or the weights are lost  ->  every call raises ServerLost
     one call has no answer for request_timeout_s                         ->  this call raises BackendError

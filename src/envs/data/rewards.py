@@ -2,9 +2,10 @@
 
     def grade(answer: str, row: Mapping[str, Any]) -> float: ...        # reward=my_module:grade
 
-`answer` is the agent's last answer without thoughts. `row` contains the columns of the question's row. The
-function may be async. It returns a number, or a mapping with `reward`, optionally `message`, and any other
-numbers, which become metrics. A message is sent to the agent, which answers again.
+`answer` is the agent's last answer without thoughts (the text between `<think>` and `</think>`). `row`
+contains the columns of the question's row. The function may be async. It returns a number, or a mapping with
+`reward`, optionally `message`, and any other numbers, which become metrics. A message is sent to the agent,
+which answers again.
 """
 
 from __future__ import annotations

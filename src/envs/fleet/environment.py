@@ -1,6 +1,7 @@
 """env=fleet: tasks with a verifier, whose agent uses the tools of an MCP server. docs/fleet.md describes it.
 
-Each trial has a session with the server of its `env_key`. An answer without a tool call is the final answer.
+Each trial opens a session with the MCP server at the setting `url`. This URL can contain the placeholders
+{env_key} and {env_version}, for fields of the task. An answer without a tool call is the final answer.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, o
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            # Unlike `os.killpg`, `process.kill()` calls waitpid first. If the process had just ended, this
-            # call would take its exit status, and the event loop could no longer read it.
+            # Unlike `os.killpg`, `process.kill()` calls waitpid first. If the process had just ended, waitpid
+            # would take its exit status, and the event loop could no longer read the status.
             os.killpg(process.pid, signal.SIGKILL)
     await process.communicate()

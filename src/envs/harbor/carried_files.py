@@ -63,7 +63,8 @@ NOT_FILES_OF_THE_AGENT = (
     "/etc/apt", "/etc/dpkg", "/var/lib/apt", "/var/cache/apt", "/var/lib/dpkg", "/etc/yum*", "/etc/dnf",
     "/var/lib/rpm", "/etc/apk",
 )
-SETTINGS = (  # more files that programs read; a package that the agent installed may need them (`in_place`)
+SETTINGS = (  # more files that programs read
+    # Grading in place does not remove these, because a package that the agent installed may need them.
     # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
     "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/gemrc", "/etc/irbrc", "/etc/conda", "/etc/rustup",
@@ -427,7 +428,7 @@ class FilteredArchive:
 
 
 def merged_accounts(before: bytes, after: bytes) -> bytes:
-    """Return the lines of an earlier /etc/passwd, followed by the lines of a later one with new names.
+    """Return the lines of an earlier /etc/passwd, and then the lines of users that only a later one has.
 
     A changed entry, or an entry before that of the same user, could give the verifier another shell or
     another home directory.

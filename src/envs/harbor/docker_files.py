@@ -64,7 +64,8 @@ class _Export:
     container: Any
     filtered: FilteredArchive
     trees: set[str]  # new paths; the export of such a path includes everything below it
-    limit: int  # of the bytes that the engine sends for `add`, also those of files that are not carried over
+    # The maximum number of bytes that the engine sends for `add`, including files that are not carried over.
+    limit: int
     num_bytes: int = 0
 
     def add_paths(self, directory: str, paths: Sequence[str]) -> None:
@@ -193,8 +194,8 @@ class DockerFiles:
             await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
     def _measure_volumes(self, container: Any) -> None:
-        """Export the files as after the agent, without keeping them. Raises SandboxError if the volumes of
-        the image exceed the limits.
+        """Export the files before the agent acts, discard the archive and record its size. Raises
+        SandboxError if the volumes of the image exceed the limits.
         """
         if not (volumes := _volumes(container)):
             return
@@ -302,7 +303,7 @@ def _output_of(container: Any, script: str) -> bytes:
 
 def _interpreter_directories(container: Any, difference: Mapping[str, int]) -> list[str]:
     """Return the directories named `bin` that contain a Python interpreter of the image, for all prefixes
-    below which the agent changed a FILE_OF_PROGRAMS.
+    below which the agent changed a path that matches FILE_OF_PROGRAMS.
     """
     prefixes = {match[1] for path in difference if (match := FILE_OF_PROGRAMS.match(path))}
     return [

@@ -65,7 +65,7 @@ class CheckedDirectories:
 
     environment_type: str
     environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
-    grading: GradingMethod | None  # of all tasks; None: the record of each task is used
+    grading: GradingMethod | None  # of all tasks; None: `grading_methods` looks up that of each task
     tasks: dict[Path, list[Task]]  # directory -> its tasks
     notes: list[str]  # warnings about the tasks and about the choice of the environment
 
@@ -220,7 +220,8 @@ class HarborTasks:
         """Do nothing: trials share no resources."""
 
     async def noop_reward(self, task: Task) -> float | None:
-        """Return None: this reward is not measured. `src.envs.validate` checks for each task that it is 0."""
+        """Return None: the reward of doing nothing is not measured. `src.envs.validate` checks that it is 0
+        for each task."""
         return None
 
     def batch_ended(self, directory: Path) -> None:

@@ -10,9 +10,10 @@ from src.core.errors import ConfigError
 def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, object]:
     """Return `environment_kwargs` as fields of Harbor's EnvironmentConfig.
 
-    The resources (with or without `override_`), `override_tpu=TYPE=TOPOLOGY`, `extra_allowed_hosts=A+B`,
-    `force_build`, `delete` and the enforcement policies become fields. All other names are passed to the
-    environment class, also those of other fields.
+    These settings become fields: cpus, memory_mb, storage_mb and gpus (with or without `override_`),
+    `override_tpu=TYPE=TOPOLOGY`, `extra_allowed_hosts=A+B`, `force_build`, `delete` and the enforcement
+    policies. All other settings are passed to the environment class, even if EnvironmentConfig has a field of
+    the same name.
 
     >>> environment_options({"override_cpus": "2", "memory_mb": "512", "network": "true"})
     {'kwargs': {'network': True}, 'override_cpus': 2, 'override_memory_mb': 512}

@@ -122,8 +122,9 @@ class Grading:
         return self._files is not None
 
     async def attribute(self, reason: ZeroReason) -> ZeroReason | None:
-        """Return the graded-zero reason of an error, or None if an error also occurs without the agent, if
-        this cannot be determined, or if the disk of the host is full (MIN_FREE_BYTES).
+        """Return the graded-zero reason of an error (the reason for the reward 0). Return None if an error
+        also occurs without the agent, if this cannot be determined, or if the disk of the host is full
+        (MIN_FREE_BYTES).
 
         If `fault` is set, its reason replaces `reason`.
         """

@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-# PATH, and the variables that name directories or files from which programs load code. `HOME` is among them
-# because programs read the hidden files of that directory, and PWD because the working directory of the task
-# is not an installed program.
+# PATH, and the variables that name directories or files from which programs load code. HOME is among them
+# because programs read the hidden files of that directory. PWD is among them because a directory in /opt that
+# contains the working directory of the task does not count as an installed program (`CarryRules`).
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV", "PWD")
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
@@ -27,8 +27,8 @@ def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
-    """Return `variables`, in which each path is followed by the paths to which symbolic links lead. An agent
-    can change these paths instead. `run` runs a script in the environment before the agent acts.
+    """Return `variables`, in which each path is followed by the paths to which its symbolic links lead. An
+    agent could change the files there instead. `run` runs a script in the environment before the agent acts.
     """
     chains = {path: [path] for item in variables.items() for path in paths_of(*item) if path.startswith("/")}
     targets: dict[str, str] = {}  # path -> target of the link, or an empty text if the path is no link

@@ -3,8 +3,8 @@
 The token ids of a conversation are exactly those that its sampling calls sent and returned. When Harbor
 passes a history that this object produced, the next prompt consists of these ids and the ids of the new
 message; sampled text is never encoded again. A history that only lost its last messages keeps the ids of the
-remaining ones. A history that was rewritten, for example summarized, is rendered again. Both are counted as
-prefix breaks, and the following turns become a new datum.
+remaining ones. A history that was rewritten, for example summarized, is rendered again. Histories of both
+kinds are counted as prefix breaks, and the following turns become a new datum.
 
     turn 1   prompt P1                             -> completion C1      recorded
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
@@ -169,7 +169,8 @@ class TinkerLLM(BaseLLM):
                     )
                 )
         except TrainerError as error:
-            # before the first answer, `context_limit` exceeds the context of the endpoint
+            # If the endpoint refuses the first prompt, `context_limit` exceeds the endpoint's context, and
+            # the trial fails.
             if isinstance(error, PromptTooLong) and self._num_calls > 1:
                 raise
             raise EpisodeEnd(error) from error

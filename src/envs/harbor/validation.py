@@ -84,8 +84,8 @@ async def validate(
     """Run each task with its solution and with an agent that does nothing.
 
     `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
-    known. All tasks are graded with `method`. If `method` is None, the grading method of each task depends on
-    the rewards of its solution.
+    known. All tasks are graded with `method`, unless it is None. In that case, the grading method of each
+    task depends on the rewards of its solution.
     """
     slots = asyncio.Semaphore(n_parallel)
 

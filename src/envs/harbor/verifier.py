@@ -42,7 +42,7 @@ class TrainingVerifier(Verifier):
                     await self._remove_old_files(self.environment)
                 return await self._verify()
         definition = resolve_verifier_environment_definition(self.task.config, self.task.paths)
-        # Harbor passes this argument only to its own `Verifier`.
+        # Harbor passes the argument `skip_tests_upload` only to its own `Verifier`.
         self._skip_tests_upload = definition is not None and definition.bundled_tests
         return await self._verify()
 

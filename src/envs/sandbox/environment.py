@@ -5,9 +5,8 @@ Differences from Docker:
 - The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install`
   succeeds for packages that the host has.
 - A public network, which is Harbor's default, reaches the internet, but neither the loopback addresses of the
-  host nor link-local addresses. If this machine cannot provide a public network, a task
-  that explicitly requests one is refused, and so is every task with `network=True`. Other tasks then run
-  without a network.
+  host nor link-local addresses. If this machine cannot provide a public network, a task that explicitly
+  requests one is refused, and so is every task with `network=True`. Other tasks then run without a network.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
 This file is long because Harbor's abstract class is implemented by one class.

@@ -75,7 +75,8 @@ class TrialDownloads:
     def __init__(self, directory: Path) -> None:
         self._note = directory / NOTE_FILE
         self._remaining = DownloadBudget()
-        # Host paths of the files of downloaded directories. Uploads omit them: the environment has them.
+        # Host paths of the files of downloaded directories. Uploads omit these files, because the environment
+        # already has them.
         self.downloaded: set[Path] = set()
 
     def budget_for(self, source: str) -> DownloadBudget:

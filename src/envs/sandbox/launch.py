@@ -2,8 +2,9 @@
 line.
 
 The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. The other visible
-directories of the host are those of `USERLAND` and `HOST_SETTINGS`, /proc/sys, the `skeleton` that the
-sandboxes of a run share, and the `requests` of the sandbox. They are also read-only.
+directories of the host are those of `USERLAND` and `HOST_SETTINGS`, /proc/sys, the `skeleton` (the initial
+files, which the sandboxes of a run share), and the `requests` (the scripts and FIFOs of the commands in the
+sandbox). They are also read-only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Service domains of your own, in addition to the built-in domains.
+"""Service domains of your own, in addition to the built-in domains. The tasks of a service domain
+(env=tau_bench) are conversations in which the agent serves a simulated user with the tools of the domain.
 
 A function that returns a `ServiceDomain` defines a domain. `environment_kwargs=domain=module:function` names
 the function, or an installed package registers it as an entry point of the group
@@ -59,7 +60,8 @@ class ServiceDomain:
     splits: Mapping[str, Sequence[Task]]  # split -> its tasks; `test` and further splits are optional
     episode: Callable[[Task, int], ServiceEpisode]  # makes the episode of a trial from its task and a seed
     # (task id, definition) -> the task that a row of a task file defines. The function raises ConfigError for
-    # gold actions that cannot be executed. None: rows can only name existing tasks of the domain.
+    # gold actions (the calls of a solution) that cannot be executed. None: rows can only name existing tasks
+    # of the domain.
     defined: Callable[[str, TaskDefinition], Task] | None = None
     close: Callable[[], Awaitable[None]] = release_nothing
 

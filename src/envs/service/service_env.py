@@ -1,7 +1,7 @@
-"""`ServiceEnv`, the message environment of all service domains and of env=fleet.
+"""`ServiceEnv`, a `MessageEnv` in which the agent calls tools. env=fleet and env=tau_bench use it.
 
-The agent calls tools. In a service domain, the agent also talks to a user simulator. The conversation is
-graded at its end.
+In a service domain, which is a set of tasks of env=tau_bench, the agent also talks to a user simulator. The
+conversation is graded at its end.
 
 `ServiceEnv` parses the agent's answers, counts errors, and ends episodes with too many errors. A
 `ServiceEpisode` supplies the tools, the user simulator and the grading. `ToyRetailEpisode` runs the tools in

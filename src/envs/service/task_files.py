@@ -1,4 +1,4 @@
-"""Task files of service domains: one JSON object per line, or a parquet table with the same columns.
+"""Task files of env=tau_bench: one JSON object per line, or a parquet table with the same columns.
 
     {"data_source": "tau_bench/retail", "env_class": "tau_bench", "prompt": [...],
      "reward_spec": {"ground_truth": [...]},

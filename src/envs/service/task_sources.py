@@ -1,5 +1,5 @@
-"""The tasks that `train_data` and `test_data` name: rows of files, and splits of domains such as
-`retail:test`.
+"""The tasks that `train_data` and `test_data` of env=tau_bench name: rows of files, and splits of domains
+such as `retail:test`.
 """
 
 from __future__ import annotations

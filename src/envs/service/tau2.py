@@ -112,11 +112,11 @@ class Tau2Episode:
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Process one answer of the agent. If its calls exceed their deadline and requests of this episode
-        have then ended more than `subprocess_pool.MAX_LOSSES` workers, the episode ends with the reward 0.
+        """Process one answer of the agent. Raises AgentFault if the worker rejects the calls.
 
-        Raises AgentFault if the worker rejects the calls. Also raises AgentFault if as many workers have
-        ended, but the calls ended the last worker in another way than by exceeding their deadline.
+        Calls can end a worker. If requests of this episode have then ended more than
+        `subprocess_pool.MAX_LOSSES` workers, the cause of the last loss decides: if the calls exceeded their
+        deadline, the episode ends with the reward 0. Otherwise this method raises AgentFault.
         """
         errors_before = self._num_tool_errors
         try:

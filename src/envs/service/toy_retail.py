@@ -6,7 +6,8 @@ The domain is a directory, by default datasets/toy_retail:
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
     policy.md     the rules for the agent, which the tools do not enforce
     tasks.json    a list of tasks with id, split, instruction, scripts (each a list of lines that a scripted
-                  user says), actions (the gold actions), communicate (facts that the user must be told)
+                  user says), actions (the gold actions, which are the calls of a solution), communicate
+                  (facts that the user must be told)
 
 The reward is 1 if the database equals the result of the gold actions and the agent communicated every fact;
 otherwise it is 0.
