@@ -23,7 +23,7 @@ INPUT_OPTIONS = {
 INPUT_LIST_OPTIONS = {"data", "test_data", "train_data", "eval_data", "eval_tasks", "environment_kwargs"}
 """Options whose value is a comma-separated list of existing files or directories. An entry may also be
 NAME=FILE or a name that is not a path."""
-OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
+OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path", "checkpoints_dir"}
 """Options that name files or directories which the program creates."""
 
 
