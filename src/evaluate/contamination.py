@@ -108,8 +108,8 @@ def require_same_content(log_path: Path, contents: Mapping[str, str]) -> None:
     """
     if changed := changed_tasks(log_path, contents):
         raise ConfigError(
-            f"the content of {changed[0]} has changed since the evaluation in {log_path} was started; give "
-            "another log_path"
+            f"the content of {changed[0]} has changed since the evaluation in {log_path} was started, or "
+            "another version of this program started it; give another log_path"
         )
 
 
