@@ -16,20 +16,21 @@ from src.cli.saved_options import option_text
 CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
 """The environment variable with the directory from which the script was called."""
 INPUT_OPTIONS = {
-    *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
-    *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat", "compare_with"),
-    *("capabilities", "environment_kwargs", "tau2_home"),
+    *("config", "tasks_dir", "model_name", "base_model", "tokenizer", "load_checkpoint_path", "resume"),
+    *("evaluate", "chat", "compare_with", "capabilities", "tau2_home"),
 }
+"""Options whose value is an existing file or directory, or a name that is not a path."""
+INPUT_LIST_OPTIONS = {"data", "test_data", "train_data", "eval_data", "eval_tasks", "environment_kwargs"}
 """Options whose value is a comma-separated list of existing files or directories. An entry may also be
 NAME=FILE or a name that is not a path."""
-OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
+OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path", "checkpoints_dir"}
 """Options that name files or directories which the program creates."""
 
 
 def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
     """Return the `name=value` arguments with absolute paths if the script was called from another directory
-    than `root`, the directory of the repository. A path of `INPUT_OPTIONS` that does not exist in the
-    directory of the caller stays as it is."""
+    than `root`, the directory of the repository. An input that does not exist in the directory of the caller
+    stays as it is."""
     caller = Path(os.environ.get(CALLER_DIR) or root)
     return arguments if caller == root else [_absolute(argument, caller) for argument in arguments]
 
@@ -39,7 +40,9 @@ def _absolute(argument: str, caller: Path) -> str:
     if name in OUTPUT_OPTIONS:
         is_path_of_caller = value.lower() not in ("", "none", "null") and not value.startswith("~")
         return f"{name}={caller / value}" if is_path_of_caller else argument
-    if name not in INPUT_OPTIONS or argument == "compare_with=base":  # `base` is not a file
+    if name in INPUT_OPTIONS and argument != "compare_with=base":  # `base` is not a file
+        return f"{name}={_absolute_entry(value, caller)}"
+    if name not in INPUT_LIST_OPTIONS:
         return argument
     if value.startswith(("['", '["')):  # a list with a comma in an entry has the text of a Python list
         with suppress(ValueError, SyntaxError):  # a glob may also begin with `[`

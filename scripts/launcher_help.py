@@ -13,11 +13,12 @@ from src.cli.saved_options import option_text
 from src.config import TrainerConfig
 
 SCRIPT = Path(__file__).resolve().parent.parent / "run_skyrl_tx.sh"
-ACTIONS = {
+LAUNCHER_OPTIONS = {
     "resume": "Continue the run in RUN with its options; further options replace them: resume=RUN",
     "evaluate": "Evaluate the last checkpoint of a run on its held-out tasks: evaluate=RUN",
     "chat": "Chat with the last checkpoint of a run: chat=RUN",
     "quickstart": f"Run a quick start: quickstart={' | '.join(QUICKSTARTS)}",
+    "checkpoints_dir": "Checkpoints of a server that this command starts: checkpoints_dir=DIRECTORY",
 }
 """The options that only the launcher has, with their help texts."""
 
@@ -25,7 +26,7 @@ ACTIONS = {
 def help_text() -> str:
     """Return the usage lines of the script, the options of the launcher and the defaults of its recipe."""
     lines = [*usage(), "", "Options of this command, in addition to those of python -m src.train:"]
-    lines += [f"  {name:11} {text}" for name, text in ACTIONS.items()]
+    lines += [f"  {name:15} {text}" for name, text in LAUNCHER_OPTIONS.items()]
     lines += ["", "Defaults that differ from those of python -m src.train:"]
     lines += changed_defaults({"backend": "skyrl-tx", **RECIPE_OPTIONS}, kind="harbor")
     for kind, options in RECIPE_OF_KIND.items():

@@ -42,7 +42,7 @@ import httpx
 from dotenv import load_dotenv
 
 from scripts.caller_paths import with_absolute_paths
-from scripts.launcher_help import ACTIONS, help_text
+from scripts.launcher_help import LAUNCHER_OPTIONS, help_text
 from scripts.quick_starts import (
     QUICKSTART,
     QUICKSTART_OPTIONS,
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
-        known = [*chz.chz_fields(_config_class(argv)), *ACTIONS]
+        known = [*chz.chz_fields(_config_class(argv)), *LAUNCHER_OPTIONS]
         argv = with_present_names(argv, known)
         require_known([argument for argument in argv if "=" in argument], known)
         # Some arguments are new: those from config files, and those with SkyRL's option names, which
@@ -173,7 +173,8 @@ def quick_start(user_options: dict[str, str]) -> int:
             "skyrl_tx_url, or replace quickstart by model_name=MODEL"
         )
     chosen = chosen_quick_start(user_options)
-    user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
+    checkpoints_dir = user_options.get("checkpoints_dir")
+    user_options = without(user_options, "quickstart", "checkpoints_dir")
     base_model = user_options.get("model_name", chosen.base_model)
     is_default_model = Path(base_model).expanduser().resolve() == Path(chosen.base_model).resolve()
     if is_default_model:
@@ -201,6 +202,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     config = check_options(options)
     server_directory = new_server_directory(options["log_path"])
+    checkpoints_dir = checkpoints_dir or str(server_directory / "checkpoints")
     key = new_key()
     server = start_server(
         url,
@@ -212,7 +214,7 @@ def quick_start(user_options: dict[str, str]) -> int:
                 lora_rank=config.lora_rank,
                 context_limit=config.context_limit,
             ),
-            f"checkpoints_dir={server_directory / 'checkpoints'}",
+            f"checkpoints_dir={checkpoints_dir}",
         ),
         server_directory,
         key=key,
@@ -229,10 +231,14 @@ def quick_start(user_options: dict[str, str]) -> int:
             warm_start.write_tasks(server_directory / "tasks")
     status = train(options, server, key=key)
     print_message(
-        f"finished after {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
-        f"{server_directory}"
+        f"finished after {(time.monotonic() - started) / 60:.1f} min; server log: {server_directory}; "
+        f"checkpoints: {checkpoints_dir}"
     )
     return status
+
+
+def without(options: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def new_server_directory(log_path: str) -> Path:
@@ -282,6 +288,8 @@ def chosen_quick_start(user_options: Mapping[str, str]) -> QuickStart:
 
 def full_recipe(user_options: dict[str, str]) -> int:
     """Run the recipe of `recipe_options` with the model, the tasks and the server of this run."""
+    checkpoints_dir = user_options.get("checkpoints_dir")
+    user_options = without(user_options, "checkpoints_dir")
     kind = environment_kind(user_options)
     if kind == "harbor" and "tasks_dir" not in user_options:
         user_options = {**default_tasks(), **user_options}
@@ -302,6 +310,11 @@ def full_recipe(user_options: dict[str, str]) -> int:
     )
     server = key = None
     if isinstance(models_or_reason, ServedModels) and reason is None:
+        if checkpoints_dir is not None:
+            return fail(
+                f"checkpoints_dir={checkpoints_dir}: the server at {url} is running and has a directory; "
+                "remove checkpoints_dir"
+            )
         print_message(
             f"using the server at {url}: {model.served_name}, "
             f"{models_or_reason.contexts[model.served_name]} tokens"
@@ -328,6 +341,8 @@ def full_recipe(user_options: dict[str, str]) -> int:
         arguments.append(f"max_lora_rank={options.get('lora_rank', '32')}")
         if "context_limit" in user_options:
             arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
+        if checkpoints_dir is not None:
+            arguments.append(f"checkpoints_dir={checkpoints_dir}")
         key = new_key()
         server_directory = new_server_directory(options["log_path"])
         server = start_server(url, tuple(arguments), server_directory, key=key, to_check=config)
@@ -359,7 +374,11 @@ def with_server_of(
     """
     run = user_options[action]
     module = program_of(run) if action == "resume" else ACTION_MODULES[action]
-    changes = {name: value for name, value in user_options.items() if name != action}
+    changes = without(user_options, action)
+    if "checkpoints_dir" in changes:
+        return fail(
+            f"checkpoints_dir: the server of the run in {run} has a directory; remove checkpoints_dir"
+        )
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":

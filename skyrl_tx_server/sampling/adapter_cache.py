@@ -14,6 +14,7 @@ recently used snapshots that no sequence uses. Such a snapshot is lost when it i
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -39,7 +40,7 @@ HOST_RESERVE_BYTES = 1 << 30
 dropped."""
 
 type SnapshotKey = tuple[str | None, int]
-"""(name, number of saves under this name). Equal keys mean equal weights."""
+"""(name, number of the save; 0 for the base model). Equal keys mean equal weights."""
 type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray]]]
 
 
@@ -69,7 +70,8 @@ class AdapterCache:
         self._free_slots = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()  # snapshot -> number of sequences and prefill chunks that pin it
         self._retained: Counter[str] = Counter()  # snapshot -> number of paused sequences that use it
-        self._saves: Counter[str] = Counter()  # number of saves of each name
+        self._save_numbers = itertools.count(1)
+        self._numbers: dict[str, int] = {}  # snapshot that can be loaded -> number of its save
         self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = place_adapter(
@@ -99,7 +101,7 @@ class AdapterCache:
             self._evict(weights)
         if not is_on_disk(weights):
             self._store_in_host_memory(weights, adapter)
-        self._saves[weights] += 1
+        self._numbers[weights] = next(self._save_numbers)
         slot = self._free_slot()
         if slot is None:  # all slots are pinned
             return
@@ -112,7 +114,11 @@ class AdapterCache:
 
     def key(self, weights: str | None) -> SnapshotKey:
         """Return the key of the latest weights that were saved as `weights`. None: the base model."""
-        return weights, 0 if weights is None else self._saves[weights]
+        if weights is None:
+            return weights, 0
+        if weights not in self._numbers:  # another process saved this checkpoint, or it was dropped before
+            self._numbers[weights] = next(self._save_numbers)
+        return weights, self._numbers[weights]
 
     def pin(self, weights: str | None) -> int:
         """Load `weights` into a LoRA slot if necessary, reserve the slot until `unpin` or `retain`, and
@@ -189,9 +195,9 @@ class AdapterCache:
             return
         self._dropped.discard(weights)
         self.in_host_memory.pop(weights, None)
-        self._saves[weights] += 1  # the prefix cache may contain pages of the deleted weights
         if weights in self.on_device:
             self._evict(weights)
+        self._numbers.pop(weights, None)  # the prefix cache may contain pages of the deleted weights
 
     def stats(self) -> dict[str, object]:
         return {
@@ -210,6 +216,8 @@ class AdapterCache:
                 break
             logger.warning("dropped the sampler snapshot %s because host memory is full", unused)
             del self.in_host_memory[unused]
+            if unused not in self.on_device:
+                self._numbers.pop(unused, None)
         copy = self.in_host_memory[weights] = self._copier.submit(to_host, adapter)
         if jax.process_count() > 1:
             wait([copy])
@@ -255,6 +263,8 @@ class AdapterCache:
 
     def _evict(self, weights: str) -> None:
         self._free_slots.append(self.on_device.pop(weights))
+        if weights not in self.in_host_memory and not is_on_disk(weights):
+            self._numbers.pop(weights, None)  # the snapshot is lost
 
 
 @partial(jax.jit, static_argnames=("config",))

@@ -11,6 +11,7 @@ directories.
 The solution is graded in a fresh environment and in place (in the environment where it ran). If both rewards
 agree, or if grading in place gives no reward, the trainer grades the task in a fresh environment. Otherwise
 the trainer grades the task in place, and keeps the agent's processes only if the reward depends on them.
+A task with a separate verifier environment is always graded in that environment.
 `grading.json` in tasks_dir records the grading method of each task whose checks both gave a reward.
 `environment_kwargs=grading=fresh` or `grading=in_place` tests and records one method only.
 """
@@ -73,6 +74,7 @@ def run(config: ValidateConfig) -> int:
         results = asyncio.run(
             validate(
                 checked.tasks[directory],
+                checked.configs,
                 environment=checked.environment,
                 n_parallel=config.n_parallel_envs,
                 directory=Path(config.logs_dir or scratch).expanduser(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -19,9 +20,39 @@ from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document
 
 HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
-CONTENTS_FILE = "task_contents.json"  # in the directory of a run or evaluation: the result of `contents_of`
+CONTENTS_FILE = "task_contents.json"  # in the directory of a run or evaluation: task id -> trial content
 NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
 CONTENT_DIRECTORIES = ("environment", "tests")  # the instruction and these directories define a task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskHashes:
+    """Two SHA-256 hashes of a task."""
+
+    task_id: str
+    content: str  # `content_hash`, which identifies the task
+    trial_content: str  # of all that can change the trials: also task.toml, and the row with its answer
+
+
+def task_hashes(tasks: Sequence[Task]) -> list[TaskHashes]:
+    return [_hash(task) for task in tasks]
+
+
+def _hash(task: Task) -> TaskHashes:
+    content, settings = content_hash(task), task.path / "task.toml"
+    row = json.dumps(task.row, skipkeys=True, default=_row_value)
+    parts = (content, settings.read_text(encoding="utf-8") if settings.is_file() else "", row)
+    trial_content = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return TaskHashes(task_id=task.id, content=content, trial_content=trial_content)
+
+
+def _row_value(value: object) -> object:
+    """Return the content of a value that has no JSON form: of a question of env=data its row and its
+    reference answer, of another value only its type, because the text of an object may contain its address.
+    """
+    if isinstance(value, Question):
+        return [value.record.values, value.reference]
+    return type(value).__name__
 
 
 def content_hash(task: Task) -> str:
@@ -41,19 +72,21 @@ def content_hash(task: Task) -> str:
     return digest.hexdigest()
 
 
-def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, chosen_by: str | None) -> None:
+def require_held_out(
+    held_out: Sequence[TaskHashes], trained: Mapping[str, str], *, chosen_by: str | None
+) -> None:
     """Raise ConfigError if the content of a held-out task is among `trained` (task id -> content hash).
 
     `chosen_by` is the option that selects held-out tasks by id; None if a directory selects them.
     """
     ids = {content: task_id for task_id, content in trained.items()}
-    overlap = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
+    overlap = [(task.task_id, ids[task.content]) for task in held_out if task.content in ids]
     if overlap:
         first = f"{overlap[0][0]} is training task {overlap[0][1]}" + (
             " under another name" if overlap[0][0] != overlap[0][1] else ""
         )
         more = f" (and {len(overlap) - 1} more)" if len(overlap) > 1 else ""
-        unseen_ids = [task.id for task in held_out if task.id not in dict(overlap)]
+        unseen_ids = [task.task_id for task in held_out if task.task_id not in dict(overlap)]
         advice = (
             f"; for example, choose other tasks with {chosen_by}={','.join(unseen_ids[:NUM_PROPOSED])}"
             if unseen_ids and chosen_by
@@ -65,45 +98,18 @@ def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, ch
         )
 
 
-def content_hashes(tasks: Sequence[Task]) -> dict[str, str]:
-    return {task.id: content_hash(task) for task in tasks}
-
-
-def contents_of(tasks: Sequence[Task]) -> dict[str, str]:
-    """Return, for each task id, a hash of all that can change the trials of the task: `content_hash`,
-    task.toml and the row, with the reference answer of env=data.
-    """
-
-    def content_of(task: Task) -> str:
-        settings = task.path / "task.toml"
-        row = json.dumps(task.row, skipkeys=True, default=_row_value)
-        parts = (content_hash(task), settings.read_text(encoding="utf-8") if settings.is_file() else "", row)
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    return {task.id: content_of(task) for task in tasks}
-
-
-def _row_value(value: object) -> object:
-    """Return the content of a value that has no JSON form: of a question of env=data its row and its
-    reference answer, of another value only its type, because the text of an object may contain its address.
-    """
-    if isinstance(value, Question):
-        return [value.record.values, value.reference]
-    return type(value).__name__
-
-
 def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
     replace_text(log_path / HASHES_FILE, json.dumps(dict(trained), indent=1) + "\n")
 
 
 def require_same_content(log_path: Path, contents: Mapping[str, str]) -> None:
     """Raise ConfigError if a task had another content when the evaluation in `log_path` was started, because
-    its finished trials would be counted for the new content. `contents` is the result of `contents_of`.
+    its finished trials would be counted for the new content. `contents` maps task ids to trial contents.
     """
     if changed := changed_tasks(log_path, contents):
         raise ConfigError(
-            f"the content of {changed[0]} has changed since the evaluation in {log_path} was started; give "
-            "another log_path"
+            f"the content of {changed[0]} has changed since the evaluation in {log_path} was started, or "
+            "another version of this program started it; give another log_path"
         )
 
 

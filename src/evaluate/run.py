@@ -32,11 +32,11 @@ from src.envs.splits import chosen_tasks
 from src.evaluate.config import RESULTS_FILE, CompareConfig, EvaluateConfig, is_finished
 from src.evaluate.contamination import (
     HASHES_FILE,
-    content_hashes,
-    contents_of,
+    content_hash,
     read_hashes,
     require_held_out,
     require_same_content,
+    task_hashes,
     write_contents,
 )
 from src.evaluate.evaluation import evaluate
@@ -164,11 +164,12 @@ async def run_one(
     async with open_policy_and_tasks(config, checkpoint) as opened, AsyncExitStack() as stack:
         stack.push_async_callback(close_quietly, opened.source)
         tasks = chosen_tasks(evaluated_tasks(opened.source, config), config.tasks)
+        hashes = await asyncio.to_thread(task_hashes, tasks)
         if (trained := training_hashes(config)) is not None:
-            await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
+            require_held_out(hashes, trained, chosen_by="tasks")
         stack.enter_context(lock_run_dir(directory))
         prepare_directory(directory, name, config)
-        contents = await asyncio.to_thread(contents_of, tasks)
+        contents = {task.task_id: task.trial_content for task in hashes}
         require_same_content(directory, contents)
         write_contents(directory, contents)
         events.say(f"evaluating {name}, files: {directory}")
@@ -264,7 +265,8 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
         return read_hashes(path)
     from src.envs.harbor.task_directories import load_tasks  # imports Harbor
 
-    return content_hashes(load_tasks(path, check=lambda directory, config: []).tasks)
+    tasks = load_tasks(path, check=lambda directory, config: []).tasks
+    return {task.id: content_hash(task) for task in tasks}
 
 
 def evaluation_directory(config: EvaluateConfig) -> Path:

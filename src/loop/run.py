@@ -21,10 +21,10 @@ from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
 from src.evaluate.contamination import (
+    TaskHashes,
     changed_tasks,
-    content_hashes,
-    contents_of,
     require_held_out,
+    task_hashes,
     write_contents,
     write_hashes,
 )
@@ -92,8 +92,9 @@ async def run(
         connection_stack.push_async_exit(connection.stack)
         source = connection.dependencies.source
         source_stack.push_async_callback(close_quietly, source)
-        hashes = await checked_tasks(config, source)
-        contents = await asyncio.to_thread(contents_of, [*source.train, *source.eval])
+        trained, held_out = await checked_tasks(config, source)
+        hashes = {task.task_id: task.content for task in trained}
+        contents = {task.task_id: task.trial_content for task in (*trained, *held_out)}
         if directory.resumed:
             tasks = changed_tasks(directory.path, contents)
             discard_lost_rollouts(config, directory, events, tasks=tasks, is_trained=hashes.__contains__)
@@ -172,8 +173,10 @@ def discard_lost_rollouts(
         events.say(f"{', '.join(causes)} changed: {rollouts} after step {after} will be run again")
 
 
-async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
-    """Return the content hashes of the training tasks.
+async def checked_tasks(
+    config: TrainerConfig, source: TaskSource
+) -> tuple[list[TaskHashes], list[TaskHashes]]:
+    """Return the hashes of the training tasks and of the held-out tasks.
 
     Raises ConfigError if there is no training task, or if a training task is also held out.
     """
@@ -182,10 +185,11 @@ async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, 
             f"{tasks_name(config)} has no training tasks; give them in data (env=data) or in train_data "
             "(env=tau_bench, env=fleet or your own environment)"
         )
-    hashes = await asyncio.to_thread(content_hashes, source.train)
+    trained = await asyncio.to_thread(task_hashes, source.train)
+    held_out = await asyncio.to_thread(task_hashes, source.eval)
     chosen_by = None if holds_out_a_directory(config.eval_tasks or ()) else "eval_tasks"
-    await asyncio.to_thread(require_held_out, source.eval, hashes, chosen_by=chosen_by)
-    return hashes
+    require_held_out(held_out, {task.task_id: task.content for task in trained}, chosen_by=chosen_by)
+    return trained, held_out
 
 
 async def train(

@@ -318,12 +318,11 @@ async def test_staged_files_are_readable_with_any_umask() -> None:
     previous_umask = os.umask(0o077)
     try:
         async with sandbox() as bubblewrap:
-            host_path, sandbox_path = bubblewrap.stage_path("names")
-            with host_path.open("x") as file:
-                file.write("handed in")
-            result = await bubblewrap.run(f"cat {sandbox_path}; echo more >>{sandbox_path}")
-            assert (result.stdout, result.status) == (b"handed in", 1)
-            host_path.unlink()
+            with bubblewrap.staged_file() as (host_path, sandbox_path):
+                with host_path.open("x") as file:
+                    file.write("handed in")
+                result = await bubblewrap.run(f"cat {sandbox_path}; echo more >>{sandbox_path}")
+                assert (result.stdout, result.status) == (b"handed in", 1)
             assert (await bubblewrap.run(f"test -e {sandbox_path}")).status == 1
     finally:
         os.umask(previous_umask)

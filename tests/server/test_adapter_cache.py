@@ -95,6 +95,19 @@ def test_saving_a_name_again_replaces_its_weights() -> None:
     assert {cache.pin("s"), cache.pin("t")} == {1, 2}
 
 
+@pytest.mark.parametrize("name", ["s", "tinker://run/sampler_weights/s"])
+def test_a_name_has_a_new_key_after_its_snapshot_is_deleted(name: str) -> None:
+    cache = open_cache()
+    cache.put(name, adapter(1.0))
+    before = cache.key(name)
+    assert cache.key(name) == before
+    cache.drop(name)
+    if name != "s":
+        assert cache.key(name) != before, "another server may have saved other weights to this path"
+    cache.put(name, adapter(2.0))
+    assert cache.key(name) != before
+
+
 def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     cache = open_cache()
     save(cache, *"ab")

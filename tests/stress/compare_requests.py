@@ -1,8 +1,8 @@
 """Compares how two versions of the server handle the same mutated request bodies.
 
-    python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
+    python -m tests.stress.compare_requests other_tree=DIR [bodies=15000] [seed=0]
 
-OTHER_TREE is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
+`other_tree` is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
 every body to the same parser or route of both versions. Both must return the same operation, or an error of
 the same class or status. Errors that differ only in the message count as reworded, unless
 `INTENDED_DIFFERENCES` lists the difference. The exit status is 1 if other differences exist.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import chz
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,20 @@ SPECIAL = (
 )
 RANDOM_IDS = re.compile(r"[0-9a-f]{16,32}")
 ROUTES_SHARE = 0.2
+
+
+@chz.chz
+class CompareOptions:
+    """Options"""
+
+    other_tree: str = chz.field(doc="Directory of another version of this repository")
+    bodies: int = chz.field(default=15_000, doc="Number of request bodies")
+    seed: int = chz.field(default=0, doc="Seed of the mutations")
+
+    @chz.validate
+    def _other_tree_has_the_repository(self) -> None:
+        if not (Path(self.other_tree) / "tests" / "fakes" / "bodies.py").is_file():
+            raise ValueError(f"other_tree={self.other_tree} has no tests/fakes/bodies.py; give a checkout")
 
 
 def mutate(rng: random.Random, value: object) -> object:
@@ -136,10 +151,22 @@ def error_kind(result: str) -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    options = {"bodies": "15000", "seed": "0"} | dict(argument.split("=", 1) for argument in argv[1:])
+    from src.cli.command_line import help_for, parse_as  # the other version may not have these functions
+    from src.cli.program import run_program
+
+    title = ["python -m tests.stress.compare_requests other_tree=DIR [key=value ...]"]
+    return run_program(
+        argv,
+        lambda arguments: compare(parse_as(CompareOptions, arguments)),
+        lambda words: help_for(CompareOptions, title=title, words=words),
+        label="compare_requests",
+    )
+
+
+def compare(options: CompareOptions) -> int:
     results = []
-    for tree in (Path(argv[0]).resolve(), ROOT):
-        command = [sys.executable, __file__, "outcomes", options["bodies"], options["seed"]]
+    for tree in (Path(options.other_tree).resolve(), ROOT):
+        command = [sys.executable, __file__, "outcomes", str(options.bodies), str(options.seed)]
         process = subprocess.run(
             command, cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, stdout=subprocess.PIPE, check=True
         )
@@ -159,7 +186,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "outcomes":
+    if sys.argv[1:2] == ["outcomes"]:
         print(json.dumps(outcomes(int(sys.argv[2]), int(sys.argv[3]))))
     else:
         sys.exit(main(sys.argv[1:]))

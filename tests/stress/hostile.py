@@ -31,6 +31,7 @@ from tests.fakes.sdk_datum import sdk_datum
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
+import chz
 import httpx
 import numpy as np
 import psutil
@@ -38,6 +39,9 @@ import tinker
 from tinker import types
 
 from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
+from src.cli.command_line import help_for, parse_as
+from src.cli.program import run_program
+from src.core.options import Options, above, at_least
 
 MAX_SLOPE_MIB_PER_HOUR = 32.0
 RSS_EVERY_S = 10.0
@@ -52,6 +56,19 @@ SNAPSHOT_EVERY = 50  # steps; the server keeps a snapshot until its session ends
 SAVE_EVERY = 25  # steps
 TIMEOUT_S = 300
 DRAIN_S = 180
+
+
+@chz.chz
+class HostileOptions(Options):
+    """Options"""
+
+    minutes: float = chz.field(default=60.0, doc="Duration of the attacks", validator=above(0))
+    rate: float = chz.field(default=5.0, doc="Attacks per second", validator=above(0))
+    seed: int = chz.field(default=0, doc="Seed of the attacks", validator=at_least(0))
+    step_every_s: float = chz.field(
+        default=2.0, doc="Minimum time between two training steps", validator=at_least(0)
+    )
+    directory: str | None = chz.field(default=None, doc="Directory of all files; None: a temporary directory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,26 +333,38 @@ def remaining_objects(url: str, headers: Mapping[str, str] | None = None) -> dic
 
 
 def main(argv: list[str]) -> int:
-    options = dict(argument.split("=", 1) for argument in argv)
+    title = ["python -m tests.stress.hostile [key=value ...]"]
+    return run_program(
+        argv,
+        lambda arguments: run(parse_as(HostileOptions, arguments)),
+        lambda words: help_for(HostileOptions, title=title, words=words),
+        label="hostile",
+    )
+
+
+@contextlib.contextmanager
+def prepared_directory(options: HostileOptions) -> Iterator[Path]:
+    """Raise the limit on open files and yield the directory of the run."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with contextlib.ExitStack() as stack:
-        directory = (
-            Path(options["directory"])
-            if "directory" in options
-            else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        )
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(options.directory or temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        run = disturbed_run(
+        yield directory
+
+
+def run(options: HostileOptions) -> int:
+    with prepared_directory(options) as directory:
+        disturbed = disturbed_run(
             directory,
-            seconds=60 * float(options.get("minutes", "60")),
-            rate=float(options.get("rate", "5")),
-            seed=int(options.get("seed", "0")),
-            pace_s=float(options.get("step_every_s", "2")),
+            seconds=60 * options.minutes,
+            rate=options.rate,
+            seed=options.seed,
+            pace_s=options.step_every_s,
         )
         with server(directory, "undisturbed") as running:
-            undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
-    return report(run, undisturbed)
+            undisturbed = training_loop(running.url, until=None, num_steps=len(disturbed.steps), pace_s=0.0)
+    return report(disturbed, undisturbed)
 
 
 def report(run: DisturbedRun, undisturbed: list[Step]) -> int:

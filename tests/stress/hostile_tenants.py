@@ -23,26 +23,30 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import secrets
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import chz
 import httpx
 import numpy as np
 
 from scripts.run_skyrl_tx import ROOT
+from src.cli.command_line import help_for, parse_as
+from src.cli.program import run_program
+from src.core.options import above, at_least
 from tests.stress.hostile import (
     MAX_SLOPE_MIB_PER_HOUR,
     AttackReport,
+    HostileOptions,
     Step,
     Watch,
     num_equal,
+    prepared_directory,
     remaining_objects,
     server,
     training_loop,
@@ -53,6 +57,14 @@ SAMPLES_ALONE = 200
 SAMPLE_EVERY_S = 1.0
 TIMEOUT_S = 300.0
 TRAINER, PROBE = "trainer", "probe"
+
+
+@chz.chz
+class TenantsOptions(HostileOptions):
+    """Options"""
+
+    tenants: int = chz.field(default=64, doc="Number of hostile tenants", validator=at_least(1))
+    rate: float = chz.field(default=6.0, doc="Attacks per second", validator=above(0))
 
 
 def write_keys(directory: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
@@ -280,27 +292,28 @@ def report(run: Run, undisturbed: list[Step]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    options = dict(argument.split("=", 1) for argument in argv)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with contextlib.ExitStack() as stack:
-        directory = (
-            Path(options["directory"])
-            if "directory" in options
-            else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        )
-        directory.mkdir(parents=True, exist_ok=True)
-        run = run_with_tenants(
+    title = ["python -m tests.stress.hostile_tenants [key=value ...]"]
+    return run_program(
+        argv,
+        lambda arguments: run(parse_as(TenantsOptions, arguments)),
+        lambda words: help_for(TenantsOptions, title=title, words=words),
+        label="hostile_tenants",
+    )
+
+
+def run(options: TenantsOptions) -> int:
+    with prepared_directory(options) as directory:
+        disturbed = run_with_tenants(
             directory,
-            seconds=60 * float(options.get("minutes", "60")),
-            tenants=int(options.get("tenants", "64")),
-            rate=float(options.get("rate", "6")),
-            seed=int(options.get("seed", "0")),
-            pace_s=float(options.get("step_every_s", "2")),
+            seconds=60 * options.minutes,
+            tenants=options.tenants,
+            rate=options.rate,
+            seed=options.seed,
+            pace_s=options.step_every_s,
         )
         with server(directory, "undisturbed") as running:
-            undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
-    return report(run, undisturbed)
+            undisturbed = training_loop(running.url, until=None, num_steps=len(disturbed.steps), pace_s=0.0)
+    return report(disturbed, undisturbed)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,12 @@ def test_entries_with_commas_become_absolute(tmp_path: Path, monkeypatch: pytest
     assert with_absolute_paths(given, ROOT) == [f"data=['{tmp_path}/a,b.jsonl', 'c.jsonl']", given[1]]
 
 
+def test_a_comma_does_not_split_a_single_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(tmp_path))
+    (tmp_path / "a,b").mkdir()
+    assert with_absolute_paths(["tasks_dir=a,b"], ROOT) == [f"tasks_dir={tmp_path}/a,b"]
+
+
 def test_the_directory_of_a_server_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()

@@ -7,6 +7,8 @@ import tarfile
 import time
 from collections.abc import Iterable
 
+import pytest
+
 from src.envs.harbor.carried_files import (
     CarryRules,
     FileChanges,
@@ -105,6 +107,14 @@ def test_a_tool_in_opt_is_not_carried_over_unless_it_is_the_work() -> None:
         rules = CarryRules({"PATH": "/opt/node/bin:/usr/bin", "PWD": workdir})
         assert rules.carries(path, file) is is_carried and rules.removes(path) is is_carried
     assert CarryRules({"PATH": "/opt/bin", "PWD": "/app"}).carries("/opt/data", file)
+
+
+@pytest.mark.parametrize("name", ["GIT_CONFIG_GLOBAL", "PIP_CONFIG_FILE", "LD_AUDIT"])
+def test_files_that_variables_name_are_not_carried_over(name: str) -> None:
+    rules = CarryRules(search_variables({"PATH": "/usr/bin", name: "/opt/settings"}))
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    assert not rules.carries("/opt/settings", file) and not rules.removes("/opt/settings")
+    assert rules.carries("/opt/data", file)
 
 
 def test_package_managers_read_no_files_of_the_agent() -> None:

@@ -28,7 +28,7 @@ from src.envs.data.rows import Columns, question_of
 from src.envs.registry import check_environment, open_task_source
 from src.envs.service import subprocess_pool
 from src.evaluate.config import EvaluateConfig
-from src.evaluate.contamination import contents_of
+from src.evaluate.contamination import task_hashes
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER
 from tests.fakes.tokenizer import byte_chat
@@ -218,7 +218,7 @@ async def test_a_grading_worker_that_does_not_start_gives_no_reward(tmp_path, mo
 def test_a_changed_reference_answer_changes_the_content_of_its_task(tmp_path: Path):
     def contents(*rows: Mapping[str, object]) -> dict[str, str]:
         source = opened(f"data={written(tmp_path / 'a.jsonl', *rows)}", "reward=exact", "eval_split=0")
-        return contents_of(source.train)
+        return {task.task_id: task.trial_content for task in task_hashes(source.train)}
 
     rows = [{"id": name, "question": f"{name}?", "answer": "4"} for name in "ab"]
     before, after = contents(*rows), contents(rows[0], rows[1] | {"answer": "5"})

@@ -15,7 +15,7 @@ from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
-from src.evaluate.contamination import content_hashes, write_hashes
+from src.evaluate.contamination import content_hash, write_hashes
 from src.evaluate.run import PolicyAndTasks, evaluated_tasks, run
 from src.policy.sampling_policy import TopPPolicy
 from src.records.checkpoints import Checkpoint, append
@@ -138,7 +138,7 @@ async def test_an_evaluation_does_not_continue_with_other_content(tmp_path):
     # As after a row was inserted in a file of questions: a task has the id of another one.
     bench.tasks = [replace(TASKS[0], instruction="say 99"), *TASKS[1:]]
     with pytest.raises(
-        ConfigError, match=r"the content of say-00 has changed since the evaluation in .*; giv"
+        ConfigError, match=r"the content of say-00 has changed since .*, or another version of .*; giv"
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench.tasks, bench.num_trials = TASKS, 0
@@ -312,9 +312,8 @@ async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
             (tmp_path / name / part / "file").write_text(content)
     copy = Task(id="copied", path=tmp_path / "a", instruction="do  it\n")
     bench = Bench(tmp_path, first_half)
-    write_hashes(
-        directory, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
-    )
+    trained = [Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]]
+    write_hashes(directory, {task.id: content_hash(task) for task in trained})
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
     with pytest.raises(
         ConfigError,

@@ -145,6 +145,22 @@ def test_a_missing_server_is_started_with_the_users_options(trained) -> None:
     assert options["context_limit"] == "5000" and "tokenizer" not in options
 
 
+@pytest.mark.parametrize("run", [["model_name=org/name", "tasks_dir=tasks"], ["quickstart=terminal"]])
+def test_a_started_server_gets_the_users_checkpoints_dir(run: list[str], trained) -> None:
+    assert main([*run, "checkpoints_dir=/data/ck"]) == 0
+    ((options, _, arguments),) = trained
+    assert arguments[-1] == "checkpoints_dir=/data/ck" and "checkpoints_dir" not in options
+
+
+def test_a_running_server_keeps_its_checkpoints_dir(trained, monkeypatch, capfd) -> None:
+    with server({"local/model": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main(["model_name=./model", "tasks_dir=tasks", "checkpoints_dir=/data/ck"]) == 2
+    assert (
+        not trained and f"checkpoints_dir=/data/ck: the server at {url} is running" in capfd.readouterr().err
+    )
+
+
 def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatch, capfd) -> None:
     with server({"local/model": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)

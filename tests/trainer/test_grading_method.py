@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harbor.models.task.config import TaskConfig
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
@@ -47,6 +48,15 @@ def hello(directory: Path, *, test: str | None = None, solution: str | None = No
     if solution is not None:
         (directory / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
     return Task(id=directory.name, path=directory)
+
+
+def methods_of(
+    *tasks: Task, selected: GradingMethod | None = None, kind: str = "sandbox"
+) -> dict[Path, GradingMethod]:
+    configs = {
+        task.path: TaskConfig.model_validate_toml((task.path / "task.toml").read_text()) for task in tasks
+    }
+    return grading_methods(tasks, configs, selected=selected, environment_type=kind)
 
 
 IN_PLACE_WITH_PROCESSES = GradingMethod(mode=GradingMode.IN_PLACE, keep_processes=True)
@@ -112,14 +122,14 @@ def test_the_option_overrides_records(
 ) -> None:
     task = hello(tmp_path / "task")
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
-    assert grading_methods([task], selected, "sandbox")[task.path].mode is mode
+    assert methods_of(task, selected=selected)[task.path].mode is mode
 
 
 def test_the_number_of_tasks_of_each_mode_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = hello(tmp_path / "task")
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
     with caplog.at_level(logging.INFO):
-        grading_methods([task], None, "sandbox")
+        methods_of(task)
     source = "records of src.envs.validate; tasks without a record: fresh"
     assert caplog.messages == [f"grading: 0 tasks in a fresh environment, 1 in place ({source})"]
 
@@ -130,7 +140,7 @@ def test_tasks_with_a_separate_verifier_are_counted_separately(
     tasks = [hello(tmp_path / "task"), hello(tmp_path / "separate")]
     (tasks[1].path / "task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n')
     with caplog.at_level(logging.INFO):
-        grading_methods(tasks, None, "sandbox")
+        methods_of(*tasks)
     counts = "1 tasks in a fresh environment, 0 in place, 1 in a separate verifier environment ("
     assert caplog.messages[0].startswith(f"grading: {counts}")
 
@@ -143,7 +153,7 @@ def test_tasks_that_cannot_be_graded_fresh_count_as_in_place(
     if compose:
         (task.path / "environment" / "docker-compose.yaml").write_text("services: {}\n")
     with caplog.at_level(logging.INFO):
-        grading_methods([task], None, kind)
+        methods_of(task, kind=kind)
     assert "grading: 0 tasks in a fresh environment, 1 in place" in caplog.text
 
 

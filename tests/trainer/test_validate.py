@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.validate import main as validate
-from tests.fakes.harbor_trials import TASKS, in_sandbox
+from tests.fakes.harbor_trials import TASKS, in_sandbox, variant
 
 pytestmark = in_sandbox
 
@@ -28,6 +28,18 @@ def test_a_task_that_is_solved_by_doing_nothing_is_unsound(
         f"grading methods recorded in {tmp_path / 'grading.json'}",
         "tasks in sandbox: 1 sound, 1 unsound",
     ]
+
+
+def test_a_separate_verifier_environment_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = 'artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    task = variant(tmp_path, task_toml=settings)
+    (task / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
+    assert validate([f"tasks_dir={task}", "environment_type=sandbox"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "ok   variant: oracle 1.0, nop 0.0, graded in a separate verifier environment"
+    )
 
 
 def test_a_solution_without_the_full_score_is_reported_with_its_output(

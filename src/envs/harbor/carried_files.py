@@ -22,7 +22,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.search_paths import paths_of
+from src.envs.harbor.search_paths import LOADED, paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -141,7 +141,7 @@ class CarryRules:
         """
         loaded = [
             path
-            for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV")
+            for name in LOADED
             for path in paths_of(name, environment.get(name, ""))
             if path.startswith("/")
         ]

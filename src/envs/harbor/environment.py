@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
@@ -29,6 +30,9 @@ from src.envs.sandbox.dockerfile import USE_SANDBOX
 from src.envs.sandbox.sandbox_directory import sandbox_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
+
+if TYPE_CHECKING:
+    from harbor.models.task.config import TaskConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ class CheckedDirectories:
     environment: dict[str, object]  # fields of Harbor's EnvironmentConfig
     grading: GradingMethod | None  # of all tasks; None: `grading_methods` looks up that of each task
     tasks: dict[Path, list[Task]]  # directory -> its tasks
+    configs: dict[Path, TaskConfig]  # directory of a task -> its task.toml
     notes: list[str]  # warnings about the tasks and about the choice of the environment
 
 
@@ -97,6 +102,7 @@ def check_directories(
             environment=environment,
             grading=grading,
             tasks={directory: result.tasks for directory, result in loaded.items()},
+            configs={path: config for result in loaded.values() for path, config in result.configs.items()},
             notes=[warning for result in loaded.values() for warning in result.warnings],
         )
 
@@ -177,11 +183,14 @@ class HarborTasks:
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
         for line in checked.notes:
             logger.warning("%s", line)
-        if warning := early_deadline([*self.train, *self.eval], settings):
+        tasks = [*self.train, *self.eval]
+        if warning := early_deadline(tasks, checked.configs, settings):
             logger.warning("%s", warning)
         prepare_machine(self.environment_type, run_label=self.run_label, n_parallel=settings.n_parallel_envs)
         self._check_first_prompts()
-        self._grading = grading_methods([*self.train, *self.eval], checked.grading, self.environment_type)
+        self._grading = grading_methods(
+            tasks, checked.configs, selected=checked.grading, environment_type=self.environment_type
+        )
         for line in clean().failed:
             logger.warning("could not remove an object of an ended run: %s", line)
 

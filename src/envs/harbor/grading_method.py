@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
+
+if TYPE_CHECKING:
+    from harbor.models.task.config import TaskConfig
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +155,16 @@ def can_be_fresh(environment_dir: Path, environment_type: str) -> bool:
 
 
 def grading_methods(
-    tasks: Iterable[Task], selected: GradingMethod | None, environment_type: str
+    tasks: Iterable[Task],
+    configs: Mapping[Path, TaskConfig],
+    *,
+    selected: GradingMethod | None,
+    environment_type: str,
 ) -> dict[Path, GradingMethod]:
     """Return a map from the task's directory to its grading method: `selected`, or else the recorded one.
-    Log how many tasks use each mode, and how many have a separate verifier environment."""
-    from harbor.models.task.config import TaskConfig
+    Log how many tasks use each mode, and how many have a separate verifier environment. `configs` maps the
+    task's directory to its task.toml."""
     from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
-
-    def is_separate(directory: Path) -> bool:
-        config = TaskConfig.model_validate_toml((directory / "task.toml").read_text(encoding="utf-8"))
-        return resolve_task_verifier_mode(config) is VerifierEnvironmentMode.SEPARATE
 
     methods = {
         task.path: selected or recorded_method(task, environment_type) or GradingMethod() for task in tasks
@@ -169,7 +172,7 @@ def grading_methods(
     counts = Counter(
         method.mode if can_be_fresh(path / "environment", environment_type) else GradingMode.IN_PLACE
         for path, method in methods.items()
-        if not is_separate(path)
+        if resolve_task_verifier_mode(configs[path]) is not VerifierEnvironmentMode.SEPARATE
     )
     num_separate = len(methods) - counts.total()
     source = (

@@ -7,10 +7,17 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-# PATH, and the variables that name directories or files from which programs load code. HOME is among them
-# because programs read the hidden files of that directory. PWD is among them because a directory in /opt that
-# contains the working directory of the task does not count as an installed program (`CarryRules`).
-VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV", "PWD")
+# fmt: off
+LOADED = (  # files, and directories of files, that are code or settings which can name programs
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "BASH_ENV", "ENV", "INPUTRC", "OPENSSL_CONF",
+    "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "WGETRC", "PYTHONHOME",
+    "PYTHONSTARTUP", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "NPM_CONFIG_USERCONFIG", "NPM_CONFIG_GLOBALCONFIG",
+)
+# fmt: on
+# HOME is among the variables because programs read the hidden files of that directory. PWD is among them because
+# a directory in /opt that contains the working directory of the task does not count as an installed program
+# (`CarryRules`).
+VARIABLES = ("PATH", "HOME", "PWD", *LOADED)
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.

@@ -58,6 +58,7 @@ class LoadedTasks:
     """The tasks of a directory, in the order of their names, and one line for each warning about them."""
 
     tasks: list[Task]
+    configs: dict[Path, TaskConfig]  # directory of a task -> its task.toml
     warnings: list[str]
 
 
@@ -77,14 +78,16 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
     if not task_dirs:
         raise ConfigError(f"{directory} contains no task directories; give a directory of task directories")
     tasks: list[Task] = []
+    configs: dict[Path, TaskConfig] = {}
     refused: dict[str, list[Path]] = {}  # reason -> task directories
     warnings: dict[str, list[str]] = {}  # warning -> task ids
     for task_dir in task_dirs:
         try:
             task, task_warnings = load_task(task_dir, check=check)
-            tasks.append(task)
+            tasks.append(Task(id=task_dir.name, path=task_dir, instruction=task.instruction))
+            configs[task_dir] = task.config
             for warning in task_warnings:
-                warnings.setdefault(warning, []).append(task.id)
+                warnings.setdefault(warning, []).append(task_dir.name)
         except ConfigError as error:
             refused.setdefault(str(error).removeprefix(str(task_dir)), []).append(task_dir)
     if refused:
@@ -99,10 +102,10 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
         f"{warning} ({len(names)} of {len(tasks)} tasks: {_listed(names)})"
         for warning, names in warnings.items()
     ]
-    return LoadedTasks(tasks=tasks, warnings=lines)
+    return LoadedTasks(tasks=tasks, configs=configs, warnings=lines)
 
 
-def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
+def load_task(directory: Path, *, check: Check) -> tuple[HarborTask, list[str]]:
     """Return a task and the warnings of `check`. Raises ConfigError if the task is invalid or refused."""
     if not (directory / "task.toml").is_file():
         if (directory / OLD_FORMAT).is_file():
@@ -136,8 +139,7 @@ def load_task(directory: Path, *, check: Check) -> tuple[Task, list[str]]:
         raise ConfigError(f"{directory}: instruction.md is empty")
     _require_host_variables(directory, task.config)
     _refuse_windows_shebang(directory)
-    warnings = check(directory, task.config)
-    return Task(id=directory.name, path=directory, instruction=task.instruction), warnings
+    return task, check(directory, task.config)
 
 
 def _refuse_unsupported_settings(directory: Path) -> None:
@@ -324,20 +326,18 @@ def check_for_containers(directory: Path, config: TaskConfig, *, options: Mappin
     return []
 
 
-def early_deadline(tasks: Sequence[Task], options: HarborOptions) -> str | None:
-    """Return one line about tasks whose trials can reach their deadline before the verifier reaches its time
-    limit, or None. A program of the agent that stops the verifier can then cause an infrastructure failure.
-    """
+def early_deadline(
+    tasks: Sequence[Task], configs: Mapping[Path, TaskConfig], options: HarborOptions
+) -> str | None:
+    """Return one line about tasks whose trials can reach their deadline before the time limit of their
+    verifier, or None. An agent that stops the verifier can then cause an infrastructure failure."""
     deadline_s = options.trial_timeout_s or DEFAULT_DEADLINE_S
-    limits_s: dict[str, float] = {}
-    for task in tasks:
-        config = TaskConfig.model_validate_toml((task.path / "task.toml").read_text(encoding="utf-8"))
-        limits_s[task.id] = (
-            (config.agent.timeout_sec or 0.0) * options.agent_timeout_multiplier
-            + config.verifier.timeout_sec * options.verifier_timeout_multiplier
-        )
-    names = [name for name, limit_s in limits_s.items() if limit_s >= deadline_s]
-    if not names:
+    limits_s = {
+        task.id: (configs[task.path].agent.timeout_sec or 0.0) * options.agent_timeout_multiplier
+        + configs[task.path].verifier.timeout_sec * options.verifier_timeout_multiplier
+        for task in tasks
+    }
+    if not (names := [name for name, limit_s in limits_s.items() if limit_s >= deadline_s]):
         return None
     return (
         f"trial_timeout_s={deadline_s:g} does not exceed the time limits of agent and verifier together, so "

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harbor.models.task.config import TaskConfig as TaskSettings
+from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
@@ -34,6 +36,7 @@ class TaskValidation:
     oracle: float | str | None  # None: the task has no solution
     nop: float | str
     grading: GradingMethod = FRESH
+    is_separate: bool = False  # the task has a separate verifier environment, so `grading` has no effect
 
     @property
     def is_sound(self) -> bool:
@@ -58,7 +61,8 @@ class TaskValidation:
                 "solvable"
             )
         if self.is_sound:
-            return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {self.grading.name}"
+            method = "in a separate verifier environment" if self.is_separate else self.grading.name
+            return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {method}"
         oracle = f"there is no {SOLUTION}" if self.oracle is None else _result("the solution", self.oracle, 1)
         results = [oracle, _result("doing nothing", self.nop, 0)]
         advice = "logs_dir=DIR keeps" if logs_dir is None else f"{logs_dir} has"
@@ -74,6 +78,7 @@ def _result(agent: str, result: float | str, expected: int) -> str:
 
 async def validate(
     tasks: Sequence[Task],
+    configs: Mapping[Path, TaskSettings],
     *,
     environment: Mapping[str, object],
     n_parallel: int,
@@ -84,8 +89,8 @@ async def validate(
     """Run each task with its solution and with an agent that does nothing.
 
     `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
-    known. All tasks are graded with `method`, unless it is None. In that case, the grading method of each
-    task depends on the rewards of its solution.
+    known. `configs` maps the directory of a task to its task.toml. All tasks are graded with `method`. If
+    `method` is None, the grading method of each task depends on the rewards of its solution.
     """
     slots = asyncio.Semaphore(n_parallel)
 
@@ -97,14 +102,15 @@ async def validate(
         """Validate one task. If `method` is None, a task is graded FRESH unless grading in place gives its
         solution another reward. In place, the processes are kept only if the reward depends on them."""
         first = method or FRESH
+        is_separate = resolve_task_verifier_mode(configs[task.path]) is VerifierEnvironmentMode.SEPARATE
         oracle, nop, *in_place = await asyncio.gather(
             run_task(task, "oracle", first),
             run_task(task, "nop", first),
-            *([] if method else [run_task(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
+            *([] if method or is_separate else [run_task(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
         )
         assert nop is not None
         if not in_place or in_place[0] == oracle or not isinstance(in_place[0], float):
-            return TaskValidation(task=task, oracle=oracle, nop=nop, grading=first)
+            return TaskValidation(task=task, oracle=oracle, nop=nop, grading=first, is_separate=is_separate)
         without_processes = await run_task(task, "oracle", IN_PLACE)
         grading = IN_PLACE if without_processes == in_place[0] else IN_PLACE_WITH_PROCESSES
         nop = await run_task(task, "nop", grading)

@@ -199,13 +199,18 @@ class Bubblewrap:
             await self._network.close()
         await self._launch.clean_up_when_empty()
 
-    def stage_path(self, name: str) -> tuple[Path, str]:
-        """Return a host path for a new file, which the caller writes, and its read-only path in the sandbox.
-        Commands that start after the file was written can read it.
+    @contextlib.contextmanager
+    def staged_file(self) -> Generator[tuple[Path, str]]:
+        """Yield the host path of a new file, which the caller writes, and its read-only path in the sandbox.
+        Commands that start after the file was written can read it. The file is removed afterwards.
         """
-        path = self._launch.requests / name
+        path = self._launch.requests / f"{next(self._numbers)}.in"
         self._staged.add(path)
-        return path, f"{CONTROL}/requests/{name}"
+        try:
+            yield path, f"{CONTROL}/requests/{path.name}"
+        finally:
+            path.unlink(missing_ok=True)
+            self._staged.discard(path)
 
     async def _wait_until_ready(self, *, has_network: bool) -> None:
         assert self._process.stdout is not None

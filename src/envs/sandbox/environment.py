@@ -20,8 +20,8 @@ import os
 import re
 import shlex
 import tarfile
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, override
@@ -213,16 +213,8 @@ class SandboxEnvironment(BaseEnvironment):
             return await super().is_dir(path, user)
         return await self._bubblewrap.path_kind(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
 
-    @contextmanager
-    def staged_file(self) -> Generator[tuple[Path, str]]:
-        """Yield the host path of a new file, which the caller writes, and the read-only path of this file in
-        the sandbox. The file is removed afterwards.
-        """
-        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.in")
-        try:
-            yield host_path, inside_path
-        finally:
-            host_path.unlink(missing_ok=True)
+    def staged_file(self) -> AbstractContextManager[tuple[Path, str]]:
+        return self._bubblewrap.staged_file()
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
