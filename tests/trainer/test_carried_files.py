@@ -53,6 +53,30 @@ def test_a_hard_link_has_the_mode_of_its_file() -> None:
     assert carried([program, *links]) == {"app/run": 0o755, "app/copy": 0o755}
 
 
+def test_hard_links_to_a_file_that_is_left_out_are_files() -> None:
+    excluded = member("root/.cache/a", mode=0o640)
+    excluded.size = 600
+    names = ("opt/tools/cat", "app/first", "app/second")
+    links = [member(name, kind=tarfile.LNKTYPE, link="root/.cache/a") for name in names]
+    source, target = io.BytesIO(), io.BytesIO()
+    with tarfile.TarFile(fileobj=source, mode="w") as archive:
+        archive.addfile(excluded, io.BytesIO(b"x" * 600))
+        for link in links:
+            archive.addfile(link)
+    source.seek(0)
+    filtered = FilteredArchive(target, RULES, FileChanges())
+    filtered.add(source)
+    filtered.close()
+    target.seek(0)
+    with tarfile.open(fileobj=target) as archive:
+        tools, first, second = archive.getmembers()
+        assert [tools.name, first.name, second.name] == list(names)
+        assert tools.isreg() and tools.mode == 0o640
+        assert first.linkname == second.linkname == "opt/tools/cat"
+        content = archive.extractfile(second)
+        assert content is not None and content.read() == b"x" * 600
+
+
 def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
     link = member("app/a", kind=tarfile.SYMTYPE, link="b")
     directory = member("app/a", kind=tarfile.DIRTYPE, mode=0o755)

@@ -324,23 +324,28 @@ class FilteredArchive:
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
+        self._added_names: dict[str, str] = {}  # path of a file that was not added -> its hard link that was
         self._locked: dict[str, tarfile.TarInfo] = {}  # path -> entry with the original mode
         self.size = ArchiveSize()
-        self.unresolved_links: list[str] = []  # hard links to files that were not added
 
     def add(
         self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
     ) -> None:
         """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
-        The names of the members in `source` are relative to `directory`.
+        The names of the members in `source` are relative to `directory`. A hard link to a file that is not
+        added becomes a file with the contents of that file.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
+        files: dict[str, tarfile.TarInfo] = {}
         try:
             with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
                 for member in archive:
-                    if keep(_normalize(f"{directory}/{member.name}")):
-                        self._add(archive, member, directory)
+                    path = _normalize(f"{directory}/{member.name}")
+                    if member.isreg():
+                        files[path] = member
+                    if keep(path):
+                        self._add(archive, member, directory, files)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be read: {error}"
@@ -353,7 +358,14 @@ class FilteredArchive:
                 self._archive.addfile(self._locked[path])
         self._archive.close()
 
-    def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, directory: str) -> None:
+    def _add(
+        self,
+        archive: tarfile.TarFile,
+        member: tarfile.TarInfo,
+        directory: str,
+        files: Mapping[str, tarfile.TarInfo],
+    ) -> None:
+        """Add a member. `files` are the regular files of the archive up to this member."""
         path = _normalize(f"{directory}/{member.name}")
         kind = _kind(member)
         listed = self._changes.carried.get(path)
@@ -363,11 +375,15 @@ class FilteredArchive:
         if "\0" in f"{path}{member.linkname}":
             return  # The archive is forged: the program that unpacks it would cut the name at this byte.
         link_target = _normalize(f"{directory}/{member.linkname}")
-        if member.islnk():
-            if link_target not in self._file_modes:
-                self.unresolved_links.append(path)
+        if member.islnk():  # A hard link has the mode of its file.
+            name = self._added_names.get(link_target, link_target)
+            if name in self._file_modes:
+                link_target, mode = name, self._file_modes[name]
+            elif link_target in files:
+                member = files[link_target]
+                mode = member.mode
+            else:
                 return
-            mode = self._file_modes[link_target]  # A hard link has the mode of its file.
         if not self._rules.carries(path, FileEntry(kind=kind, mode=mode, size=member.size)):
             return
         if self._is_below_link(path):
@@ -394,6 +410,8 @@ class FilteredArchive:
         else:
             copy.size = member.size
             self._file_modes[path] = mode
+            if (name := _normalize(f"{directory}/{member.name}")) != path:
+                self._added_names[name] = path
         self.size.members += 1
         self.size.bytes += copy.size
         check_limits(self.size.members - self._baseline.members, self.size.bytes - self._baseline.bytes)

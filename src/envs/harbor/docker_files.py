@@ -252,8 +252,6 @@ class DockerFiles:
                 if changed[path] == ADDED:
                     export.trees.add(path)
         export.add_paths("/", paths)
-        for path in filtered.unresolved_links:
-            export.add(path, is_new=True)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.size.members else {}
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
