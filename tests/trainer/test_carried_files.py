@@ -131,6 +131,13 @@ def test_a_tool_in_opt_is_not_carried_over_unless_it_is_the_work() -> None:
     assert CarryRules({"PATH": "/opt/bin", "PWD": "/app"}).carries("/opt/data", file)
 
 
+def test_module_paths_are_not_carried_over_unless_they_are_the_work() -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    for workdir, is_carried in (("/app", False), ("/opt/lib", True), ("/opt", True), ("/opt/lib/a", True)):
+        rules = CarryRules({"NODE_PATH": "/opt/lib/", "PWD": workdir})
+        assert rules.carries("/opt/lib/json.js", file) is is_carried
+
+
 def test_package_managers_read_no_files_of_the_agent() -> None:
     file = FileEntry(kind="f", mode=0o644, size=1)
     excluded = (
@@ -145,7 +152,15 @@ def test_package_managers_read_no_files_of_the_agent() -> None:
 def test_settings_that_programs_look_for_are_not_carried_over() -> None:
     file = FileEntry(kind="f", mode=0o644, size=1)
     excluded = (
-        *("/.cargo/config.toml", "/.git/config", "/package.json", "/go.work", "/etc/mavenrc"),
+        *(
+            "/Directory.Build.props",
+            "/justfile",
+            "/.cargo/config.toml",
+            "/.git/config",
+            "/package.json",
+            "/go.work",
+            "/etc/mavenrc",
+        ),
         *("/etc/xdg/pip/pip.conf", "/usr/local/share/lua/5.4/a.lua", "/var/lib/gems/3.1.0/a.rb"),
     )
     assert not any(RULES.carries(path, file) or RULES.removes(path) for path in excluded)

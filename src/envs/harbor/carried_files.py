@@ -12,6 +12,7 @@ This file is long because the tables of paths and the checks that apply them bel
 from __future__ import annotations
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.search_paths import paths_of
+from src.envs.harbor.search_paths import MODULE_VARIABLES, paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -71,6 +72,9 @@ SETTINGS = (  # more files that programs read; a package that the agent installe
     # Programs look for these in the parent directories of the tests.
     "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
     "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
+    "/Directory.Build.*", "/Directory.Packages.props", "/nuget.config", "/NuGet.Config", "/global.json",
+    "/eslint.config.*", "/pnpm-workspace.yaml", "/settings.gradle*", "/cabal.project*", "/stack.yaml",
+    "/dune-project", "/dune-workspace", "/justfile",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = tuple(
@@ -150,10 +154,17 @@ class CarryRules:
         self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
         workdirs = environment.get("PWD", "").split(":")
         tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
-        tools = {tool for tool in tools if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)}
+        tools = {tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)}
+        module_paths = [
+            path
+            for name in MODULE_VARIABLES
+            for path in map(_normalize, filter(os.path.isabs, environment.get(name, "").split(":")))
+            if not any(is_same_or_below(path, work) or is_same_or_below(work, path) for work in workdirs)
+        ]
         patterns = [
             *tools,
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
+            *module_paths,
             *map(_normalize, [*loaded, *modules]),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
@@ -504,6 +515,15 @@ def is_below(path: str, directories: Collection[str]) -> bool:
             return True
         end = path.find("/", end + 1)
     return False
+
+
+def is_same_or_below(path: str, directory: str) -> bool:
+    """Return whether an absolute path is `directory` or is below it.
+
+    >>> is_same_or_below("/a/b", "/a"), is_same_or_below("/ab", "/a"), is_same_or_below("/a", "/")
+    (True, False, True)
+    """
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
 
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:

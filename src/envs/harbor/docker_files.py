@@ -42,7 +42,7 @@ from src.envs.harbor.carried_files import (
     check_limits,
     is_below,
 )
-from src.envs.harbor.search_paths import search_variables, with_link_targets
+from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -188,8 +188,9 @@ class DockerFiles:
                 variables["PWD"] = workdir
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
+            homes = {"HOME": home_directories(self._accounts, variables["PWD"])}
             self._variables = await with_link_targets(
-                search_variables(variables, self._verifier_variables, libraries), output_of
+                search_variables(variables, self._verifier_variables, libraries, homes), output_of
             )
             await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 

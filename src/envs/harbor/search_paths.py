@@ -7,10 +7,15 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+# The variables that name the directories in which interpreters look for modules.
+MODULE_VARIABLES = ("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB")
 # PATH, and the variables that name directories or files from which programs load code. `HOME` is among them
 # because programs read the hidden files of that directory, and PWD because the working directory of the task
 # is not an installed program.
-VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV", "PWD")
+VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "HOME", "LD_PRELOAD", "BASH_ENV", "ENV", "PWD"),
+    *MODULE_VARIABLES,
+)
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -24,6 +29,18 @@ def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
         if values := [environment[name] for environment in environments if name in environment]:
             variables[name] = ":".join(values)
     return variables
+
+
+def home_directories(accounts: bytes, workdirs: str) -> str:
+    """Return the home directories in the contents of /etc/passwd, separated by colons, without `/` and
+    without the working directories of the task.
+
+    >>> home_directories(b"root:x:0:0::/root:/bin/sh\\nweb:x:7:7::/srv/web/:\\na:x:8:8::/app:", "/app")
+    '/root:/srv/web'
+    """
+    fields = [line.split(":") for line in accounts.decode("utf-8", "surrogateescape").splitlines()]
+    homes = dict.fromkeys(line[5].rstrip("/") for line in fields if len(line) > 5)
+    return ":".join(home for home in homes if home.startswith("/") and home not in workdirs.split(":"))
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
