@@ -90,10 +90,10 @@ class MessageEnv(Protocol):
 
         Exceptions have these effects:
 
-        - ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
-          that the answer did not cause. The trial becomes a `TrialFailure` of the kind `env_server` for an
-          EnvServerError, `backend` for a BackendError and `env_error` for the others. An attempt that fails
-          with `env_error` is not repeated.
+        - ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault and
+          PromptTooLong report a failure that the answer did not cause. The trial becomes a `TrialFailure` of
+          the kind `env_server` for an EnvServerError, `backend` for a BackendError and `env_error` for the
+          others. An attempt that fails with `env_error` is not repeated.
         - An AgentFault and any exception not named above are attributed to the answer. The trial has the
           reward 0. The graded-zero reason is that of the AgentFault, and `env_error` for the others.
         """
@@ -266,6 +266,9 @@ class _Episode:
         exception that is attributed to the answer."""
         try:
             return await self._env.step(answer)
+        except PromptTooLong as error:
+            # The prompt of the user simulator or of the judge, which contains the answers, is too long.
+            fault = AgentFault(ZeroReason.ENV_ERROR, str(error))
         except (TrainerError, ConnectionError, TimeoutError) as error:
             if not isinstance(error, AgentFault):
                 raise

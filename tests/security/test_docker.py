@@ -40,6 +40,7 @@ from src.envs.sandbox.docker import (
     why_no_engine,
 )
 from src.envs.sandbox.file_copy import MAX_FILES, NOTE_FILE
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.sandbox_directory import live_run_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
@@ -202,6 +203,22 @@ async def test_every_service_has_a_stop_timeout_of_0_seconds(tmp_path: Path) -> 
             containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
             assert len(containers) == 2
             assert [container.attrs["Config"]["StopTimeout"] for container in containers] == [0, 0]
+    finally:
+        await compose_environment.stop(delete=True)
+
+
+async def test_the_number_of_processes_of_a_service_is_limited(tmp_path: Path) -> None:
+    name = f"test-{secrets.token_hex(4)}"
+    compose = COMPOSE.replace("    command:", "    pids_limit: 77\n    command:")
+    compose_environment = create_environment(
+        tmp_path, name, label=f"test-docker-{os.getpid()}", compose=compose
+    )
+    try:
+        await compose_environment.start(force_build=False)
+        with engine(timeout_s=20) as client:
+            containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
+            limits = {container.attrs["HostConfig"]["PidsLimit"] for container in containers}
+            assert limits == {SandboxLimits().processes, 77}
     finally:
         await compose_environment.stop(delete=True)
 

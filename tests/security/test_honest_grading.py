@@ -296,6 +296,11 @@ IMAGE_FORGERIES = {
         graded_if("run"),
         "echo 'exit 0' > /opt/tool/lib/x.sh",
     ),
+    "a module in PYTHONPATH": (
+        "RUN mkdir /opt/lib\nENV PYTHONPATH=/opt/lib\n",
+        graded_if("python3 -c 'import json, sys; sys.exit(json.loads(\"1\") == 1)'"),
+        "echo 'loads = str' > /opt/lib/json.py",
+    ),
     "the file of BASH_ENV": (
         "RUN touch /opt/settings\nENV BASH_ENV=/opt/settings\n",
         BY_BASH,
@@ -621,6 +626,10 @@ DOCKER_FORGERIES = {
     "the shell of root": (
         BY_SU,
         "printf '#!/bin/sh\\n' > s; chmod 755 s; sed -i 's#root:/bin/bash#root:/app/s#' /etc/passwd",
+    ),
+    "the profile of a system account": (
+        BY_SU.replace("su root", "su - backup -s /bin/bash"),
+        "mkdir -p /var/backups; echo 'cat() { echo right; }' > /var/backups/.bash_profile",
     ),
     "the variables of su": (
         BY_SU.replace("su root", "su root -s /bin/bash"),

@@ -55,6 +55,30 @@ def test_a_hard_link_has_the_mode_of_its_file() -> None:
     assert carried([program, *links]) == {"app/run": 0o755, "app/copy": 0o755}
 
 
+def test_hard_links_to_a_file_that_is_left_out_are_files() -> None:
+    excluded = member("root/.cache/a", mode=0o640)
+    excluded.size = 600
+    names = ("opt/tools/cat", "app/first", "app/second")
+    links = [member(name, kind=tarfile.LNKTYPE, link="root/.cache/a") for name in names]
+    source, target = io.BytesIO(), io.BytesIO()
+    with tarfile.TarFile(fileobj=source, mode="w") as archive:
+        archive.addfile(excluded, io.BytesIO(b"x" * 600))
+        for link in links:
+            archive.addfile(link)
+    source.seek(0)
+    filtered = FilteredArchive(target, RULES, FileChanges())
+    filtered.add(source)
+    filtered.close()
+    target.seek(0)
+    with tarfile.open(fileobj=target) as archive:
+        tools, first, second = archive.getmembers()
+        assert [tools.name, first.name, second.name] == list(names)
+        assert tools.isreg() and tools.mode == 0o640
+        assert first.linkname == second.linkname == "opt/tools/cat"
+        content = archive.extractfile(second)
+        assert content is not None and content.read() == b"x" * 600
+
+
 def test_a_directory_in_place_of_a_link_is_carried_over() -> None:
     link = member("app/a", kind=tarfile.SYMTYPE, link="b")
     directory = member("app/a", kind=tarfile.DIRTYPE, mode=0o755)
@@ -117,6 +141,13 @@ def test_files_that_variables_name_are_not_carried_over(name: str) -> None:
     assert rules.carries("/opt/data", file)
 
 
+def test_module_paths_are_not_carried_over_unless_they_are_the_work() -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    for workdir, is_carried in (("/app", False), ("/opt/lib", True), ("/opt", True), ("/opt/lib/a", True)):
+        rules = CarryRules({"NODE_PATH": "/opt/lib/", "PWD": workdir})
+        assert rules.carries("/opt/lib/json.js", file) is is_carried
+
+
 def test_package_managers_read_no_files_of_the_agent() -> None:
     file = FileEntry(kind="f", mode=0o644, size=1)
     excluded = (
@@ -131,7 +162,15 @@ def test_package_managers_read_no_files_of_the_agent() -> None:
 def test_settings_that_programs_look_for_are_not_carried_over() -> None:
     file = FileEntry(kind="f", mode=0o644, size=1)
     excluded = (
-        *("/.cargo/config.toml", "/.git/config", "/package.json", "/go.work", "/etc/mavenrc"),
+        *(
+            "/Directory.Build.props",
+            "/justfile",
+            "/.cargo/config.toml",
+            "/.git/config",
+            "/package.json",
+            "/go.work",
+            "/etc/mavenrc",
+        ),
         *("/etc/xdg/pip/pip.conf", "/usr/local/share/lua/5.4/a.lua", "/var/lib/gems/3.1.0/a.rb"),
     )
     assert not any(RULES.carries(path, file) or RULES.removes(path) for path in excluded)

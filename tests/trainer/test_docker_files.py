@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import tarfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,18 +23,29 @@ from src.envs.harbor.docker_files import ADDED, MODIFIED, DockerFiles
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
 
 
+def client_of(changes: Sequence[tuple[str, int | None]]) -> SimpleNamespace:
+    """Return a Docker client whose engine reports these changes of a container."""
+    listing = [{"Path": path, "Kind": kind} for path, kind in changes if kind is not None]
+
+    def get(url: str, *, stream: bool, timeout: int) -> contextlib.nullcontext[SimpleNamespace]:
+        assert (url, stream) == ("engine/v1.41/containers/c/changes", True)
+        data = json.dumps(listing or None).encode()
+        response = SimpleNamespace(raise_for_status=lambda: None, iter_content=lambda size: iter([data]))
+        return contextlib.nullcontext(response)
+
+    return SimpleNamespace(api=SimpleNamespace(base_url="engine", api_version="1.41", timeout=1, get=get))
+
+
 class FakeContainer:
     """A container in which the directory `path` of the image was modified and has one unchanged file."""
 
     def __init__(self, path: str, *, tar_format: int, headers: Mapping[str, str], chunk_size: int) -> None:
+        self.id, self.client = "c", client_of([(path, MODIFIED)])
         self.attrs = {"Config": {"Env": []}, "Mounts": []}
         self._path = path
         self._tar_format = tar_format
         self._headers = headers
         self._chunk_size = chunk_size
-
-    def diff(self) -> list[dict[str, object]]:
-        return [{"Path": self._path, "Kind": MODIFIED}]
 
     def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, object]]:
         assert path == self._path
@@ -90,19 +103,21 @@ class TreeContainer:
 
     def __init__(self, kinds: Mapping[str, int | None]) -> None:
         self.attrs = {"Config": {"Env": []}, "Mounts": []}
+        self.id = "c"
         self.requests: list[str] = []
         self._kinds = kinds
 
     def exec_run(self, command: list[str], *, user: str, stderr: bool) -> SimpleNamespace:
         return SimpleNamespace(output=b"")
 
-    def diff(self) -> list[dict[str, object]]:
-        return [{"Path": path, "Kind": kind} for path, kind in self._kinds.items() if kind is not None]
+    @property
+    def client(self) -> SimpleNamespace:
+        return client_of(list(self._kinds.items()))
 
     def get_archive(self, path: str) -> tuple[Iterator[bytes], dict[str, object]]:
+        self.requests.append(path)
         if path not in self._kinds:
             raise NotFound(path)
-        self.requests.append(path)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             for file in sorted(self._kinds):
@@ -135,9 +150,7 @@ async def test_many_files_of_a_directory_need_few_requests(
     _, members = await export(monkeypatch, container)
     assert sorted(f"/{member.name}" for member in members) == sorted(changed)
     assert container.requests == (
-        ["/app", "/app", "/app/old", "/app/sub", "/app/tree", "/app/z-link"]
-        if is_large
-        else ["/app", "/app/z-link"]
+        ["/app", "/app", "/app/old", "/app/sub", "/app/tree", "/app/z-link"] if is_large else ["/app"]
     )
 
 
@@ -151,6 +164,41 @@ async def test_programs_beside_a_python_of_the_image_are_not_exported(
     container = TreeContainer({**image, **programs, **own, **other})
     _, members = await export(monkeypatch, container)
     assert sorted(f"/{member.name}" for member in members) == sorted([*own, *other])
+
+
+async def test_modules_of_the_image_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many directories above each file must not take minutes."""
+    deep = f"/app/lib/site-packages/{'a/' * 1900}"
+    image = {"/app": MODIFIED, "/app/lib": MODIFIED, "/app/lib/site-packages": MODIFIED}
+    own = {path: ADDED for path in ("/app/new", "/app/new/site-packages", "/app/new/site-packages/a.py")}
+    container = TreeContainer({**image, **own, **{f"{deep}{number}": ADDED for number in range(400)}})
+    started = time.monotonic()
+    _, members = await export(monkeypatch, container)
+    assert time.monotonic() - started < 15
+    assert sorted(f"/{member.name}" for member in members) == ["/app", "/app/lib", *own]
+
+
+async def test_many_prefixes_of_programs_need_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {f"/app/{number}/pyvenv.cfg": ADDED for number in range(201)} | {"/app": MODIFIED}
+    container = TreeContainer(kinds)
+    _, members = await export(monkeypatch, container)
+    assert (container.requests, [member.name for member in members]) == (["/app"], ["app"])
+
+
+async def test_too_many_requests_of_an_export_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_EXPORT_REQUESTS", 3)
+    paths = [f"/app/file-{number}" for number in range(4)]
+    await export(monkeypatch, TreeContainer(dict.fromkeys(paths[:3], ADDED)))
+    with pytest.raises(AgentFault, match="need more than 3 requests") as error:
+        await export(monkeypatch, TreeContainer(dict.fromkeys(paths, ADDED)))
+    assert error.value.reason is ZeroReason.FILES_TOO_LARGE
+
+
+async def test_a_long_list_of_changed_files_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_LISTING_BYTES", 1000)
+    with pytest.raises(AgentFault, match="the list of the files") as error:
+        await export(monkeypatch, TreeContainer({f"/app/{'x' * 1000}": ADDED}))
+    assert error.value.reason is ZeroReason.FILES_TOO_LARGE
 
 
 async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,12 @@ async def test_an_answer_that_makes_step_raise_has_reward_0():
     assert trajectory.zero_reason is ZeroReason.ENV_ERROR
 
 
+async def test_answers_too_long_for_a_model_of_the_environment_get_0():
+    trajectory, _, _ = await run_graded([StepResult(messages=OB.messages, reward=0.5), TOO_LONG], ["AB", "C"])
+    assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [0.0, 0.0])
+    assert trajectory.zero_reason is ZeroReason.ENV_ERROR
+
+
 async def test_an_answer_that_makes_step_raise_is_trained():
     trajectory, _, _ = await run_graded(RAISES_IN_SECOND_STEP, ["AB", "C"])
     assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True]

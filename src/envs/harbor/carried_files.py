@@ -12,6 +12,7 @@ This file is long because the tables of paths and the checks that apply them bel
 from __future__ import annotations
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.search_paths import LOADED, paths_of
+from src.envs.harbor.search_paths import LOADED, MODULE_VARIABLES, paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -72,6 +73,9 @@ SETTINGS = (  # more files that programs read
     # Programs look for these in the parent directories of the tests.
     "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
     "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
+    "/Directory.Build.*", "/Directory.Packages.props", "/nuget.config", "/NuGet.Config", "/global.json",
+    "/eslint.config.*", "/pnpm-workspace.yaml", "/settings.gradle*", "/cabal.project*", "/stack.yaml",
+    "/dune-project", "/dune-workspace", "/justfile",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = tuple(
@@ -151,10 +155,17 @@ class CarryRules:
         self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
         workdirs = environment.get("PWD", "").split(":")
         tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
-        tools = {tool for tool in tools if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)}
+        tools = {tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)}
+        module_paths = [
+            path
+            for name in MODULE_VARIABLES
+            for path in map(_normalize, filter(os.path.isabs, environment.get(name, "").split(":")))
+            if not any(is_same_or_below(path, work) or is_same_or_below(work, path) for work in workdirs)
+        ]
         patterns = [
             *tools,
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
+            *module_paths,
             *map(_normalize, [*loaded, *modules]),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
@@ -325,23 +336,28 @@ class FilteredArchive:
         self._links = set(changes.symlinks)
         self._below_link: dict[str, bool] = {}  # directory -> whether it is a link or below one
         self._file_modes: dict[str, int] = {}  # path -> mode of each regular file that was added
+        self._added_names: dict[str, str] = {}  # path of a file that was not added -> its hard link that was
         self._locked: dict[str, tarfile.TarInfo] = {}  # path -> entry with the original mode
         self.size = ArchiveSize()
-        self.unresolved_links: list[str] = []  # hard links to files that were not added
 
     def add(
         self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
     ) -> None:
         """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
-        The names of the members in `source` are relative to `directory`.
+        The names of the members in `source` are relative to `directory`. A hard link to a file that is not
+        added becomes a file with the contents of that file.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
+        files: dict[str, tarfile.TarInfo] = {}
         try:
             with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
                 for member in archive:
-                    if keep(_normalize(f"{directory}/{member.name}")):
-                        self._add(archive, member, directory)
+                    path = _normalize(f"{directory}/{member.name}")
+                    if member.isreg():
+                        files[path] = member
+                    if keep(path):
+                        self._add(archive, member, directory, files)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be read: {error}"
@@ -354,7 +370,14 @@ class FilteredArchive:
                 self._archive.addfile(self._locked[path])
         self._archive.close()
 
-    def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, directory: str) -> None:
+    def _add(
+        self,
+        archive: tarfile.TarFile,
+        member: tarfile.TarInfo,
+        directory: str,
+        files: Mapping[str, tarfile.TarInfo],
+    ) -> None:
+        """Add a member. `files` are the regular files of the archive up to this member."""
         path = _normalize(f"{directory}/{member.name}")
         kind = _kind(member)
         listed = self._changes.carried.get(path)
@@ -364,11 +387,15 @@ class FilteredArchive:
         if "\0" in f"{path}{member.linkname}":
             return  # The archive is forged: the program that unpacks it would cut the name at this byte.
         link_target = _normalize(f"{directory}/{member.linkname}")
-        if member.islnk():
-            if link_target not in self._file_modes:
-                self.unresolved_links.append(path)
+        if member.islnk():  # A hard link has the mode of its file.
+            name = self._added_names.get(link_target, link_target)
+            if name in self._file_modes:
+                link_target, mode = name, self._file_modes[name]
+            elif link_target in files:
+                member = files[link_target]
+                mode = member.mode
+            else:
                 return
-            mode = self._file_modes[link_target]  # A hard link has the mode of its file.
         if not self._rules.carries(path, FileEntry(kind=kind, mode=mode, size=member.size)):
             return
         if self._is_below_link(path):
@@ -395,6 +422,8 @@ class FilteredArchive:
         else:
             copy.size = member.size
             self._file_modes[path] = mode
+            if (name := _normalize(f"{directory}/{member.name}")) != path:
+                self._added_names[name] = path
         self.size.members += 1
         self.size.bytes += copy.size
         check_limits(self.size.members - self._baseline.members, self.size.bytes - self._baseline.bytes)
@@ -487,6 +516,15 @@ def is_below(path: str, directories: Collection[str]) -> bool:
             return True
         end = path.find("/", end + 1)
     return False
+
+
+def is_same_or_below(path: str, directory: str) -> bool:
+    """Return whether an absolute path is `directory` or is below it.
+
+    >>> is_same_or_below("/a/b", "/a"), is_same_or_below("/ab", "/a"), is_same_or_below("/a", "/")
+    (True, False, True)
+    """
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
 
 
 def probe_changes(archive: IO[bytes]) -> FileChanges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import tarfile
@@ -30,6 +31,7 @@ from src.envs.harbor.carried_files import (
     ACCOUNTS,
     INTERPRETERS,
     MAX_BYTES,
+    MAX_LISTING_BYTES,
     MAX_MEMBERS,
     MODULE_DIRECTORIES,
     ArchiveSize,
@@ -40,13 +42,15 @@ from src.envs.harbor.carried_files import (
     check_limits,
     is_below,
 )
-from src.envs.harbor.search_paths import search_variables, with_link_targets
+from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
 ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
+MAX_EXPORT_REQUESTS = 5000  # of one export; a request takes up to 0.1 s
+MAX_PREFIXES = 200  # whose Python interpreters are looked for
 MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
 # Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.
@@ -54,6 +58,7 @@ FILE_OF_PROGRAMS = re.compile(
     r"(.*)/(?:bin/.|pyvenv\.cfg$|condabin|etc/(?:conda|profile\.d)|lib(?:64)?/(?:python3|[^/]*\.so))",
     re.DOTALL,
 )
+MODULE_DIRECTORY = re.compile(rf"/(?:{'|'.join(MODULE_DIRECTORIES)})(?=/|$)")
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # the engine's numbers for the differences of a container from its image
 
 
@@ -67,6 +72,7 @@ class _Export:
     # The maximum number of bytes that the engine sends for `add`, including files that are not carried over.
     limit: int
     num_bytes: int = 0
+    num_requests: int = 0
 
     def add_paths(self, directory: str, paths: Sequence[str]) -> None:
         """Add `paths`. Each of them is `directory` or a path below it.
@@ -93,11 +99,7 @@ class _Export:
         """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
         if this archive is too large, or if `directory` is `/` or does not exist.
         """
-        if directory == "/":
-            return False
-        try:
-            stream, _ = self.container.get_archive(directory)
-        except NotFound:
+        if directory == "/" or (stream := self._archive(directory)) is None:
             return False
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             for chunk in stream:
@@ -117,9 +119,7 @@ class _Export:
         """Add `path` to the archive. For a directory that the image already has, add only the directory
         itself.
         """
-        try:
-            stream, _ = self.container.get_archive(path)
-        except NotFound:
+        if (stream := self._archive(path)) is None:
             return
         directory = str(PurePosixPath(path).parent)
         # An open stream would prevent the engine from removing the container, so the stream is always closed.
@@ -142,6 +142,21 @@ class _Export:
                     return
             packed.seek(0)
             self.filtered.add(packed, directory)
+
+    def _archive(self, path: str) -> Any:
+        """Return a stream of the archive of `path`, or None if the path does not exist. Raises AgentFault
+        after MAX_EXPORT_REQUESTS requests.
+        """
+        self.num_requests += 1
+        if self.num_requests > MAX_EXPORT_REQUESTS:
+            raise AgentFault(
+                ZeroReason.FILES_TOO_LARGE,
+                f"the files that the agent changed need more than {MAX_EXPORT_REQUESTS} requests",
+            )
+        try:
+            return self.container.get_archive(path)[0]
+        except NotFound:
+            return None
 
 
 class DockerFiles:
@@ -174,8 +189,9 @@ class DockerFiles:
                 variables["PWD"] = workdir
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
+            homes = {"HOME": home_directories(self._accounts, variables["PWD"])}
             self._variables = await with_link_targets(
-                search_variables(variables, self._verifier_variables, libraries), output_of
+                search_variables(variables, self._verifier_variables, libraries, homes), output_of
             )
             await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 
@@ -211,20 +227,10 @@ class DockerFiles:
 
     def _export(self, container: Any, archive: IO[bytes]) -> tuple[FileChanges, ArchiveSize]:
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
-        difference = {item["Path"]: item["Kind"] for item in container.diff() or []}
-        modules = [
-            path
-            for path, kind in difference.items()
-            if kind == MODIFIED and path.endswith(MODULE_DIRECTORIES)
-        ]
-        modules += [
-            str(parent)
-            for path in difference
-            if any(f"/{name}/" in path for name in MODULE_DIRECTORIES)
-            for parent in PurePosixPath(path).parents
-            if parent.name in MODULE_DIRECTORIES and difference.get(str(parent), MODIFIED) == MODIFIED
-        ]
-        rules = CarryRules(self._variables, set(modules), _interpreter_directories(container, difference))
+        difference = _difference(container)
+        modules = {path[: match.end()] for path in difference for match in MODULE_DIRECTORY.finditer(path)}
+        modules = {path for path in modules if difference.get(path, MODIFIED) == MODIFIED}
+        rules = CarryRules(self._variables, modules, _interpreter_directories(container, difference))
         removed = [
             path
             for path, kind in difference.items()
@@ -253,8 +259,6 @@ class DockerFiles:
                 if changed[path] == ADDED:
                     export.trees.add(path)
         export.add_paths("/", paths)
-        for path in filtered.unresolved_links:
-            export.add(path, is_new=True)
         filtered.close()
         carried = dict.fromkeys(changed, any_entry) if filtered.size.members else {}
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
@@ -301,16 +305,43 @@ def _output_of(container: Any, script: str) -> bytes:
     return container.exec_run(["sh", "-c", script], user="root", stderr=False).output
 
 
+def _difference(container: Any) -> dict[str, int]:
+    """Return the paths at which the container differs from its image, with MODIFIED, ADDED or REMOVED.
+
+    Raises AgentFault if the list exceeds MAX_LISTING_BYTES. `container.diff` would hold a list of any length
+    in memory.
+    """
+    api = container.client.api
+    url = f"{api.base_url}/v{api.api_version}/containers/{container.id}/changes"
+    listing = bytearray()
+    with api.get(url, stream=True, timeout=api.timeout) as response:
+        response.raise_for_status()
+        for chunk in response.iter_content(2**16):
+            listing += chunk
+            if len(listing) > MAX_LISTING_BYTES:
+                raise AgentFault(
+                    ZeroReason.FILES_TOO_LARGE,
+                    f"the list of the files that the agent changed exceeds {MAX_LISTING_BYTES} bytes",
+                )
+    return {item["Path"]: item["Kind"] for item in json.loads(listing) or []}
+
+
 def _interpreter_directories(container: Any, difference: Mapping[str, int]) -> list[str]:
     """Return the directories named `bin` that contain a Python interpreter of the image, for all prefixes
-    below which the agent changed a path that matches FILE_OF_PROGRAMS.
+    below which the agent changed a path that matches FILE_OF_PROGRAMS. If there are more than MAX_PREFIXES
+    prefixes, return the directories `bin` of all of them, because the check of a prefix needs requests.
     """
     prefixes = {match[1] for path in difference if (match := FILE_OF_PROGRAMS.match(path))}
+    in_image = [
+        prefix
+        for prefix in sorted(prefixes)
+        if ADDED not in (difference.get(prefix), difference.get(f"{prefix}/bin"))
+    ]
     return [
         f"{prefix}/bin"
-        for prefix in sorted(prefixes)
-        if difference.get(prefix) != ADDED
-        and any(_is_in_image(container, difference, f"{prefix}{name}") for name in INTERPRETERS)
+        for prefix in in_image
+        if len(in_image) > MAX_PREFIXES
+        or any(_is_in_image(container, difference, f"{prefix}{name}") for name in INTERPRETERS)
     ]
 
 

@@ -14,10 +14,12 @@ LOADED = (  # files, and directories of files, that are code or settings which c
     "PYTHONSTARTUP", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "NPM_CONFIG_USERCONFIG", "NPM_CONFIG_GLOBALCONFIG",
 )
 # fmt: on
-# HOME is among the variables because programs read the hidden files of that directory. PWD is among them because
-# a directory in /opt that contains the working directory of the task does not count as an installed program
-# (`CarryRules`).
-VARIABLES = ("PATH", "HOME", "PWD", *LOADED)
+# The variables that name the directories in which interpreters look for modules.
+MODULE_VARIABLES = ("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB")
+# HOME is among the variables because programs read the hidden files of that directory. PWD is among them
+# because a directory in /opt that contains the working directory of the task does not count as an installed
+# program (`CarryRules`).
+VARIABLES = ("PATH", "HOME", "PWD", *LOADED, *MODULE_VARIABLES)
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -31,6 +33,18 @@ def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
         if values := [environment[name] for environment in environments if name in environment]:
             variables[name] = ":".join(values)
     return variables
+
+
+def home_directories(accounts: bytes, workdirs: str) -> str:
+    """Return the home directories in the contents of /etc/passwd, separated by colons, without `/` and
+    without the working directories of the task.
+
+    >>> home_directories(b"root:x:0:0::/root:/bin/sh\\nweb:x:7:7::/srv/web/:\\na:x:8:8::/app:", "/app")
+    '/root:/srv/web'
+    """
+    fields = [line.split(":") for line in accounts.decode("utf-8", "surrogateescape").splitlines()]
+    homes = dict.fromkeys(line[5].rstrip("/") for line in fields if len(line) > 5)
+    return ":".join(home for home in homes if home.startswith("/") and home not in workdirs.split(":"))
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:

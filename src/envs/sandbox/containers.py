@@ -18,6 +18,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, override
@@ -45,6 +46,7 @@ from src.envs.sandbox.file_copy import (
     decode_output,
     unpack_file,
 )
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.sandbox_directory import sandbox_directory
 
 SERVICE_LABEL = "com.docker.compose.service"
@@ -183,14 +185,17 @@ class ContainerEnvironment(DockerEnvironment):
     def _overrides(self) -> dict[str, object]:
         """Return a compose file that labels all objects that compose creates for this trial.
 
+        It limits the processes of each service for which the task sets no such limit. Otherwise an agent
+        could use up the process ids of the host.
+
         It also makes compose kill the services at the end. Otherwise compose would wait 10 s for the
         container of the agent, whose main process `sleep` ignores SIGTERM. All results have been downloaded
         by then.
         """
         labels = {"labels": run_labels(self._run_label)}
-        service = labels | {"stop_grace_period": "0s"}
-        sections: dict[str, dict[str, object]] = {
-            "services": {MAIN_SERVICE_NAME: service},
+        service = labels | {"stop_grace_period": "0s", "pids_limit": SandboxLimits().processes}
+        sections: dict[str, dict[str, Any]] = {
+            "services": {MAIN_SERVICE_NAME: dict(service)},
             "networks": {"default": labels},
             "volumes": {_volume_name(str(mount["target"])): labels for mount in self._shared_logs},
         }
@@ -205,7 +210,9 @@ class ContainerEnvironment(DockerEnvironment):
                     if isinstance(definition, dict) and definition.get("external"):
                         overrides.pop(name, None)  # compose does not create external objects
                     else:
-                        overrides[name] = defaults[section]
+                        override = overrides.setdefault(name, dict(defaults[section]))
+                        if section == "services" and _limits_processes(definition):
+                            override.pop("pids_limit", None)
         return {section: overrides for section, overrides in sections.items() if overrides}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
@@ -301,6 +308,17 @@ def find_container(client: docker.DockerClient, session_id: str, service: str) -
     if not containers:
         raise SandboxError(f"the service {service} of {session_id} has no container")
     return containers[0]
+
+
+def _limits_processes(definition: object) -> bool:
+    """Return whether the definition of a compose service limits the number of its processes."""
+    limits = definition
+    for key in ("deploy", "resources", "limits"):
+        limits = limits.get(key) if isinstance(limits, Mapping) else None
+    return any(
+        isinstance(options, Mapping) and name in options
+        for options, name in ((definition, "pids_limit"), (limits, "pids"))
+    )
 
 
 def _volume_name(target: str) -> str:
