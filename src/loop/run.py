@@ -138,7 +138,9 @@ def discard_lost_rollouts(
     """Discard the rollouts that the changed options and the changed `tasks` do not produce again: those of
     lost weights, and those of unfinished steps and evaluations that were run with the former settings.
     """
-    names = {"lora_alpha"} if config.lr_schedule == "constant" else {"lora_alpha", "max_steps", "n_epochs"}
+    names = {"lora_alpha", "stream_groups"}
+    if config.lr_schedule != "constant":
+        names |= {"max_steps", "n_epochs"}
     for options in (LearnerOptions, PreparationOptions, FilterOptions, DynamicSamplingOptions):
         names |= chz.chz_fields(options).keys()
     names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}  # they limit future turns only
