@@ -722,6 +722,21 @@ def test_a_full_disk_prints_no_logging_tracebacks(capsys):
     assert capsys.readouterr().err == ""
 
 
+async def test_an_unusable_export_path_is_refused_at_the_start(tmp_path):
+    (tmp_path / "dumps").write_text("")
+    bench = Bench(tmp_path)
+    with pytest.raises(ConfigError, match=r"^export_path=.*dumps cannot be written"):
+        await bench.go(f"export_path={tmp_path / 'dumps'}")
+    assert not bench.configs and not bench.path.exists()
+
+
+async def test_a_log_that_cannot_be_written_gives_one_line(tmp_path):
+    (tmp_path / "run" / "logs.log").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"^cannot write .*logs\.log: Is a directory; "):
+        await Bench(tmp_path).go()
+
+
 async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("kl_penalty_coef=0.1")
