@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from src.core.errors import StorageError
+
 THIRD_PARTIES = (
     *("httpx", "httpx2", "httpcore", "httpcore2"),
     *("LiteLLM", "harbor", "openai", "tinker", "urllib3"),
@@ -43,8 +45,16 @@ def set_log_levels() -> None:
 
 @contextmanager
 def logging_to_file(path: Path) -> Generator[None]:
-    """While the block runs, write every log record to the file `path`."""
-    handler = LogFile(path)
+    """While the block runs, write every log record to the file `path`.
+
+    Raises StorageError if the file cannot be opened.
+    """
+    try:
+        handler = LogFile(path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; free space or fix the cause, then run the command again"
+        ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:

@@ -27,6 +27,7 @@ from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE
 from src.learning.filters import OVERLONG
 from src.learning.rollout_groups import SOLVED
+from src.policy.tool_messages import TOOLS_INTRODUCTION
 
 NUM_REPEATS = 3  # a user simulator that gives the same answer this often in a row is stuck
 LONG_ANSWER = 40  # characters; shorter answers, such as a consent, may be repeated
@@ -167,9 +168,18 @@ def pattern_of(error: str) -> Pattern:
     return _first_match(error, ERRORS) or Pattern.OTHER_ERROR
 
 
+def has_user_simulator(trajectory: Trajectory) -> bool:
+    """Return whether the trial is one of a service domain, whose conversation starts with the policy of the
+    domain. A conversation of env=fleet starts with the task, or with a description of the tools.
+    """
+    first = trajectory.conversation[0] if trajectory.conversation else {}
+    starts_with_policy = first.get("role") == "system" and not _text(first).startswith(TOOLS_INTRODUCTION)
+    return has_tool_messages(trajectory) and starts_with_policy
+
+
 def user_simulator_faults(trajectory: Trajectory) -> list[str]:
     """Return the faults of the user simulator in a trial, in words; none without a user simulator."""
-    if not has_tool_messages(trajectory):
+    if not has_user_simulator(trajectory):
         return []
     messages = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
     messages = [text for text in messages if not text.startswith("Error")]  # errors come from the environment

@@ -18,7 +18,7 @@ from src.learning.kl_penalty import KlResult, apply_kl_penalty
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
 from src.learning.options import PreparationOptions
-from src.learning.staleness import mask_stale
+from src.learning.staleness import mask_stale, staleness_metrics
 from src.policy.sampling_policy import ReferenceModel
 
 
@@ -61,6 +61,10 @@ async def prepare(
         examples_per_substep = [result.examples for result in distilled]
         metrics["optim/kl_policy_teacher"] = _mean_kl(distilled)
     examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
+    staleness = {"version": version, "max_staleness": options.max_staleness}
+    if options.max_staleness:  # before TIS, which removes the sequences without a gradient
+        examples = [example for substep in examples_per_substep for example in substep]
+        metrics |= staleness_metrics(examples, **staleness)
     if options.is_on:
         old_logprobs_D = await learner.logprobs(
             to_datums(sequence for examples in examples_per_substep for sequence in all_sequences(examples))
@@ -68,10 +72,7 @@ async def prepare(
         examples_per_substep, tis_metrics = apply_tis(examples_per_substep, old_logprobs_D, options)
         metrics |= tis_metrics
     if options.max_staleness:
-        examples_per_substep, staleness_metrics = mask_stale(
-            examples_per_substep, version=version, max_staleness=options.max_staleness
-        )
-        metrics |= staleness_metrics
+        examples_per_substep = [mask_stale(examples, **staleness) for examples in examples_per_substep]
     return PreparedBatch(
         datums_per_substep=[to_datums(all_sequences(examples)) for examples in examples_per_substep],
         metrics=metrics,
@@ -92,7 +93,7 @@ def stream_datums(
         )
         for example in apply_loss_reduction(examples, options)
     ]
-    (masked,), _ = mask_stale([weighted], version=version, max_staleness=options.max_staleness)
+    masked = mask_stale(weighted, version=version, max_staleness=options.max_staleness)
     return to_datums(all_sequences(masked))
 
 
@@ -107,8 +108,10 @@ def stream_metrics(
 
     In contrast to `prepare`, the metrics contain the staleness even if `max_staleness` is 0.
     """
-    _, staleness_metrics = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
-    return batch_metrics(examples_P_G, dropped) | staleness_metrics
+    examples = [example for group in examples_P_G for example in group]
+    return batch_metrics(examples_P_G, dropped) | staleness_metrics(
+        examples, version=version, max_staleness=options.max_staleness
+    )
 
 
 def _mean_kl(results: Sequence[KlResult]) -> float:

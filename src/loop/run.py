@@ -37,6 +37,7 @@ from src.loop.connection import Connect, Connector, Dependencies, open_dependenc
 from src.loop.outcome import counted
 from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
+from src.records.dumps import check_export_path
 from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts, discard_rollouts
 from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
@@ -81,6 +82,8 @@ async def run(
         capabilities.require(capabilities.read(config.capabilities), config)
     if config.upload_url is not None:
         await asyncio.to_thread(check_upload_url, config.upload_url)
+    if config.export_path is not None and config.dump_eval_results:
+        await asyncio.to_thread(check_export_path, config.export_path)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as source_stack, AsyncExitStack() as connection_stack:
@@ -139,7 +142,9 @@ def discard_lost_rollouts(
     """Discard the rollouts that the changed options and the changed `tasks` do not produce again: those of
     lost weights, and those of unfinished steps and evaluations that were run with the former settings.
     """
-    names = {"lora_alpha"} if config.lr_schedule == "constant" else {"lora_alpha", "max_steps", "n_epochs"}
+    names = {"lora_alpha", "stream_groups"}
+    if config.lr_schedule != "constant":
+        names |= {"max_steps", "n_epochs"}
     for options in (LearnerOptions, PreparationOptions, FilterOptions, DynamicSamplingOptions):
         names |= chz.chz_fields(options).keys()
     names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}  # they limit future turns only

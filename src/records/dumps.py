@@ -38,7 +38,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 
+from src.core.errors import ConfigError
 from src.core.token_ids import starts_with
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.rollout_groups import domain_or_task_type
@@ -57,6 +59,19 @@ SHOWN_CHARACTERS = 200  # number of characters of an example's response in the l
 # DeepSeek's special tokens contain ｜ and ▁. The special tokens of its tool calls are kept, because they
 # separate names and arguments.
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
+
+
+def check_export_path(path: str) -> None:
+    """Create the directory `path` for dumps. Raises ConfigError if files cannot be written to it."""
+    directory = Path(path).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"export_path={path} cannot be written: {error.strerror}; give another directory"
+        ) from error
 
 
 def dump_evaluation(

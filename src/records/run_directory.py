@@ -39,6 +39,8 @@ IDENTITY = (
     "train_attn",
     "train_mlp",
     "train_unembed",
+    "load_checkpoint_path",
+    "load_optimizer",
     "env",
     "tasks_dir",
     "data",

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.errors import ConfigError
 from src.core.trajectory import TrajectoryGroup
-from src.records.dumps import conversation, dump_evaluation, dump_examples
+from src.records.dumps import check_export_path, conversation, dump_evaluation, dump_examples
 from tests.fakes.trials import failure, task, trajectory, turn
 
 TURNS = [turn([9, 1], [2, 9]), turn([9, 1, 2, 9, 3], [4, 9])]
@@ -169,6 +170,13 @@ def test_conversations_have_no_sampled_special_tokens():
 
 
 @pytest.mark.seed_behaviour(33)
+def test_an_export_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_export_path(str(tmp_path / "new" / "directory"))
+    with pytest.raises(ConfigError, match=r"^export_path=.*file cannot be written: .*; give another"):
+        check_export_path(str(tmp_path / "file"))
+
+
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):

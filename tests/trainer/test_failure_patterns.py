@@ -19,6 +19,7 @@ from src.evaluate.failure_patterns import (
     result_patterns,
     user_simulator_faults,
 )
+from src.policy.tool_messages import with_described_tools
 
 SYSTEM = {"role": "system", "content": "policy"}
 
@@ -121,6 +122,12 @@ def test_a_user_simulator_fault_is_no_false_completion(
     trajectory = failed(*(("user", text) for text in messages), **metrics)
     assert user_simulator_faults(trajectory) == [fault]
     assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
+
+
+def test_a_fleet_task_is_no_message_of_a_user_simulator():
+    task = {"role": "user", "content": "Which call is in <tool_call>{}</tool_call>?"}
+    trial = replace(failed(), conversation=with_described_tools([task], []))
+    assert user_simulator_faults(trial) == [] and patterns(trial) == {Pattern.FALSE_COMPLETION}
 
 
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:

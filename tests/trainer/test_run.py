@@ -315,17 +315,26 @@ async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     assert second.backend.training_client.logits.tolist() == unbroken.backend.training_client.logits.tolist()
 
 
-@pytest.mark.parametrize("mode", ["max_staleness=0", "max_staleness=1", "task_sampling=thompson"])
-async def test_rollouts_of_lost_weights_are_run_again(tmp_path, monkeypatch, mode):
-    async def save(self, name):  # as if the process was killed before its checkpoint
+@pytest.fixture
+def no_checkpoint(monkeypatch):
+    """Every save raises RuntimeError, as if the process was killed before its checkpoint."""
+
+    async def save(self, name):
         raise RuntimeError("killed")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(BanditBackend, "save", save)
+        yield patch
+
+
+@pytest.mark.parametrize("mode", ["max_staleness=0", "max_staleness=1", "task_sampling=thompson"])
+async def test_rollouts_of_lost_weights_are_run_again(tmp_path, no_checkpoint, mode):
     options = (mode, "eval_every=1", "n_epochs=2", "save_every=0", "behavior_if_log_dir_exists=resume")
     for rate in (2, 0.5):
         bench = Bench(tmp_path)
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-            patch.setattr(BanditBackend, "save", save)
+        with pytest.raises(RuntimeError):
             await bench.go(*options, f"learning_rate={rate}")
+    no_checkpoint.undo()
     fresh = Bench(tmp_path / "fresh")
     await fresh.go(*options, "learning_rate=0.5")
     if mode != "max_staleness=1":  # the order in which groups end depends on time
@@ -334,6 +343,24 @@ async def test_rollouts_of_lost_weights_are_run_again(tmp_path, monkeypatch, mod
     again = Bench(tmp_path)
     await again.go(*options, "learning_rate=0.5", "max_tokens=7")  # changes no weights
     assert "run again" not in again.text.getvalue()
+
+
+async def test_streaming_after_a_resume_gives_other_weights(tmp_path, no_checkpoint):
+    options = ("max_staleness=1", "loss_reduction=prompt_mean", "behavior_if_log_dir_exists=resume")
+    for changes in ((), ("stream_groups=true",)):
+        bench = Bench(tmp_path)
+        with pytest.raises(RuntimeError):
+            await bench.go(*options, *changes)
+    assert "stream_groups changed: " in bench.text.getvalue()
+
+
+@pytest.mark.parametrize("option", ["load_checkpoint_path=tinker://b", "load_optimizer=false"])
+async def test_a_resumed_run_keeps_its_initial_weights(tmp_path, no_checkpoint, option):
+    start = "load_checkpoint_path=tinker://a"
+    with pytest.raises(RuntimeError):
+        await Bench(tmp_path).go(start)
+    with pytest.raises(ConfigError, match=f"has {start}, not .*b|has load_optimizer=True, not False"):
+        await Bench(tmp_path).go(start, "behavior_if_log_dir_exists=resume", option)
 
 
 async def resumed_trials(tmp_path, directory, *options, tasks=TASKS, held_out=HELD_OUT):
@@ -693,6 +720,21 @@ def test_a_full_disk_prints_no_logging_tracebacks(capsys):
     with logging_to_file(Path("/dev/full")):
         logging.getLogger("src").warning("lost")
     assert capsys.readouterr().err == ""
+
+
+async def test_an_unusable_export_path_is_refused_at_the_start(tmp_path):
+    (tmp_path / "dumps").write_text("")
+    bench = Bench(tmp_path)
+    with pytest.raises(ConfigError, match=r"^export_path=.*dumps cannot be written"):
+        await bench.go(f"export_path={tmp_path / 'dumps'}")
+    assert not bench.configs and not bench.path.exists()
+
+
+async def test_a_log_that_cannot_be_written_gives_one_line(tmp_path):
+    (tmp_path / "run" / "logs.log").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"^cannot write .*logs\.log: Is a directory; "):
+        await Bench(tmp_path).go()
 
 
 async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
