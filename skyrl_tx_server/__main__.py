@@ -137,12 +137,15 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 
 def _dry_run(config: ServerConfig) -> str:
-    """Return the text of the memory plan. If the model does not fit into memory, print the plan and raise
-    ConfigError."""
+    """Check the files of the model and return the text of the memory plan. If the model does not fit into
+    memory, print the plan and raise ConfigError."""
     from skyrl_tx_server.distributed.rendezvous import join, lead
     from skyrl_tx_server.executor.memory_plan import plan_memory
+    from skyrl_tx_server.model.config_json import load_model_config
+    from skyrl_tx_server.model.weights import check_weights
 
     config = _with_local_model(config)
+    check_weights(config.model_dir, load_model_config(config.model_dir))
     rank: RankZero | WorkerRank = SINGLE_RANK
     if config.num_processes > 1:  # jax lists all devices only after all processes have connected
         rank = (

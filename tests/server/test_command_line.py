@@ -253,6 +253,15 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
     assert not checkpoints.exists()
 
 
+def test_a_dry_run_refuses_truncated_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(FIXTURES / "tied", tmp_path / "model"))
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-1000])
+    assert main([f"base_model={model}", "dry_run=true", "compilation_cache_dir=none"]) == 2
+    printed = capsys.readouterr()
+    assert "cannot read the weights: model.safetensors" in printed.err and printed.err.count("\n") == 1
+
+
 def test_process_0_of_a_dry_run_exits_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """jax would abort the other processes when process 0 exits, possibly before they have a plan."""
     calls: list[str] = []
