@@ -9,15 +9,18 @@ This file is long because it contains all steps of the start and the shutdown, i
 
 from __future__ import annotations
 
+import signal
+
 from skyrl_tx_server.config.huge_pages import restart_with_huge_pages
 
 if __name__ == "__main__":
+    # Ctrl-C ends the process without a traceback unless uvicorn handles the signal, which stops the server.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     restart_with_huge_pages()  # before the imports below, because the restart would repeat them
 
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -117,7 +120,6 @@ def _follow(config: ServerConfig) -> int:
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects the exit
     config = _with_local_model(config)
     follower = join(config, config, _exit_lost)
     logger.info(
@@ -239,6 +241,8 @@ async def _serve_until_stopped(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loaded, lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
+        if stopping.done():
+            logger.info("stopping before the model is loaded")
         server.should_exit = True
         await serving
         _exit_now(_fail(ServerError(lost.result()), status=1) if lost.done() else 0)

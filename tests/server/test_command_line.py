@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -454,3 +455,11 @@ def test_every_old_option_name_maps_to_an_option() -> None:
 def test_an_empty_value_none_and_null_are_parsed_as_none(value: str) -> None:
     assert parse(["base_model=x", f"max_context_length={value}"]).max_context_length is None
     assert parse(["base_model=x", f"compilation_cache_dir={value}"]).compilation_cache_dir is None
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "chz.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "skyrl_tx_server", f"base_model={FIXTURES / 'tied'}"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
