@@ -19,6 +19,7 @@ if __name__ == "__main__":
     restart_with_huge_pages()  # before the imports below, because the restart would repeat them
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -257,7 +258,10 @@ async def _serve_until_stopped(
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
     startup.state = state
-    print(_ready_line(config, result.engine, listener), flush=True)
+    try:
+        print(_ready_line(config, result.engine, listener), flush=True)
+    except OSError as error:  # for example a full disk; the server does not need its standard output
+        logger.warning("standard output cannot be written: %s", error.strerror)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         result.engine.abandon(lost.result())
@@ -406,8 +410,9 @@ def _exit_lost(reason: str) -> None:
 def _exit_now(status: int) -> None:
     """Exit without waiting for threads, which may be in a compilation or a download that cannot be
     interrupted."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

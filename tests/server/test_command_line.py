@@ -30,7 +30,7 @@ from skyrl_tx_server.distributed.multihost import RankZero
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_plan import plan_memory
-from skyrl_tx_server.executor.resolved_model import resolve_model
+from skyrl_tx_server.executor.resolved_model import resolve_model, use_compilation_cache
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora.adapter import zero_adapter
@@ -463,3 +463,14 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_compilation_cache_that_cannot_be_made_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    config = parse([f"base_model={tmp_path}", f"compilation_cache_dir={tmp_path}/file/xla"])
+    use_compilation_cache(config)
+    assert jax.config.values["jax_compilation_cache_dir"] != f"{tmp_path}/file/xla"
+    (line,) = caplog.messages
+    assert "file/xla: Not a directory; every start compiles all programs" in line
