@@ -9,15 +9,19 @@ This file is long because it contains all steps of the start and the shutdown, i
 
 from __future__ import annotations
 
+import signal
+
 from skyrl_tx_server.config.huge_pages import restart_with_huge_pages
 
 if __name__ == "__main__":
+    # Ctrl-C ends the process without a traceback unless uvicorn handles the signal, which stops the server.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     restart_with_huge_pages()  # before the imports below, because the restart would repeat them
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -117,7 +121,6 @@ def _follow(config: ServerConfig) -> int:
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects the exit
     config = _with_local_model(config)
     follower = join(config, config, _exit_lost)
     logger.info(
@@ -137,12 +140,15 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 
 def _dry_run(config: ServerConfig) -> str:
-    """Return the text of the memory plan. If the model does not fit into memory, print the plan and raise
-    ConfigError."""
+    """Check the files of the model and return the text of the memory plan. If the model does not fit into
+    memory, print the plan and raise ConfigError."""
     from skyrl_tx_server.distributed.rendezvous import join, lead
     from skyrl_tx_server.executor.memory_plan import plan_memory
+    from skyrl_tx_server.model.config_json import load_model_config
+    from skyrl_tx_server.model.weights import check_weights
 
     config = _with_local_model(config)
+    check_weights(config.model_dir, load_model_config(config.model_dir))
     rank: RankZero | WorkerRank = SINGLE_RANK
     if config.num_processes > 1:  # jax lists all devices only after all processes have connected
         rank = (
@@ -236,6 +242,8 @@ async def _serve_until_stopped(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loaded, lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
+        if stopping.done():
+            logger.info("stopping before the model is loaded")
         server.should_exit = True
         await serving
         _exit_now(_fail(ServerError(lost.result()), status=1) if lost.done() else 0)
@@ -250,7 +258,10 @@ async def _serve_until_stopped(
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
     startup.state = state
-    print(_ready_line(config, result.engine, listener), flush=True)
+    try:
+        print(_ready_line(config, result.engine, listener), flush=True)
+    except OSError as error:  # for example a full disk; the server does not need its standard output
+        logger.warning("standard output cannot be written: %s", error.strerror)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         result.engine.abandon(lost.result())
@@ -399,8 +410,9 @@ def _exit_lost(reason: str) -> None:
 def _exit_now(status: int) -> None:
     """Exit without waiting for threads, which may be in a compilation or a download that cannot be
     interrupted."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

@@ -11,6 +11,8 @@ ServerError                 500 server
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context (OpenAI's routes)
 |   `-- ConflictError       400 user     the name is already in use; not 409, because the SDK would retry
 |-- CapacityError           429 server   slots, memory or a quota are used up for now; the client may retry
+|-- StorageError            400 server   checkpoints_dir cannot be written, for example because the disk is
+|                                        full; not 5xx, because the SDK would retry for minutes
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   no future has this request id, or a heartbeat names no open session
 |-- SamplerError            500 server   the external sampler cannot be reached, refuses a request, or sent a
@@ -64,6 +66,10 @@ class ConflictError(UserError):
 
 class CapacityError(ServerError):
     status = 429
+
+
+class StorageError(ServerError):
+    status = 400
 
 
 class LoadingError(ServerError):

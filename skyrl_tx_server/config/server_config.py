@@ -21,8 +21,8 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
 
     dry_run: bool = chz.field(
         default=False,
-        doc="Print the memory plan and exit, with an error if the model does not fit into memory; compiles "
-        "training programs to measure their memory",
+        doc="Check the files of the model, print the memory plan and exit, with an error if the model does "
+        "not fit into memory; compiles training programs to measure their memory",
     )
     log_level: Literal["debug", "info", "warning"] = chz.field(
         default="info", doc="debug also logs heartbeats and polls"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -95,10 +95,22 @@ def use_float32_products(dtype: np.dtype) -> None:
 
 def use_compilation_cache(settings: EngineOptions) -> None:
     """Cache all compiled programs in `compilation_cache_dir`, including small ones, so that the next start
-    with the same options compiles nothing. Do nothing if `compilation_cache_dir` is None."""
+    with the same options compiles nothing. Do nothing if `compilation_cache_dir` is None. If the directory
+    cannot be created, log a warning and do nothing."""
     if settings.compilation_cache_dir is None:
         return
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))
+    directory = Path(settings.compilation_cache_dir).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(
+            "compilation_cache_dir=%s: %s; every start compiles all programs; pass a directory that can be "
+            "created, or compilation_cache_dir=none",
+            directory,
+            error.strerror,
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

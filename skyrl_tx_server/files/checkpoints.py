@@ -40,7 +40,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, LoraSpec
 from skyrl_tx_server.engine.tenants import id_prefix, owner_of
-from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.errors import ConflictError, NotFoundError, StorageError, UserError
 from skyrl_tx_server.files.checkpoint_record import (
     ARRAYS_NAME,
     FORMAT,
@@ -184,14 +184,17 @@ class CheckpointStore:
 
     def derived(self, path: str, name: str, make: MakeFiles) -> tuple[CheckpointInfo, Path]:
         """Return the record of the checkpoint and the derived file or directory `name`, which `make` creates
-        if it does not exist."""
+        if it does not exist. Raise StorageError if it cannot be written."""
         while True:
             info = self.info(path)
             if (file := self.derived_files.find(info.generation, name)) is not None:
                 return info, file
             info, arrays = self.read(path)
             check_room(self.root, 2 * info.size_bytes)
-            file = self.derived_files.add(info.generation, name, partial(make, info=info, arrays=arrays))
+            try:
+                file = self.derived_files.add(info.generation, name, partial(make, info=info, arrays=arrays))
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"cannot write the files of {path}: {error}") from error
             if self._is_current(path, info.generation):
                 return info, file
             self.derived_files.forget(info.generation)  # the checkpoint was replaced or deleted meanwhile
@@ -217,7 +220,7 @@ class CheckpointStore:
 
         - ConflictError: the name is taken, and `overwrite` is not set.
         - NotFoundError: the path belongs to another tenant.
-        - ServerError: the files cannot be written.
+        - StorageError: the files cannot be written.
         - UserError: a quota would be exceeded, or the path is invalid or contains a symbolic link.
         """
         self._check_own(path)
@@ -236,6 +239,7 @@ class CheckpointStore:
                 self._check_quotas(path, num_bytes)
                 check_room(self.root, num_bytes)
                 directory.mkdir(parents=True, exist_ok=True)
+                self.derived_files.make_directory()  # `delete` needs it, possibly on a full disk
                 save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
                 _fsync(arrays_file)
                 record = {
@@ -259,7 +263,7 @@ class CheckpointStore:
                     arrays_file.unlink(missing_ok=True)
                     temporary_record.unlink(missing_ok=True)
                 if isinstance(error, OSError | SafetensorError):
-                    raise ServerError(
+                    raise StorageError(
                         f"cannot write checkpoint {path}: {error}; saved checkpoints are unchanged"
                     ) from error
                 raise
@@ -317,9 +321,15 @@ class CheckpointStore:
             generation = checkpoint_info(path, self._record(path)).generation
             if only not in (None, generation):
                 return None
-            if not self.derived_files.discard(self._directory(path)):  # another process has deleted it
-                raise NotFoundError(f"no checkpoint {path}")
-        self.derived_files.forget(generation)
+            try:
+                if not self.derived_files.discard(self._directory(path)):  # another process has deleted it
+                    raise NotFoundError(f"no checkpoint {path}")
+                self.derived_files.forget(generation)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot delete checkpoint {path}: {error.strerror}; make {self.root} writable and try "
+                    "again"
+                ) from error
         return generation
 
     # --- access

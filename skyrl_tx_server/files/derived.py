@@ -26,6 +26,9 @@ class DerivedFiles:
     def __init__(self, root: Path) -> None:
         self._directory = root / DIRECTORY
 
+    def make_directory(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+
     def find(self, generation: str, name: str) -> Path | None:
         """Return a file or directory if it exists, and mark its generation as used."""
         with contextlib.suppress(FileNotFoundError):
@@ -37,7 +40,7 @@ class DerivedFiles:
 
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
         """Let `make` create the file or directory at a temporary path. Rename it and return its new path."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.make_directory()
         temporary, target = self._directory / f".new-{uuid.uuid4().hex}", self._directory / generation / name
         try:
             make(temporary)
@@ -67,7 +70,7 @@ class DerivedFiles:
 
     def discard(self, path: Path) -> bool:
         """Atomically remove a file or directory on the store's file system. Return whether it existed."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.make_directory()
         removed = self._directory / f".removed-{uuid.uuid4().hex}"
         try:
             path.rename(removed)

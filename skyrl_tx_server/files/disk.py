@@ -5,17 +5,17 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from skyrl_tx_server.errors import ServerError, UserError
+from skyrl_tx_server.errors import StorageError, UserError
 
 SLACK_BYTES = 1 << 20  # for records, tensor tables and directories
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Raise ServerError if the file system of `directory` has less free space than `num_bytes` plus
+    """Raise StorageError if the file system of `directory` has less free space than `num_bytes` plus
     SLACK_BYTES. The directory must exist."""
     free = shutil.disk_usage(directory).free
     if num_bytes + SLACK_BYTES > free:
-        raise ServerError(
+        raise StorageError(
             f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was "
             "written. Free some space or delete checkpoints"
         )

@@ -31,6 +31,7 @@ from typing import Any
 
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.engine.tenants import owner_of
+from skyrl_tx_server.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class _Sizes:
 class RunIndex:
     """The training runs of all tenants, and the expiry times and public flags of their checkpoints. A view,
     which `for_tenant` returns, contains only the runs of one tenant, but the facts about all checkpoints.
-    Only the event loop changes the index."""
+    Only the event loop changes the index. A method that cannot write its line raises StorageError and
+    changes nothing."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -123,7 +125,7 @@ class RunIndex:
     # --- adding facts
 
     def record_run(self, run: TrainingRun) -> None:
-        """Add a run. If its line cannot be written, raise OSError and change nothing."""
+        """Add a run."""
         self._append(_run_to_json(run))
 
     def set_expiry(self, path: str, expires_at: datetime | None, generation: str | None = None) -> None:
@@ -233,18 +235,24 @@ class RunIndex:
     # --- on disk
 
     def _append(self, fact: dict[str, object]) -> None:
-        """Append a line and apply it. After an OSError the file is unchanged."""
+        """Append a line and apply it."""
         # The leading newline ends a line that a crash left incomplete, so only that fact is lost.
         line = ("\n" + json.dumps(fact)).encode()
-        with self._locked() as descriptor:
-            size = os.fstat(descriptor).st_size
-            try:
-                written = 0
-                while written < len(line):
-                    written += os.write(descriptor, line[written:])
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
+        try:
+            with self._locked() as descriptor:
+                size = os.fstat(descriptor).st_size
+                try:
+                    written = 0
+                    while written < len(line):
+                        written += os.write(descriptor, line[written:])
+                except OSError:
+                    os.ftruncate(descriptor, size)
+                    raise
+        except OSError as error:
+            raise StorageError(
+                f"{self._file} cannot be written: {error.strerror}; free some disk space, or make the file "
+                "writable, and try again"
+            ) from error
         self._refresh()
         self._compact_if_due()
 

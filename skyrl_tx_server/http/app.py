@@ -76,11 +76,17 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
     """Run `housekeep` every `period_s` seconds."""
+    reported = ""  # the error of the previous run
     while True:
         await asyncio.sleep(period_s)
         if startup.state is not None:
             try:
                 await housekeep(startup.state)
+                reported = ""
+            except ServerError as error:
+                if str(error) != reported:
+                    logger.warning("housekeeping failed, trying again every %g s: %s", period_s, error)
+                reported = str(error)
             except Exception:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 

@@ -10,6 +10,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.fp8 import block_size
 from skyrl_tx_server.files.json_file import read_json_object, write_json
 from skyrl_tx_server.model.families.layer_spec import Family
+from skyrl_tx_server.model.families.qwen3 import FULL
 from skyrl_tx_server.model.families.table import FAMILIES, family_of
 from skyrl_tx_server.model.model_config import (
     Llama3Scaling,
@@ -26,6 +27,23 @@ SIZES = (  # the entries of config.json that must be at least 1
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_routed_experts", "n_group", "topk_group", "max_position_embeddings"),
 )
+NEUTRAL = {
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1,
+    "final_logit_softcapping": None,
+    "is_causal": True,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "no_rope_layers": None,
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1,
+    "scale_depth": None,
+    "scale_emb": 1,
+}
+"""Settings that change the logits of other model types -> their value without effect. A config.json whose
+model_type was replaced by that of a supported family may still have them."""
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
@@ -39,7 +57,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
             f"{path}: model_type={model_type!r} is not supported; use one of {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    for name, expected in family.expected.items():
+    for name, expected in (NEUTRAL | {**family.expected}).items():
         if raw.get(name, expected) not in (expected, None):
             raise ConfigError(
                 f"{path}: {name}={raw[name]!r} is not supported; the only supported value is {expected!r}"
@@ -58,6 +76,12 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(
             f"{path}: num_attention_heads={config.num_heads} must be a multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
+        )
+    full = {FULL}.issuperset(raw.get("layer_types") or [])
+    if not config.sliding_windows and (raw.get("use_sliding_window") or not full):
+        raise ConfigError(
+            f"{path}: use_sliding_window must be false and every entry of layer_types {FULL!r}, because "
+            f"model_type={model_type!r} has no other layers here"
         )
     if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
         raise ConfigError(

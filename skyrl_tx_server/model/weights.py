@@ -6,16 +6,17 @@ This file is long because reading and writing use one description of the tensors
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
+import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
@@ -47,9 +48,15 @@ from skyrl_tx_server.model.transformer import Params
 
 PEFT_PREFIX = "base_model.model."
 KEY_VALUE_HEADS = "key-value heads"
+FINAL_NORM = "model.norm.weight"
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 LFS_POINTER = b"version https://git-lfs"
 ROWS_PER_COMPARISON = 8192
+CHUNK, BFLOAT16_EXPONENT = 1 << 20, 0x7F80
+"""The number of bfloat16 values that are checked at once, and the bits that are set in NaN and infinity."""
+CONSTANTS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+"""Tensors that do not change the result: frequencies that config.json determines, and scales of an FP8 KV
+cache."""
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes of tensors that are stored without quantization scales, as safetensors names them."""
 
@@ -85,14 +92,13 @@ def resolve_model(base_model: str) -> Path:
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
     """Load the weights of a model onto the devices in `dtype`. Fields whose `Weight` is `exact` are float32.
-    Raises ConfigError if the files cannot be read or have more layers than config.json states, or if a tensor
-    is missing, has an unsupported dtype, or has another shape than config.json implies."""
+    Raises ConfigError as `check_weights` does, or if a value is NaN or infinite."""
     target = np.dtype(dtype)
     with ExitStack() as files:
-        read_part = _part_reader(model_dir, files)
+        read_part = _part_reader(model_dir, config, files)
 
         def whole(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-            return place(config, shape, spec, lambda index: read_part(name, shape, index).astype(target))
+            return place(config, shape, spec, lambda index: read_part(name, index).astype(target))
 
         def stacked(stack: Stack, weight: Weight) -> jax.Array:
             shards = config.tensor_shards if weight.split is ShardAxis.OUTPUTS else 1
@@ -123,9 +129,17 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
                 {field: stacked(stack, weight) for field, weight in stack.weights.items()}
                 for stack in stacks_of(config)
             ),
-            final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
+            final_norm=whole(FINAL_NORM, vocabulary[1:], PartitionSpec()),
             head=None if config.tie_word_embeddings else whole(HEAD, vocabulary, VOCABULARY),
         )
+
+
+def check_weights(model_dir: Path, config: ModelConfig) -> None:
+    """Check the files of a model without loading its weights. Raises ConfigError if the files cannot be read
+    or have more layers than config.json states; if a tensor is missing, has an unsupported dtype, or has
+    another shape than config.json implies; or if a layer has a tensor that the family does not use."""
+    with ExitStack() as files:
+        _part_reader(model_dir, config, files)
 
 
 def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int) -> None:
@@ -204,7 +218,7 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
     assert config.mesh is None, "models are saved from one device"
     model_dir.mkdir(parents=True, exist_ok=True)
     host = jax.device_get(params)
-    tensors = {EMBEDDING: host.embed, "model.norm.weight": host.final_norm}
+    tensors = {EMBEDDING: host.embed, FINAL_NORM: host.final_norm}
     if host.head is not None:
         tensors[HEAD] = host.head
     for stack, layers in zip(stacks_of(config), host.layers, strict=True):
@@ -309,12 +323,13 @@ def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...])
     return arrays[name]
 
 
-type _ReadPart = Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
-"""(name of a tensor, its expected shape, index) -> the indexed part."""
+type _ReadPart = Callable[[str, tuple[slice, ...]], np.ndarray]
+"""(name of a tensor, index) -> the indexed part."""
 
 
-def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
-    """Open the safetensors files of a model and return a function that reads parts of tensors."""
+def _part_reader(model_dir: Path, config: ModelConfig, files: ExitStack) -> _ReadPart:
+    """Open the safetensors files of a model, check that they fit `config`, and return a function that reads
+    parts of tensors."""
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
     if index.exists():
@@ -342,15 +357,17 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 
     fp8_files = {path: Fp8File(model_dir / path) for path in paths}
     config_file = model_dir / "config.json"
-    config: dict[str, Any] = read_json_object(config_file) if config_file.exists() else {}
-    block = block_size(config, config_file)
+    raw: dict[str, Any] = read_json_object(config_file) if config_file.exists() else {}
+    block = block_size(raw, config_file)
     names = file_of or opened[paths[0]].keys()
-    _refuse_further_layers(config_file, config, names)
+    _refuse_further_layers(config_file, raw, names)
+    shapes = dict(_tensor_shapes(config))
+    if config.tie_word_embeddings and HEAD in names:
+        shapes[HEAD] = shapes[EMBEDDING]
 
-    def read_part(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
-        file = file_of.get(name, paths[0])
+    def check(name: str, shape: tuple[int, ...]) -> None:
         try:
-            tensor = opened[file].get_slice(name)
+            tensor = opened[file_of.get(name, paths[0])].get_slice(name)
         except SafetensorError:
             raise ConfigError(
                 f"{model_dir}: the weights have no tensor {name}; use the config.json that belongs to these "
@@ -362,23 +379,59 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
                 f"{shape}; use the config.json that belongs to these weights"
             )
         if tensor.get_dtype() == FP8 and block is not None and len(shape) == 2:
-            scales = read_part(
-                name + SCALE_SUFFIX,
-                (-(-shape[0] // block[0]), -(-shape[1] // block[1])),
-                (slice(None), slice(None)),
-            )
-            first = (part[0].start or 0, part[1].start or 0)
-            return dequantize(fp8_files[file].read(name)[part], scales.astype(np.float32), block, first=first)
-        if tensor.get_dtype() not in STORED_DTYPES:
+            check(name + SCALE_SUFFIX, (-(-shape[0] // block[0]), -(-shape[1] // block[1])))
+        elif tensor.get_dtype() not in STORED_DTYPES:
             raise ConfigError(
                 f"{model_dir}: {name} has dtype {tensor.get_dtype()}, supported are "
                 f"{', '.join(STORED_DTYPES)}; convert quantized weights to bfloat16"
             )
-        return tensor[part]
 
-    if config.get("tie_word_embeddings") and HEAD in names:
-        _refuse_another_head(config_file, read_part, (int(config["vocab_size"]), int(config["hidden_size"])))
+    def read_part(name: str, part: tuple[slice, ...]) -> np.ndarray:
+        file = file_of.get(name, paths[0])
+        tensor = opened[file].get_slice(name)
+        if tensor.get_dtype() == FP8 and block is not None:
+            scales = read_part(name + SCALE_SUFFIX, (slice(None), slice(None)))
+            first = (part[0].start or 0, part[1].start or 0)
+            values = fp8_files[file].read(name)[part]
+            values = dequantize(values, scales.astype(np.float32), block, first=first)
+        else:
+            values = tensor[part]
+        if not _all_finite(values):
+            raise ConfigError(
+                f"{model_dir}: {name} contains NaN or infinity; download the model again, or use another one"
+            )
+        return values
+
+    for name, shape in shapes.items():
+        check(name, shape)
+    _refuse_unused_tensors(model_dir, config, names, shapes)
+    if HEAD in names and config.tie_word_embeddings:
+        _refuse_another_head(config_file, read_part, config.vocab_size)
     return read_part
+
+
+def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and the shape of each tensor that `load_params` reads."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    yield EMBEDDING, vocabulary
+    yield FINAL_NORM, vocabulary[1:]
+    if not config.tie_word_embeddings:
+        yield HEAD, vocabulary
+    for stack in stacks_of(config):
+        for weight in stack.weights.values():
+            for layer, expert in product(stack.layers, range(weight.experts or 1)):
+                for name, width in zip(weight.names, weight.widths, strict=True):
+                    shape = (width, weight.inputs) if weight.inputs else (width,)
+                    yield f"model.layers.{layer}.{name.format(expert=expert)}", shape
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    if values.dtype != ml_dtypes.bfloat16:
+        return bool(np.isfinite(values).all())
+    # `np.isfinite` of bfloat16 takes six times as long
+    bits = values.reshape(-1).view(np.uint16)
+    chunks = (bits[first : first + CHUNK] for first in range(0, bits.size, CHUNK))
+    return all((chunk & BFLOAT16_EXPONENT).max() < BFLOAT16_EXPONENT for chunk in chunks)
 
 
 def _opened(path: Path) -> safe_open:
@@ -392,13 +445,13 @@ def _opened(path: Path) -> safe_open:
         raise OSError(f"{path.name}: {reason}") from None
 
 
-def _refuse_another_head(config_file: Path, read_part: _ReadPart, shape: tuple[int, ...]) -> None:
+def _refuse_another_head(config_file: Path, read_part: _ReadPart, num_rows: int) -> None:
     """Raise ConfigError if the files of a model with tied embeddings have a head that differs from the
     embedding. transformers 5 uses such a head, and transformers 4 and vLLM use the embedding."""
-    for first in range(0, shape[0], ROWS_PER_COMPARISON):
-        rows = (slice(first, min(first + ROWS_PER_COMPARISON, shape[0])), slice(0, shape[1]))
-        embedding, head = (read_part(name, shape, rows).astype(np.float32) for name in (EMBEDDING, HEAD))
-        if not np.array_equal(embedding, head, equal_nan=True):
+    for first in range(0, num_rows, ROWS_PER_COMPARISON):
+        rows = (slice(first, min(first + ROWS_PER_COMPARISON, num_rows)), slice(None))
+        embedding, head = (read_part(name, rows).astype(np.float32) for name in (EMBEDDING, HEAD))
+        if not np.array_equal(embedding, head):
             raise ConfigError(
                 f"{config_file}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set "
                 f"tie_word_embeddings to false to use {HEAD}, or remove this tensor to use the embedding"
@@ -420,6 +473,20 @@ def _refuse_further_layers(config_file: Path, config: Mapping[str, Any], names: 
         )
 
 
+def _refuse_unused_tensors(
+    model_dir: Path, config: ModelConfig, names: Iterable[str], used: Container[str]
+) -> None:
+    """Raise ConfigError if a layer has a tensor that the family does not use, such as a bias."""
+    for name in names:
+        match = LAYER_NAME.match(name)
+        is_used = name in used or name.removesuffix(SCALE_SUFFIX) in used or name.endswith(CONSTANTS)
+        if match is not None and int(match[1]) < config.num_layers and not is_used:
+            raise ConfigError(
+                f"{model_dir}: models with model_type={config.model_type!r} have no tensor {name}; use the "
+                "config.json that belongs to these weights"
+            )
+
+
 def _read_field(
     read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
@@ -427,21 +494,21 @@ def _read_field(
     or [out]. The outputs of the field have the order that `Weight` describes for a `tensor` axis of `shards`
     devices."""
     outputs, *inputs = index
-    parts = []
-    for name, width, part in _outputs(weight, outputs, shards):
-        shape = (width, weight.inputs) if weight.inputs else (width,)
-        parts.append(read_part(prefix + name.format(expert=expert), shape, (part, *inputs)))
+    parts = [
+        read_part(prefix + name.format(expert=expert), (part, *inputs))
+        for name, part in _outputs(weight, outputs, shards)
+    ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
+def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, slice]]:
     """Find the tensor rows that the slice `outputs` of a field consists of. Yield them in their order as
-    (tensor name, number of rows of the tensor, selected rows)."""
+    (tensor name, selected rows)."""
     start = 0
     for shard in range(shards):
         for name, width in zip(weight.names, weight.widths, strict=True):
             size = width // shards
             first, end = max(outputs.start - start, 0), min(outputs.stop - start, size)
             if first < end:
-                yield name, width, slice(shard * size + first, shard * size + end)
+                yield name, slice(shard * size + first, shard * size + end)
             start += size

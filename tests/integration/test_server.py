@@ -26,6 +26,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 from tests.fakes.sdk_programs import is_finished
+from tests.fakes.server import reserved_port
 from tests.fakes.tiny_model import QUICK_TO_COMPILE
 from tests.stress import server_kill_points
 
@@ -91,6 +92,20 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_the_server_runs_if_its_output_cannot_be_written(model_dir: Path, tmp_path: Path) -> None:
+    with reserved_port() as port, open("/dev/full", "w") as full, (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "skyrl_tx_server", f"base_model={model_dir}", f"port={port}"]
+        command += [f"checkpoints_dir={tmp_path}", f"compilation_cache_dir={tmp_path.parent / 'xla'}"]
+        with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=full, stderr=log) as process:
+            transport = httpx.HTTPTransport(retries=10)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport) as client:
+                while process.poll() is None and client.get("/api/v1/healthz").status_code == 503:
+                    pass
+            process.terminate()
+    assert process.returncode == 0
+    assert "standard output cannot be written: No space left on device" in (tmp_path / "log").read_text()
 
 
 def test_the_openai_client_reads_streamed_and_whole_replies(

@@ -903,3 +903,27 @@ async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx
             await http.get(other_checkpoint_url)
         ).status_code == 404  # a signature is valid for one checkpoint
     assert (await http.get(f"training_runs/{model_id}/checkpoints/weights/none/archive")).status_code == 404
+
+
+async def test_housekeeping_reports_a_full_disk_in_one_line(
+    http: httpx.AsyncClient,
+    context: AppState,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context.run_index.set_expiry("tinker://run/weights/a", datetime.now(UTC) - timedelta(seconds=1))
+    num_writes, tried_again = 0, asyncio.Event()
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes > 2:
+            tried_again.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("skyrl_tx_server.files.run_index.os.write", write)
+    app = build_app(StartupState(state=context), housekeeping_period_s=0.001)
+    async with app.router.lifespan_context(app), asyncio.timeout(60):
+        await tried_again.wait()
+    lines = [record for record in caplog.records if "No space left" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].exc_info is None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, StorageError, UserError
 from skyrl_tx_server.files import checkpoints, disk
 from skyrl_tx_server.files.checkpoint_record import RECORD_NAME, CheckpointKind, parse_path, read_record
 from skyrl_tx_server.files.checkpoints import CheckpointStore
@@ -320,3 +320,28 @@ def test_malformed_checkpoint_names_are_refused(store: CheckpointStore):
         with pytest.raises(UserError):
             write(store, name)
     assert replace(write(store, "ok-1.2_3"), user_metadata={}).name == "ok-1.2_3"
+
+
+def test_a_checkpoint_can_be_deleted_from_a_full_disk(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(store).path
+
+    def mkdir(directory: Path, mode: int = 0o777) -> None:
+        raise FileExistsError if directory.exists() else OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store.delete(path)
+    assert not store.exists(path)
+
+
+def test_a_failed_deletion_says_what_to_do(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(store).path
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError, match=r"cannot delete .*: Read-only file system; make .* writable"):
+        store.delete(path)
+    assert store.exists(path)

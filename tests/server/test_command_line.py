@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from skyrl_tx_server.distributed.multihost import RankZero
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_plan import plan_memory
-from skyrl_tx_server.executor.resolved_model import resolve_model
+from skyrl_tx_server.executor.resolved_model import resolve_model, use_compilation_cache
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora.adapter import zero_adapter
@@ -253,6 +254,15 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
     assert not checkpoints.exists()
 
 
+def test_a_dry_run_refuses_truncated_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(FIXTURES / "tied", tmp_path / "model"))
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-1000])
+    assert main([f"base_model={model}", "dry_run=true", "compilation_cache_dir=none"]) == 2
+    printed = capsys.readouterr()
+    assert "cannot read the weights: model.safetensors" in printed.err and printed.err.count("\n") == 1
+
+
 def test_process_0_of_a_dry_run_exits_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """jax would abort the other processes when process 0 exits, possibly before they have a plan."""
     calls: list[str] = []
@@ -445,3 +455,22 @@ def test_every_old_option_name_maps_to_an_option() -> None:
 def test_an_empty_value_none_and_null_are_parsed_as_none(value: str) -> None:
     assert parse(["base_model=x", f"max_context_length={value}"]).max_context_length is None
     assert parse(["base_model=x", f"compilation_cache_dir={value}"]).compilation_cache_dir is None
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "chz.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "skyrl_tx_server", f"base_model={FIXTURES / 'tied'}"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_compilation_cache_that_cannot_be_made_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    config = parse([f"base_model={tmp_path}", f"compilation_cache_dir={tmp_path}/file/xla"])
+    use_compilation_cache(config)
+    assert jax.config.values["jax_compilation_cache_dir"] != f"{tmp_path}/file/xla"
+    (line,) = caplog.messages
+    assert "file/xla: Not a directory; every start compiles all programs" in line

@@ -312,6 +312,12 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("llama", {"vocab_size": math.inf}, "cannot convert float infinity"),
         ("llama", {"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
         ("llama", {"eos_token_id": [2, None]}, r"eos_token_id=\[2, None\] of config.json or"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
+        ("qwen3_moe", {"residual_multiplier": 0.2}, "residual_multiplier=0.2 is not supported"),
+        ("deepseek_v3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ("qwen2", {"is_causal": False}, "is_causal=False is not supported"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window must be false"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "every entry of layer_types 'full_attention'"),
         ("llama", {"model_type": []}, r"model_type=\[\] is not supported"),
     ],
 )

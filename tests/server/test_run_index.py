@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.errors import StorageError
 from skyrl_tx_server.files import run_index as run_index_module
 from skyrl_tx_server.files.run_index import RunIndex, TrainingRun
 
@@ -114,3 +115,19 @@ def test_a_line_that_another_server_is_writing_is_read_later(tmp_path: Path) -> 
     with file.open("a") as stream:
         stream.write(text[-8:])
     assert index.expired() == [] and index.public == {PATH}
+
+
+def test_a_full_disk_is_reported_and_changes_no_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = RunIndex(tmp_path / "ledger.jsonl")
+
+    def write(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("skyrl_tx_server.files.run_index.os.write", write)
+    for change in (
+        lambda: index.set_public("tinker://run/weights/a", True),
+        lambda: index.set_expiry("tinker://run/weights/a", datetime.now(UTC)),
+    ):
+        with pytest.raises(StorageError, match=r"ledger\.jsonl cannot be written: No space left on device;"):
+            change()
+    assert not index.public and not index.expiries

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.weights import (
     adapter_from_arrays,
     adapter_to_arrays,
+    check_weights,
     load_params,
     resolve_model,
     save_model,
@@ -158,6 +160,33 @@ def test_weights_with_further_layers_are_refused(tmp_path, num_prediction_layers
         return
     with pytest.raises(ConfigError, match=f"but the weights have {config.num_layers} layers; use the config"):
         load_params(tmp_path, smaller, "float32")
+
+
+def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> None:
+    config = load_model_config(FIXTURES / "tied")
+    tensors = load_file(FIXTURES / "tied" / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    check_weights(tmp_path, config)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file(tensors | {name: np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"model_type='qwen3' have no tensor {name}; use the config.json"):
+        check_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, dtype: type, value: float) -> None:
+    tensors = {
+        key: tensor.astype(dtype) for key, tensor in load_file(FIXTURES / "tied/model.safetensors").items()
+    }
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][-1, -1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} contains NaN or infinity; download"):
+        load_params(tmp_path, load_model_config(FIXTURES / "tied"), "float32")
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])

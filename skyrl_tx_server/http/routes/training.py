@@ -21,7 +21,7 @@ from skyrl_tx_server.engine.operations import (
     UnloadModel,
     WeightsLoaded,
 )
-from skyrl_tx_server.errors import ServerError
+from skyrl_tx_server.errors import ServerError, StorageError
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import TRAINING_BODY, TRAINING_JSON_BODY
@@ -89,13 +89,10 @@ def begin_model(
             return
         try:
             state.run_index.record_run(run)
-        except OSError as error:  # for example a full disk; every model must be in the run index
+        except StorageError as error:  # every model must be in the run index
             state.registry.forget_model(op.model_id)
             state.engine.submit(UnloadModel(model_id=op.model_id))
-            raise ServerError(
-                f"the model was not created, because the run index cannot be written: {error.strerror}; "
-                "free disk space and try again"
-            ) from error
+            raise ServerError(f"the model was not created: {error}") from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
     request_id = state.futures.submit(

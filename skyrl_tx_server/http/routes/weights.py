@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     SaveWeights,
     WeightsSaved,
 )
-from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.errors import NotFoundError, ServerError, StorageError, UserError
 from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
     CheckpointKind,
@@ -182,7 +182,10 @@ def save_named(
         state.checkpoints.has_changed(path)
         with contextlib.suppress(NotFoundError):  # the checkpoint was deleted already
             generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
-            state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
+            try:
+                state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
+            except StorageError as error:
+                raise ServerError(f"{path} was saved, but its expiry was not: {error}") from error
 
     return submit(state, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
