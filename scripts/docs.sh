@@ -18,6 +18,7 @@ if [ ! -e "$mermaid" ] && command -v npm >/dev/null; then
   rm -rf "$directory"
 fi
 [ -e "$mermaid" ] || echo "docs: could not install mermaid with npm; the site shows the diagrams as text"
+export NO_MKDOCS_2_WARNING=1  # the theme's advertisement for another program
 .venv/bin/python -m scripts.docs
 if [ "${1:-}" = serve ]; then exec .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8001; fi
 exec .venv/bin/mkdocs build --strict

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -25,7 +26,7 @@ from src.loop.outcome import GRADING_ERROR_REASONS, counted, shown_reward, succe
 logger = logging.getLogger(__name__)
 
 PIPE_WIDTH = 160
-MAX_CHARACTERS = 2000  # of a message; the rest is not shown
+MAX_CHARACTERS = 2000  # of a message; the middle of a longer message is not shown
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 # The columns of a step's table: heading, metric and formatter. metrics.jsonl has all metrics.
 SHOWN = (
@@ -171,12 +172,21 @@ def terminal() -> Console:
 
 
 def message_text(role: str, content: str) -> Text:
-    """Return a message of a conversation with its role, without control characters and truncated after
-    MAX_CHARACTERS characters."""
-    content = printable(content)
-    if len(content) > MAX_CHARACTERS:
-        content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
+    """Return a message of a conversation with its role, without control characters.
+
+    The middle of a message with more than MAX_CHARACTERS characters is left out. The end is shown, because
+    the first message of a Harbor trial ends with the instruction. A screen of a terminal ends with blank
+    lines, so more than two of them are only counted.
+    """
+    content = re.sub(r"\n(?:[^\S\n]*\n){3,}", _counted_blank_lines, printable(content))
+    if (num_hidden := len(content) - MAX_CHARACTERS) > 0:
+        half = MAX_CHARACTERS // 2
+        content = f"{content[:half]}\n[{num_hidden} characters are not shown]\n{content[-half:]}"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)
+
+
+def _counted_blank_lines(match: re.Match[str]) -> str:
+    return f"\n[{match[0].count(chr(10)) - 1} blank lines]\n"
 
 
 def _is_all_or_nothing(rewards: Sequence[float]) -> bool:

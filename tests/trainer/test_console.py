@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from src.cli.console import Display
+from src.cli.console import Display, message_text
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
 from src.loop.outcome import Success, last_lines, resume_command, success_lines, training_signal_lines
@@ -308,3 +308,13 @@ def test_a_run_survives_a_closed_terminal():
     display = Display(Console(file=HungUp()))
     display.say("step 1")
     display.say("step 2")
+
+
+def test_a_long_message_shows_its_beginning_and_its_end():
+    text = message_text("user", "a" * 1500 + "b" * 1000).plain
+    assert text == "user: " + "a" * 1000 + "\n[500 characters are not shown]\n" + "b" * 1000
+
+
+def test_blank_lines_of_a_terminal_screen_are_counted():
+    assert message_text("user", "$ ls" + "\n" * 5 + "done").plain == "user: $ ls\n[4 blank lines]\ndone"
+    assert message_text("user", "one\n\n\ntwo").plain == "user: one\n\n\ntwo"

@@ -39,7 +39,9 @@ async def test_harbors_viewer_shows_the_totals_of_a_directory(tmp_path: Path, ta
     assert config.job_name == directory.name and [task.path for task in config.tasks] == [HELLO]
     counts = (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials)
     assert counts == (3, 3, 1)
+    assert [agent.name for agent in config.agents] == ["terminus-2"]
     [stats] = result.stats.evals.values()
+    assert stats.metrics == [{"mean": 0.5}]
     assert {reward: len(names) for reward, names in stats.reward_stats["reward"].items()} == {1.0: 1, 0.0: 1}
     assert list(stats.exception_stats) == ["BackendError"]
     assert len(viewer.list_trials(directory.name)) == 3

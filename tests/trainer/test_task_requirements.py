@@ -147,10 +147,7 @@ def test_validate_reports_a_verifier_that_lacks_the_internet(
     assert verifier_needs(directory, lambda package: True) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
     output = capsys.readouterr()
-    assert output.out.splitlines()[0] == (
-        "BAD  offline: the solution got 0.0 instead of 1, doing nothing got 0.0; "
-        "logs_dir=DIR keeps the output of the verifier"
-    )
+    assert output.out.splitlines()[0].startswith("BAD  offline: the solution got 0.0 instead of 1 (")
     assert "tests/test.sh needs the internet for `uvx` and has no network" in output.err
 
 

@@ -51,11 +51,36 @@ def test_a_solution_without_the_full_score_is_reported_with_its_output(
     logs = tmp_path / "logs"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox", f"logs_dir={logs}"]) == 1
     assert capsys.readouterr().out.splitlines()[0] == (
-        "BAD  hello-file: the solution got 0.0 instead of 1, doing nothing got 0.0; "
+        "BAD  hello-file: the solution got 0.0 instead of 1 (the verifier printed last: the file is "
+        "missing), doing nothing got 0.0; "
         f"{logs} has the output of the verifier"
     )
     outputs = [path.read_text() for path in logs.glob("*/verifier/test-stdout.txt")]
     assert any("the file is missing" in output for output in outputs)
+
+
+def test_a_missing_reward_is_reported_once_with_its_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(TASKS / "hello-file", tmp_path / "hello-file")
+    (tmp_path / "hello-file" / "tests" / "test.sh").write_text("#!/bin/bash\nif true; then\n")
+    assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "BAD  hello-file: the solution and doing nothing got no reward (RewardFileNotFoundError: No reward "
+        "file found at /logs/verifier/reward.txt or /logs/verifier/reward.json; the verifier printed last: "
+        "/tests/test.sh: line 3: syntax error: unexpected end of file); "
+        "logs_dir=DIR keeps the output of the verifier"
+    )
+
+
+def test_a_solution_that_fails_is_reported_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(TASKS / "hello-file", tmp_path / "hello-file")
+    (tmp_path / "hello-file" / "solution" / "solve.sh").write_text("#!/bin/bash\ncat nofile\n")
+    assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 1
+    error = "(solution/solve.sh ended with status 1: cat: nofile: No such file or directory"
+    assert error in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_record_that_cannot_be_written_is_reported_after_the_tasks(

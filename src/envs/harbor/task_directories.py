@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import DEFAULT_DEADLINE_S
+from src.envs.harbor.task_keys import ignored_keys
 from src.envs.options import HarborOptions, require_task_directory
 from src.envs.sandbox.dockerfile import USE_DOCKER, USE_SANDBOX, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
@@ -106,7 +107,7 @@ def load_tasks(directory: Path, *, check: Check) -> LoadedTasks:
 
 
 def load_task(directory: Path, *, check: Check) -> tuple[HarborTask, list[str]]:
-    """Return a task and the warnings of `check`. Raises ConfigError if the task is invalid or refused."""
+    """Return a task and the warnings about it. Raises ConfigError if the task is invalid or refused."""
     if not (directory / "task.toml").is_file():
         if (directory / OLD_FORMAT).is_file():
             raise ConfigError(
@@ -114,7 +115,7 @@ def load_task(directory: Path, *, check: Check) -> tuple[HarborTask, list[str]]:
                 "`.venv/bin/harbor task migrate --input DIRECTORY --output NEW_DIRECTORY`"
             )
         raise ConfigError(f"{directory}: no task.toml; is this a Harbor task directory?")
-    _refuse_unsupported_settings(directory)
+    values = _supported_settings(directory)
     if (directory / "trajectory.json").is_file():
         raise ConfigError(
             f"{directory}/trajectory.json: Terminus-2 cannot begin with an earlier trajectory; "
@@ -124,8 +125,6 @@ def load_task(directory: Path, *, check: Check) -> tuple[HarborTask, list[str]]:
         raise ConfigError(f"{directory}: no instruction.md; is this a Harbor task directory?")
     try:
         task = HarborTask(directory)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{directory}/task.toml: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -139,13 +138,13 @@ def load_task(directory: Path, *, check: Check) -> tuple[HarborTask, list[str]]:
         raise ConfigError(f"{directory}: instruction.md is empty")
     _require_host_variables(directory, task.config)
     _refuse_windows_shebang(directory)
-    return task, check(directory, task.config)
+    return task, [*ignored_keys(values, task.config), *check(directory, task.config)]
 
 
-def _refuse_unsupported_settings(directory: Path) -> None:
-    """Refuse tasks with [[steps]], Windows tasks, and MCP servers with HTTP headers, which Terminus-2 does
-    not forward. `load_task` calls this function before it checks for missing files, because tasks with
-    [[steps]] and Windows tasks have other files."""
+def _supported_settings(directory: Path) -> dict[str, object]:
+    """Return the content of task.toml. Refuse tasks with [[steps]], Windows tasks, and MCP servers with HTTP
+    headers, which Terminus-2 does not forward. `load_task` calls this function before it checks for missing
+    files, because tasks with [[steps]] and Windows tasks have other files."""
     try:
         config = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -157,7 +156,7 @@ def _refuse_unsupported_settings(directory: Path) -> None:
         )
     environment = config.get("environment")
     if not isinstance(environment, dict):
-        return
+        return config
     if str(environment.get("os")).lower() == TaskOS.WINDOWS.value:
         raise ConfigError(
             f"{directory}: [environment].os = windows, but trials run on Linux only; "
@@ -170,6 +169,7 @@ def _refuse_unsupported_settings(directory: Path) -> None:
                 f"{directory}/task.toml: the MCP server {server.get('name')!r} has headers, which Terminus-2 "
                 f"does not send; remove them, or {USE_HARBOR} and an agent that sends them"
             )
+    return config
 
 
 def _require_host_variables(directory: Path, config: TaskConfig) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from harbor.models.task.config import TaskConfig as TaskSettings
 from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.paths import TrialPaths
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
 
 from src.core.errors import VerifierError
+from src.core.printable import printable
 from src.core.trajectory import Task
 from src.envs.harbor.grading import graded
 from src.envs.harbor.grading_method import GradingMethod, GradingMode
@@ -27,29 +29,42 @@ SOLUTION = "solution/solve.sh"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AgentResult:
+    """The result of a trial of one of Harbor's agents."""
+
+    reward: float | None  # None: the trial has no reward
+    details: str = ""  # why there is no reward, how the solution failed, or what the verifier printed last
+
+    def phrase(self, agent: str, expected: int) -> str:
+        """Return a phrase with the reward of `agent` and, if it is not `expected`, with the details."""
+        if self.reward == expected:
+            return f"{agent} got {self.reward}"
+        got = "no reward" if self.reward is None else f"{self.reward} instead of {expected}"
+        return f"{agent} got {got}" + (f" ({self.details})" if self.details else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TaskValidation:
-    """The rewards of two agents of Harbor: `oracle` runs the task's solution, and `nop` does nothing. A
-    string is the reason for a missing reward.
-    """
+    """The results of two agents of Harbor: `oracle` runs the task's solution, and `nop` does nothing."""
 
     task: Task
-    oracle: float | str | None  # None: the task has no solution
-    nop: float | str
+    oracle: AgentResult | None  # None: the task has no solution
+    nop: AgentResult
     grading: GradingMethod = FRESH
     is_separate: bool = False  # the task has a separate verifier environment, so `grading` has no effect
 
     @property
     def is_sound(self) -> bool:
-        return self.oracle == 1.0 and self.nop == 0.0
+        return self.oracle is not None and self.oracle.reward == 1 and self.nop.reward == 0
 
     @property
     def is_unsound(self) -> bool:
         """Whether a check failed. A task without a solution is neither sound nor unsound if nop is 0."""
-        return self.nop != 0.0 or self.oracle not in (1.0, None)
+        return self.nop.reward != 0 or (self.oracle is not None and self.oracle.reward != 1)
 
     @property
     def has_rewards(self) -> bool:
-        return isinstance(self.oracle, float) and isinstance(self.nop, float)
+        return self.oracle is not None and self.oracle.reward is not None and self.nop.reward is not None
 
     def line(self, *, logs_dir: str | None = None) -> str:
         """Return this task's line of the report. `logs_dir` is the directory of the trials; None: the
@@ -57,23 +72,22 @@ class TaskValidation:
         """
         if self.oracle is None and not self.is_unsound:
             return (
-                f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether the task is "
-                "solvable"
+                f"--   {self.task.id}: nop {self.nop.reward}; no {SOLUTION}, so it is unknown whether the "
+                "task is solvable"
             )
         if self.is_sound:
+            rewards = f"oracle {self.oracle and self.oracle.reward}, nop {self.nop.reward}"
             method = "in a separate verifier environment" if self.is_separate else self.grading.name
-            return f"ok   {self.task.id}: oracle {self.oracle}, nop {self.nop}, graded {method}"
-        oracle = f"there is no {SOLUTION}" if self.oracle is None else _result("the solution", self.oracle, 1)
-        results = [oracle, _result("doing nothing", self.nop, 0)]
+            return f"ok   {self.task.id}: {rewards}, graded {method}"
+        if self.oracle == self.nop and self.nop.reward is None:
+            results = self.nop.phrase("the solution and doing nothing", 0)
+        else:
+            oracle = (
+                f"there is no {SOLUTION}" if self.oracle is None else self.oracle.phrase("the solution", 1)
+            )
+            results = f"{oracle}, {self.nop.phrase('doing nothing', 0)}"
         advice = "logs_dir=DIR keeps" if logs_dir is None else f"{logs_dir} has"
-        return f"BAD  {self.task.id}: {', '.join(results)}; {advice} the output of the verifier"
-
-
-def _result(agent: str, result: float | str, expected: int) -> str:
-    """Return a phrase with the reward of `agent`, or with the reason for a missing reward."""
-    if isinstance(result, str):
-        return f"{agent} got no reward ({result})"
-    return f"{agent} got {result}" + ("" if result == expected else f" instead of {expected}")
+        return f"BAD  {self.task.id}: {results}; {advice} the output of the verifier"
 
 
 async def validate(
@@ -94,7 +108,7 @@ async def validate(
     """
     slots = asyncio.Semaphore(n_parallel)
 
-    async def run_task(task: Task, agent: str, method: GradingMethod) -> float | str | None:
+    async def run_task(task: Task, agent: str, method: GradingMethod) -> AgentResult | None:
         async with slots:
             return await _run_task(task, agent, method, environment=environment, directory=directory)
 
@@ -109,13 +123,15 @@ async def validate(
             *([] if method or is_separate else [run_task(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
         )
         assert nop is not None
-        if not in_place or in_place[0] == oracle or not isinstance(in_place[0], float):
+        with_processes = in_place[0] if in_place else None
+        if with_processes is None or with_processes.reward in (None, oracle and oracle.reward):
             return TaskValidation(task=task, oracle=oracle, nop=nop, grading=first, is_separate=is_separate)
-        without_processes = await run_task(task, "oracle", IN_PLACE)
-        grading = IN_PLACE if without_processes == in_place[0] else IN_PLACE_WITH_PROCESSES
+        without = await run_task(task, "oracle", IN_PLACE)
+        is_independent = without is not None and without.reward == with_processes.reward
+        grading = IN_PLACE if is_independent else IN_PLACE_WITH_PROCESSES
         nop = await run_task(task, "nop", grading)
         assert nop is not None
-        return TaskValidation(task=task, oracle=in_place[0], nop=nop, grading=grading)
+        return TaskValidation(task=task, oracle=with_processes, nop=nop, grading=grading)
 
     async with asyncio.TaskGroup() as group:
         results = []
@@ -127,9 +143,9 @@ async def validate(
 
 async def _run_task(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
-) -> float | str | None:
-    """Run a task with one of Harbor's agents. Return its reward, or the reason for a missing reward. Return
-    None if the agent is the oracle and the task has no solution."""
+) -> AgentResult | None:
+    """Run a task with one of Harbor's agents. Return None if the agent is the oracle and the task has no
+    solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
     config = TrialConfig(
@@ -140,14 +156,45 @@ async def _run_task(
         verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
     )
     result: TrialResult | None = None
+    paths: TrialPaths | None = None
     try:
         trial = await Trial.create(config)
+        paths = trial.paths
         async with graded(trial, method):
             result = await run_with_deadline(trial.run(), TRIAL_TIMEOUT_S)
-        return verifier_reward(result.verifier_result.rewards if result and result.verifier_result else None)
+        reward = verifier_reward(
+            result.verifier_result.rewards if result and result.verifier_result else None
+        )
+        return AgentResult(reward=reward, details=_details(result and describe_exception(result), paths))
     except TimeoutError:
-        return f"the trial did not end within {TRIAL_TIMEOUT_S:g} s"
+        return AgentResult(reward=None, details=f"the trial did not end within {TRIAL_TIMEOUT_S:g} s")
     except VerifierError as error:
-        return (result and describe_exception(result)) or str(error)
+        reason = (result and describe_exception(result)) or str(error)
+        return AgentResult(reward=None, details=_details(reason, paths))
     except Exception as error:  # The other tasks are validated even if this one cannot be run.
-        return f"{type(error).__name__}: {error}"
+        return AgentResult(reward=None, details=f"{type(error).__name__}: {error}")
+
+
+def _details(reason: str | None, paths: TrialPaths | None) -> str:
+    """Return the reason (None or empty: there is none), with paths as the verifier sees them, and the last
+    lines that a failed solution and the verifier printed."""
+    reason = reason or ""
+    if paths is None:
+        return reason
+    parts = [reason.replace(str(paths.verifier_dir), "/logs/verifier")]
+    if status := _last_line(paths.agent_dir / "exit-code.txt"):
+        parts.append(f"{SOLUTION} ended with status {status}: {_last_line(paths.agent_dir / 'oracle.txt')}")
+    if line := _last_line(paths.test_stdout_path):
+        parts.append(f"the verifier printed last: {line}")
+    return "; ".join(filter(None, parts))
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line of a file that is not blank, at most 200 characters of it, or an empty string. A
+    container may have written the file, so only a regular file is read."""
+    if path.is_symlink() or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((printable(line).strip()[:200] for line in reversed(lines) if line.strip()), "")
