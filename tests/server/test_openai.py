@@ -247,6 +247,23 @@ def test_return_token_ids_adds_the_exact_token_ids(client: openai.OpenAI, engine
     assert reply["choices"][0]["token_ids"][-1] == END
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_text_choice_has_the_ids_of_its_prompt(client: openai.OpenAI, stream: bool) -> None:
+    url, prompt = f"{client.base_url}completions", [5, 6, 7]
+    fields = {"model": MODEL, "prompt": prompt, "n": 2, "max_tokens": 4, "return_token_ids": True}
+    reply = httpx.post(url, json=fields | {"stream": stream}, timeout=60)
+    bodies = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    choices = [choice for body in bodies if body != "[DONE]" for choice in json.loads(body)["choices"]]
+    assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [prompt] * 2
+
+
+def test_the_first_chunk_of_a_chat_has_the_prompt_ids(client: openai.OpenAI, engine: TextEngine) -> None:
+    fields = {"model": MODEL, "messages": HELLO, "stream": True, "return_token_ids": True}
+    reply = httpx.post(f"{client.base_url}chat/completions", json=fields, timeout=60)
+    first = json.loads(reply.text.splitlines()[0].removeprefix("data: "))
+    assert first["prompt_token_ids"] == engine.received[-1].prompt.tolist()
+
+
 @pytest.mark.parametrize("invalid", [b"\xe4", b"\xb8", b"\xf0\x9f\x98", b"\xf0\x9f\x98\x80\xc3"])
 def test_decoding_invalid_utf8_takes_linear_time(invalid: bytes) -> None:
     num_decoded = 0

@@ -11,7 +11,7 @@ from functools import partial
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.http.wire.chat_format import REPLACEMENT, Rendered, TextPieces, Tokenizer, decoder
-from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
+from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from skyrl_tx_server.http.wire.output_parser import (
     Answer,
     AnswerParser,
@@ -84,6 +84,12 @@ class ChatFormat:
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return partial(chat_logprobs, decode=self._decode)
 
+    def reply_prompt(self, op: Sample) -> dict[str, object]:
+        return prompt_ids(self.sampling, op)
+
+    def choice_prompt(self, op: Sample) -> dict[str, object]:
+        return {}
+
 
 class TextFormat:
     """Builds the replies of text completions."""
@@ -102,13 +108,19 @@ class TextFormat:
         return {"text": text_of(pieces)}
 
     def opening(self) -> dict[str, object] | None:
-        return None
+        return {"text": ""} if self.sampling.token_ids else None
 
     def delta(self, pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
         return {"text": text_of(pieces)}
 
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return TextLogprobs(self._decode).add
+
+    def reply_prompt(self, op: Sample) -> dict[str, object]:
+        return {}
+
+    def choice_prompt(self, op: Sample) -> dict[str, object]:
+        return prompt_ids(self.sampling, op)
 
 
 type ReplyFormat = ChatFormat | TextFormat
@@ -188,6 +200,12 @@ def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, o
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def prompt_ids(sampling: SamplingRequest, op: Sample) -> dict[str, object]:
+    """Return vLLM's field `prompt_token_ids` if the request asks for token ids. Chat completions have it in
+    the reply, and text completions in each choice. A stream has it in the first chunk of each choice."""
+    return {"prompt_token_ids": op.prompt.tolist()} if sampling.token_ids else {}
 
 
 def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningText] = Content) -> str:
