@@ -407,6 +407,11 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
         ({"response_format": {"type": "json_object"}}, "response_format: only"),
         ({"tools": [LS], "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
         ({"tools": [LS], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"tools": [LS, {"type": "function", "function": {}}]}, "tools[1].function: name is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
+            "tools[0].function: parameters must be an object",
+        ),
         ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"extra_body": {"guided_regex": "a+"}}, "unknown field guided_regex"),
         ({"extra_body": {"chat_template_kwargs": {"shout": True}}}, "'shout' is not an option"),

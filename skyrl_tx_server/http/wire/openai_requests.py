@@ -96,7 +96,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
             )
     if tools and not fields.flag("parallel_tool_calls", True):
         raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
-    for tool in tools:
+    for index, tool in enumerate(tools):
         if (
             not isinstance(tool, dict)
             or tool.get("type") != "function"
@@ -106,6 +106,9 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
                 f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got "
                 f"{quoted(tool)}"
             )
+        function = JsonReader(tool["function"], f"chat/completions: tools[{index}].function")
+        function.text("name")
+        function.mapping("parameters")
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
