@@ -473,6 +473,7 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
         presence_penalty=0,
         logit_bias={},
         response_format={"type": "text"},
+        extra_body={"prompt_cache_options": {"mode": "implicit"}},
     )
 
 

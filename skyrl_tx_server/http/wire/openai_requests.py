@@ -27,6 +27,7 @@ IGNORED_FIELDS = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
 )
 IGNORED_MESSAGE_FIELDS = ("annotations", "provider_specific_fields")
