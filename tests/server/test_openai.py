@@ -202,6 +202,28 @@ def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, eng
     assert engine.prompt_text() == "<user>Hello<|im_end|><assistant>"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ("", "{}"),
+        ('{"inode": 36893488147419103233}', '{"inode": 36893488147419103233}'),
+        ('{"path": ', '"{\\"path\\": "'),
+    ],
+)
+def test_the_arguments_of_a_past_call_keep_their_value(
+    client: openai.OpenAI, engine: TextEngine, arguments: str, rendered: str
+) -> None:
+    past: ChatCompletionMessageFunctionToolCallParam = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "ls", "arguments": arguments},
+    }
+    client.chat.completions.create(
+        model=MODEL, messages=[*HELLO, {"role": "assistant", "tool_calls": [past]}]
+    )
+    assert f"[ls {rendered}]" in engine.prompt_text()
+
+
 def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: TextEngine) -> None:
     client.chat.completions.create(
         model=MODEL, messages=HELLO, extra_body={"chat_template_kwargs": {"enable_thinking": False}}

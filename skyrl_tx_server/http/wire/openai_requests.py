@@ -7,6 +7,7 @@ A field that would change the result and is not supported is an error. Fields th
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -274,7 +275,9 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = parse_json(arguments.encode(), CHAT_BOUNDS)
+            parse_json(arguments.encode(), CHAT_BOUNDS)
+            # orjson, which parse_json uses, makes floats of integers above 64 bits.
+            arguments = json.loads(arguments or "{}")
     call_json: dict[str, object] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},
