@@ -499,12 +499,35 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     )
 
 
-def test_tools_are_refused_if_the_template_ignores_them(tmp_path: Path, context: AppState) -> None:
-    directory = save_tokenizer(tmp_path / "plain")
+def with_template(context: AppState, directory: Path, template: str) -> AppState:
+    """Return the state of a server whose tokenizer, which is saved in `directory`, has another template."""
+    save_tokenizer(directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = replace(context, settings=HttpSettings(model_dir=directory))
+    return replace(context, settings=HttpSettings(model_dir=directory))
+
+
+def test_arguments_are_text_if_the_template_takes_text(
+    tmp_path: Path, context: AppState, engine: TextEngine
+) -> None:
+    """The templates of DeepSeek concatenate the arguments with strings."""
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        "{{ '[' + call.function.arguments + ']' }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "0", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    with serving(StartupState(state=with_template(context, tmp_path / "text", template))) as url:
+        fields = {"model": MODEL, "messages": messages}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert engine.prompt_text() == '[{"path": "/"}]'
+
+
+def test_tools_are_refused_if_the_template_ignores_them(tmp_path: Path, context: AppState) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    plain = with_template(context, tmp_path / "plain", template)
     with serving(StartupState(state=plain)) as url:
         reply = httpx.post(
             f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]}

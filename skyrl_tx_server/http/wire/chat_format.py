@@ -3,13 +3,14 @@ transformers is imported on first use."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_tx_server.errors import UserError
 
@@ -82,6 +83,8 @@ def render(
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)
+    if any("tool_calls" in message for message in messages) and not _takes_argument_objects(tokenizer, tools):
+        messages = [_with_json_arguments(message) for message in messages]
     text = _apply(tokenizer, messages, tools, template_kwargs)
     if tools and text == _apply(tokenizer, messages, (), template_kwargs):
         raise UserError(
@@ -157,6 +160,32 @@ def _apply(
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"messages: the model's chat template refuses them: {error}") from None
+
+
+def _takes_argument_objects(tokenizer: Tokenizer, tools: Sequence[object]) -> bool:
+    """Whether the chat template takes the arguments of past calls as objects. The templates of DeepSeek take
+    JSON text."""
+    call = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
+    question = {"role": "user", "content": "question"}
+    try:
+        _apply(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, {})
+    except UserError:
+        return False
+    return True
+
+
+def _with_json_arguments(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the message with the arguments of its calls as JSON text."""
+    calls: Any = message.get("tool_calls") or []
+    json_calls = [{**call, "function": _as_json(call["function"])} for call in calls]
+    return {**message, "tool_calls": json_calls} if json_calls else message
+
+
+def _as_json(function: Mapping[str, object]) -> Mapping[str, object]:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return function
+    return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, object]) -> None:
