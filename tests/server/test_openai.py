@@ -28,6 +28,7 @@ from skyrl_tx_server.engine.engine import Watcher
 from skyrl_tx_server.engine.operations import LoraSpec, Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
+from skyrl_tx_server.http.wire.call_syntax import CallSyntax
 from skyrl_tx_server.http.wire.chat_format import TextPieces, load_tokenizer
 from skyrl_tx_server.http.wire.openai_replies import ChatFormat
 from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content, ParsedDelta
@@ -35,6 +36,7 @@ from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
 MODEL = "local/fake"
+CHAT_TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 LS: ChatCompletionFunctionToolParam = {
     "type": "function",
@@ -81,6 +83,15 @@ def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[d
             calls[call.index] = {"name": call.function.name, "arguments": call.function.arguments}
         reason = chunk.choices[0].finish_reason or reason
     return content, reasoning, [calls[index] for index in sorted(calls)], reason
+
+
+def with_template(context: AppState, directory: Path, template: str) -> AppState:
+    """Return the state of a server whose tokenizer, which is saved in `directory`, has another template."""
+    save_tokenizer(directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return replace(context, settings=HttpSettings(model_dir=directory))
 
 
 def test_simultaneous_first_requests_share_one_tokenizer(tmp_path: Path) -> None:
@@ -179,8 +190,63 @@ def test_an_unpaired_surrogate_of_a_call_is_replaced(
 def test_a_call_with_too_deeply_nested_arguments_is_content() -> None:
     nested = "[" * 100_000 + "]" * 100_000
     text = f'<tool_call>{{"name": "ls", "arguments": {nested}}}</tool_call>'
-    parser = AnswerParser(parses_calls=True)
+    parser = AnswerParser(call_syntax=CallSyntax())
     assert [*parser.add(text), *parser.flush()] == [Content(text=text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ('{"name": "ls", "parameters": {"path": "/é"}}', "", ['{"path": "/é"}']),
+        ('<|python_tag|>{"name": "ls", "parameters": {}}\n', "", ["{}"]),
+        ('{"name": "ls"}; {"name": "ls"}', '{"name": "ls"}; {"name": "ls"}', []),
+        ('{"path": "/"}', '{"path": "/"}', []),
+        ('{"name": "ls", "param', '{"name": "ls", "param', []),
+        ('I call {"name": "ls", "parameters": {}}', 'I call {"name": "ls", "parameters": {}}', []),
+    ],
+)
+def test_an_answer_that_is_a_call_of_llama_is_parsed(
+    tmp_path: Path, context: AppState, engine: TextEngine, text: str, content: str, arguments: list[str]
+) -> None:
+    template = (CHAT_TEMPLATES / "llama3_1.jinja").read_text()
+    engine.info = replace(engine.info, max_context_length=1000)
+    engine.texts = [text]
+    reason = "tool_calls" if arguments else "stop"
+    calls = [{"name": "ls", "arguments": argument} for argument in arguments]
+    with (
+        serving(StartupState(state=with_template(context, tmp_path / "llama", template))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        choice = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS]).choices[0]
+        assert [
+            call.function.model_dump() for call in choice.message.tool_calls or [] if call.type == "function"
+        ] == calls
+        assert (choice.message.content or "", choice.finish_reason) == (content, reason)
+        assert streamed(client, tools=[LS]) == (content, "", calls, reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ("", "{}"),
+        ("<parameter=path>\n12\n</parameter>\n", '{"path": "12"}'),
+        ("<parameter=path>\na\n\nb\n</parameter>\n", '{"path": "a\\n\\nb"}'),
+        (
+            "<parameter=depth>\n12\n</parameter>\n<parameter=all>True</parameter>",
+            '{"depth": 12, "all": true}',
+        ),
+        ("<parameter=path>\na\n", None),
+        ("path", None),
+    ],
+)
+def test_a_call_of_qwen3_coder_is_parsed(
+    client: openai.OpenAI, engine: TextEngine, parameters: str, arguments: str | None
+) -> None:
+    text = f"<tool_call>\n<function=ls>\n{parameters}</function>\n</tool_call>"
+    engine.texts = [text]
+    expected = ("", [{"name": "ls", "arguments": arguments}]) if arguments is not None else (text, [])
+    content, _, calls, _ = streamed(client, tools=[LS])
+    assert (content, calls) == expected
 
 
 def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, engine: TextEngine) -> None:
@@ -497,15 +563,6 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
         response_format={"type": "text"},
         extra_body={"prompt_cache_options": {"mode": "implicit"}},
     )
-
-
-def with_template(context: AppState, directory: Path, template: str) -> AppState:
-    """Return the state of a server whose tokenizer, which is saved in `directory`, has another template."""
-    save_tokenizer(directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return replace(context, settings=HttpSettings(model_dir=directory))
 
 
 def test_arguments_are_text_if_the_template_takes_text(

@@ -10,6 +10,7 @@ from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
+from skyrl_tx_server.http.wire.call_syntax import CallSyntax, ToolCall, text_parameters
 from skyrl_tx_server.http.wire.chat_format import REPLACEMENT, Rendered, TextPieces, Tokenizer, decoder
 from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from skyrl_tx_server.http.wire.output_parser import (
@@ -19,7 +20,6 @@ from skyrl_tx_server.http.wire.output_parser import (
     ParsedDelta,
     Part,
     ReasoningText,
-    ToolCall,
 )
 
 
@@ -40,7 +40,8 @@ class ChatFormat:
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
         self.sampling = chat.sampling
-        self._parses_calls = bool(chat.tools)
+        syntax = CallSyntax(is_bare=rendered.has_bare_calls, text_parameters=text_parameters(chat.tools))
+        self._call_syntax = syntax if chat.tools else None
         self._part = Part.REASONING if rendered.opens_reasoning else Part.BEGINNING
         self._decode = decoder(tokenizer)
 
@@ -48,7 +49,7 @@ class ChatFormat:
         return Answer(
             self._decode,
             self.sampling.settings.stop_strings,
-            AnswerParser(parses_calls=self._parses_calls, part=self._part),
+            AnswerParser(call_syntax=self._call_syntax, part=self._part),
         )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
@@ -101,7 +102,7 @@ class TextFormat:
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
-        all_content = AnswerParser(parses_calls=False, part=Part.CONTENT)
+        all_content = AnswerParser(call_syntax=None, part=Part.CONTENT)
         return Answer(self._decode, self.sampling.settings.stop_strings, all_content)
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
