@@ -28,6 +28,7 @@ from skyrl_tx_server.engine.engine import Watcher
 from skyrl_tx_server.engine.operations import LoraSpec, Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
+from skyrl_tx_server.http.wire.call_syntax import CallSyntax
 from skyrl_tx_server.http.wire.chat_format import TextPieces, load_tokenizer
 from skyrl_tx_server.http.wire.openai_replies import ChatFormat
 from skyrl_tx_server.http.wire.output_parser import AnswerParser, Content, ParsedDelta
@@ -35,6 +36,7 @@ from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
 MODEL = "local/fake"
+CHAT_TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 LS: ChatCompletionFunctionToolParam = {
     "type": "function",
@@ -81,6 +83,15 @@ def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[d
             calls[call.index] = {"name": call.function.name, "arguments": call.function.arguments}
         reason = chunk.choices[0].finish_reason or reason
     return content, reasoning, [calls[index] for index in sorted(calls)], reason
+
+
+def with_template(context: AppState, directory: Path, template: str) -> AppState:
+    """Return the state of a server whose tokenizer, which is saved in `directory`, has another template."""
+    save_tokenizer(directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return replace(context, settings=HttpSettings(model_dir=directory))
 
 
 def test_simultaneous_first_requests_share_one_tokenizer(tmp_path: Path) -> None:
@@ -179,8 +190,63 @@ def test_an_unpaired_surrogate_of_a_call_is_replaced(
 def test_a_call_with_too_deeply_nested_arguments_is_content() -> None:
     nested = "[" * 100_000 + "]" * 100_000
     text = f'<tool_call>{{"name": "ls", "arguments": {nested}}}</tool_call>'
-    parser = AnswerParser(parses_calls=True)
+    parser = AnswerParser(call_syntax=CallSyntax())
     assert [*parser.add(text), *parser.flush()] == [Content(text=text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ('{"name": "ls", "parameters": {"path": "/é"}}', "", ['{"path": "/é"}']),
+        ('<|python_tag|>{"name": "ls", "parameters": {}}\n', "", ["{}"]),
+        ('{"name": "ls"}; {"name": "ls"}', '{"name": "ls"}; {"name": "ls"}', []),
+        ('{"path": "/"}', '{"path": "/"}', []),
+        ('{"name": "ls", "param', '{"name": "ls", "param', []),
+        ('I call {"name": "ls", "parameters": {}}', 'I call {"name": "ls", "parameters": {}}', []),
+    ],
+)
+def test_an_answer_that_is_a_call_of_llama_is_parsed(
+    tmp_path: Path, context: AppState, engine: TextEngine, text: str, content: str, arguments: list[str]
+) -> None:
+    template = (CHAT_TEMPLATES / "llama3_1.jinja").read_text()
+    engine.info = replace(engine.info, max_context_length=1000)
+    engine.texts = [text]
+    reason = "tool_calls" if arguments else "stop"
+    calls = [{"name": "ls", "arguments": argument} for argument in arguments]
+    with (
+        serving(StartupState(state=with_template(context, tmp_path / "llama", template))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        choice = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS]).choices[0]
+        assert [
+            call.function.model_dump() for call in choice.message.tool_calls or [] if call.type == "function"
+        ] == calls
+        assert (choice.message.content or "", choice.finish_reason) == (content, reason)
+        assert streamed(client, tools=[LS]) == (content, "", calls, reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ("", "{}"),
+        ("<parameter=path>\n12\n</parameter>\n", '{"path": "12"}'),
+        ("<parameter=path>\na\n\nb\n</parameter>\n", '{"path": "a\\n\\nb"}'),
+        (
+            "<parameter=depth>\n12\n</parameter>\n<parameter=all>True</parameter>",
+            '{"depth": 12, "all": true}',
+        ),
+        ("<parameter=path>\na\n", None),
+        ("path", None),
+    ],
+)
+def test_a_call_of_qwen3_coder_is_parsed(
+    client: openai.OpenAI, engine: TextEngine, parameters: str, arguments: str | None
+) -> None:
+    text = f"<tool_call>\n<function=ls>\n{parameters}</function>\n</tool_call>"
+    engine.texts = [text]
+    expected = ("", [{"name": "ls", "arguments": arguments}]) if arguments is not None else (text, [])
+    content, _, calls, _ = streamed(client, tools=[LS])
+    assert (content, calls) == expected
 
 
 def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, engine: TextEngine) -> None:
@@ -200,6 +266,28 @@ def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, eng
     assert engine.prompt_text() == expected
     client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS], tool_choice="none")
     assert engine.prompt_text() == "<user>Hello<|im_end|><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ("", "{}"),
+        ('{"inode": 36893488147419103233}', '{"inode": 36893488147419103233}'),
+        ('{"path": ', '"{\\"path\\": "'),
+    ],
+)
+def test_the_arguments_of_a_past_call_keep_their_value(
+    client: openai.OpenAI, engine: TextEngine, arguments: str, rendered: str
+) -> None:
+    past: ChatCompletionMessageFunctionToolCallParam = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "ls", "arguments": arguments},
+    }
+    client.chat.completions.create(
+        model=MODEL, messages=[*HELLO, {"role": "assistant", "tool_calls": [past]}]
+    )
+    assert f"[ls {rendered}]" in engine.prompt_text()
 
 
 def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: TextEngine) -> None:
@@ -245,6 +333,23 @@ def test_return_token_ids_adds_the_exact_token_ids(client: openai.OpenAI, engine
     ).model_dump()
     assert reply["prompt_token_ids"] == engine.received[-1].prompt.tolist()
     assert reply["choices"][0]["token_ids"][-1] == END
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_text_choice_has_the_ids_of_its_prompt(client: openai.OpenAI, stream: bool) -> None:
+    url, prompt = f"{client.base_url}completions", [5, 6, 7]
+    fields = {"model": MODEL, "prompt": prompt, "n": 2, "max_tokens": 4, "return_token_ids": True}
+    reply = httpx.post(url, json=fields | {"stream": stream}, timeout=60)
+    bodies = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    choices = [choice for body in bodies if body != "[DONE]" for choice in json.loads(body)["choices"]]
+    assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [prompt] * 2
+
+
+def test_the_first_chunk_of_a_chat_has_the_prompt_ids(client: openai.OpenAI, engine: TextEngine) -> None:
+    fields = {"model": MODEL, "messages": HELLO, "stream": True, "return_token_ids": True}
+    reply = httpx.post(f"{client.base_url}chat/completions", json=fields, timeout=60)
+    first = json.loads(reply.text.splitlines()[0].removeprefix("data: "))
+    assert first["prompt_token_ids"] == engine.received[-1].prompt.tolist()
 
 
 @pytest.mark.parametrize("invalid", [b"\xe4", b"\xb8", b"\xf0\x9f\x98", b"\xf0\x9f\x98\x80\xc3"])
@@ -390,6 +495,11 @@ def test_models_are_the_base_model_samplers_and_checkpoints(
         ({"response_format": {"type": "json_object"}}, "response_format: only"),
         ({"tools": [LS], "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
         ({"tools": [LS], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"tools": [LS, {"type": "function", "function": {}}]}, "tools[1].function: name is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
+            "tools[0].function: parameters must be an object",
+        ),
         ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"extra_body": {"guided_regex": "a+"}}, "unknown field guided_regex"),
         ({"extra_body": {"chat_template_kwargs": {"shout": True}}}, "'shout' is not an option"),
@@ -451,15 +561,30 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
         presence_penalty=0,
         logit_bias={},
         response_format={"type": "text"},
+        extra_body={"prompt_cache_options": {"mode": "implicit"}},
     )
 
 
+def test_arguments_are_text_if_the_template_takes_text(
+    tmp_path: Path, context: AppState, engine: TextEngine
+) -> None:
+    """The templates of DeepSeek concatenate the arguments with strings."""
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        "{{ '[' + call.function.arguments + ']' }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "0", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    with serving(StartupState(state=with_template(context, tmp_path / "text", template))) as url:
+        fields = {"model": MODEL, "messages": messages}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert engine.prompt_text() == '[{"path": "/"}]'
+
+
 def test_tools_are_refused_if_the_template_ignores_them(tmp_path: Path, context: AppState) -> None:
-    directory = save_tokenizer(tmp_path / "plain")
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = replace(context, settings=HttpSettings(model_dir=directory))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    plain = with_template(context, tmp_path / "plain", template)
     with serving(StartupState(state=plain)) as url:
         reply = httpx.post(
             f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]}

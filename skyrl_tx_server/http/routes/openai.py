@@ -184,7 +184,7 @@ def _complete_response(
     header: Header, reply_format: ReplyFormat, ops: Sequence[Sample], results: Sequence[SampleResult]
 ) -> Response:
     choices: list[dict[str, object]] = []
-    for result in results:
+    for op, result in zip(ops, results, strict=True):
         for sequence in result.sequences:
             answer, ids = reply_format.answer(), sequence.tokens.tolist()
             choices.append(
@@ -196,13 +196,12 @@ def _complete_response(
                     else None,
                     "finish_reason": answer.finish_reason(sequence.stop_reason),
                     **({"token_ids": ids} if reply_format.sampling.token_ids else {}),
+                    **reply_format.choice_prompt(op),
                 }
             )
-    body = header.with_choices(choices) | {"usage": usage(ops, results)}
-    if reply_format.sampling.token_ids:
-        prompts = [op.prompt.tolist() for op in ops]
-        body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
-    return JSONResponse(body)
+    return JSONResponse(
+        header.with_choices(choices) | {"usage": usage(ops, results)} | reply_format.reply_prompt(ops[0])
+    )
 
 
 async def _streamed_reply(
@@ -241,7 +240,9 @@ def _opening_chunks(header: Header, reply_format: ReplyFormat, op: Sample) -> It
     opening = reply_format.opening()
     if opening is not None:
         for index in range(op.num_samples):
-            yield header.with_choices([{"index": index, **opening, "logprobs": None, "finish_reason": None}])
+            choice = {"index": index, **opening, "logprobs": None, "finish_reason": None}
+            chunk = header.with_choices([choice | reply_format.choice_prompt(op)])
+            yield chunk | reply_format.reply_prompt(op)
 
 
 def _event(body: Mapping[str, object]) -> str:

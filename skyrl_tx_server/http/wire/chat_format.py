@@ -3,19 +3,21 @@ transformers is imported on first use."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_tx_server.errors import UserError
 
 REPLACEMENT = "\ufffd"  # the character to which an incomplete UTF-8 sequence decodes
 MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token has at least 1 byte
 THINK_OPEN = "<think>"
+_BARE_CALL = re.compile(r'\{"name": *"probe", *"parameters"')  # the form of Llama 3
 
 _loading = threading.Lock()  # two threads must not import transformers at the same time
 
@@ -49,6 +51,7 @@ class Rendered:
 
     token_ids: list[int]
     opens_reasoning: bool  # the generation prompt ends in <think>, so the completion begins with reasoning
+    has_bare_calls: bool  # the chat template writes calls as JSON without tags
 
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
@@ -82,6 +85,9 @@ def render(
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)
+    call = _rendered_call(tokenizer, tools[:1])
+    if call is None:
+        messages = [_with_json_arguments(message) for message in messages]
     text = _apply(tokenizer, messages, tools, template_kwargs)
     if tools and text == _apply(tokenizer, messages, (), template_kwargs):
         raise UserError(
@@ -90,6 +96,7 @@ def render(
     return Rendered(
         token_ids=list(tokenizer.encode(text, add_special_tokens=False)),
         opens_reasoning=text.rstrip().endswith(THINK_OPEN),
+        has_bare_calls=call is not None and _BARE_CALL.search(call) is not None,
     )
 
 
@@ -157,6 +164,33 @@ def _apply(
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"messages: the model's chat template refuses them: {error}") from None
+
+
+def _rendered_call(tokenizer: Tokenizer, tools: Sequence[object]) -> str | None:
+    """Return a conversation with a call of the function `probe`. Return None if the chat template does not
+    take the arguments as an object. The templates of DeepSeek take JSON text."""
+    call = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
+    question = {"role": "user", "content": "question"}
+    try:
+        return _apply(
+            tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, {}
+        )
+    except UserError:
+        return None
+
+
+def _with_json_arguments(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the message with the arguments of its calls as JSON text."""
+    calls: Any = message.get("tool_calls") or []
+    json_calls = [{**call, "function": _as_json(call["function"])} for call in calls]
+    return {**message, "tool_calls": json_calls} if json_calls else message
+
+
+def _as_json(function: Mapping[str, object]) -> Mapping[str, object]:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return function
+    return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, object]) -> None:

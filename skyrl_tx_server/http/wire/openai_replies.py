@@ -10,8 +10,9 @@ from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
+from skyrl_tx_server.http.wire.call_syntax import CallSyntax, ToolCall, text_parameters
 from skyrl_tx_server.http.wire.chat_format import REPLACEMENT, Rendered, TextPieces, Tokenizer, decoder
-from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
+from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from skyrl_tx_server.http.wire.output_parser import (
     Answer,
     AnswerParser,
@@ -19,7 +20,6 @@ from skyrl_tx_server.http.wire.output_parser import (
     ParsedDelta,
     Part,
     ReasoningText,
-    ToolCall,
 )
 
 
@@ -40,7 +40,8 @@ class ChatFormat:
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
         self.sampling = chat.sampling
-        self._parses_calls = bool(chat.tools)
+        syntax = CallSyntax(is_bare=rendered.has_bare_calls, text_parameters=text_parameters(chat.tools))
+        self._call_syntax = syntax if chat.tools else None
         self._part = Part.REASONING if rendered.opens_reasoning else Part.BEGINNING
         self._decode = decoder(tokenizer)
 
@@ -48,7 +49,7 @@ class ChatFormat:
         return Answer(
             self._decode,
             self.sampling.settings.stop_strings,
-            AnswerParser(parses_calls=self._parses_calls, part=self._part),
+            AnswerParser(call_syntax=self._call_syntax, part=self._part),
         )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
@@ -84,6 +85,12 @@ class ChatFormat:
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return partial(chat_logprobs, decode=self._decode)
 
+    def reply_prompt(self, op: Sample) -> dict[str, object]:
+        return prompt_ids(self.sampling, op)
+
+    def choice_prompt(self, op: Sample) -> dict[str, object]:
+        return {}
+
 
 class TextFormat:
     """Builds the replies of text completions."""
@@ -95,20 +102,26 @@ class TextFormat:
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
-        all_content = AnswerParser(parses_calls=False, part=Part.CONTENT)
+        all_content = AnswerParser(call_syntax=None, part=Part.CONTENT)
         return Answer(self._decode, self.sampling.settings.stop_strings, all_content)
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"text": text_of(pieces)}
 
     def opening(self) -> dict[str, object] | None:
-        return None
+        return {"text": ""} if self.sampling.token_ids else None
 
     def delta(self, pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
         return {"text": text_of(pieces)}
 
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return TextLogprobs(self._decode).add
+
+    def reply_prompt(self, op: Sample) -> dict[str, object]:
+        return {}
+
+    def choice_prompt(self, op: Sample) -> dict[str, object]:
+        return prompt_ids(self.sampling, op)
 
 
 type ReplyFormat = ChatFormat | TextFormat
@@ -188,6 +201,12 @@ def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, o
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def prompt_ids(sampling: SamplingRequest, op: Sample) -> dict[str, object]:
+    """Return vLLM's field `prompt_token_ids` if the request asks for token ids. Chat completions have it in
+    the reply, and text completions in each choice. A stream has it in the first chunk of each choice."""
+    return {"prompt_token_ids": op.prompt.tolist()} if sampling.token_ids else {}
 
 
 def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningText] = Content) -> str:

@@ -7,6 +7,7 @@ A field that would change the result and is not supported is an error. Fields th
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,6 +28,7 @@ IGNORED_FIELDS = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
 )
 IGNORED_MESSAGE_FIELDS = ("annotations", "provider_specific_fields")
@@ -96,7 +98,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
             )
     if tools and not fields.flag("parallel_tool_calls", True):
         raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
-    for tool in tools:
+    for index, tool in enumerate(tools):
         if (
             not isinstance(tool, dict)
             or tool.get("type") != "function"
@@ -106,6 +108,9 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
                 f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got "
                 f"{quoted(tool)}"
             )
+        function = JsonReader(tool["function"], f"chat/completions: tools[{index}].function")
+        function.text("name")
+        function.mapping("parameters")
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
@@ -270,7 +275,9 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = parse_json(arguments.encode(), CHAT_BOUNDS)
+            parse_json(arguments.encode(), CHAT_BOUNDS)
+            # orjson, which parse_json uses, makes floats of integers above 64 bits.
+            arguments = json.loads(arguments or "{}")
     call_json: dict[str, object] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},

@@ -1,4 +1,4 @@
-"""Parse sampled text incrementally into reasoning, content, and tool calls in the Qwen/Hermes format.
+"""Parse sampled text incrementally into reasoning, content and tool calls.
 
     <think>
     Let me look.
@@ -15,16 +15,24 @@ complete reply therefore have the same text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from skyrl_tx_server.engine.operations import StopReason
+from skyrl_tx_server.http.wire.call_syntax import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    PYTHON_TAG,
+    CallSyntax,
+    ToolCall,
+    bare_call,
+    begins_bare_call,
+    tagged_call,
+)
 from skyrl_tx_server.http.wire.chat_format import THINK_OPEN, TextPieces
 
 THINK_CLOSE = "</think>"
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +43,6 @@ class ReasoningText:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
     text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """A tool call. An unpaired surrogate in the model's JSON becomes a question mark."""
-
-    name: str
-    # The arguments, usually as JSON text. If the model wrote a string instead of an object, this is the
-    # content of the string, which may not be valid JSON.
-    arguments: str
 
 
 type ParsedDelta = ReasoningText | Content | ToolCall
@@ -59,14 +57,16 @@ class Part(StrEnum):
     CONTENT = "content"
     CALL = "call"
     AFTER_CALL = "after_call"
+    BARE_CALL = "bare_call"  # an answer that may be a call without tags
 
 
 class AnswerParser:
-    """Splits text into `ParsedDelta` pieces. Without `parses_calls`, tool calls are content. `part` is the
+    """Splits text into `ParsedDelta` pieces. If `call_syntax` is None, tool calls are content. `part` is the
     part to which the first character of the text belongs."""
 
-    def __init__(self, *, parses_calls: bool, part: Part = Part.BEGINNING) -> None:
-        self._parses_calls = parses_calls
+    def __init__(self, *, call_syntax: CallSyntax | None, part: Part = Part.BEGINNING) -> None:
+        self._syntax = call_syntax
+        self._is_tagged = call_syntax is not None and not call_syntax.is_bare
         self._part = part
         self._buffer = ""
         self._opening = ""  # the opening tag of the current call and the white space before it
@@ -84,6 +84,8 @@ class AnswerParser:
         match self._part:
             case Part.REASONING:
                 piece = ReasoningText(text=held)
+            case Part.BARE_CALL:
+                return [bare_call(held) or Content(text=held)]
             case Part.CALL:
                 piece = Content(text=self._opening + held)
             case Part.AFTER_CALL | Part.AFTER_REASONING:
@@ -99,31 +101,41 @@ class AnswerParser:
                 start = self._buffer.lstrip()
                 if start.startswith(THINK_OPEN) and start != THINK_OPEN:
                     return self._enter(Part.REASONING, start.removeprefix(THINK_OPEN).removeprefix("\n"))
-                return None if THINK_OPEN.startswith(start) else self._enter(Part.CONTENT, self._buffer)
+                return None if THINK_OPEN.startswith(start) else self._enter_answer(self._buffer)
             case Part.REASONING:
                 before, closed, after = self._buffer.partition(THINK_CLOSE)
                 if closed:
                     return self._enter(Part.AFTER_REASONING, after, ReasoningText(text=before.rstrip()))
                 return self._emit_safe(ReasoningText, (THINK_CLOSE,))
             case Part.AFTER_REASONING | Part.AFTER_CALL:
-                return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
+                return self._enter_answer(self._buffer.lstrip()) if self._buffer.strip() else None
             case Part.CONTENT:
                 before, opened, after = (
-                    self._buffer.partition(CALL_OPEN) if self._parses_calls else (self._buffer, "", "")
+                    self._buffer.partition(CALL_OPEN) if self._is_tagged else (self._buffer, "", "")
                 )
                 if opened:
                     text = before.rstrip()
                     self._opening = before[len(text) :] + CALL_OPEN
                     return self._enter(Part.CALL, after, Content(text=text))
-                return self._emit_safe(Content, (CALL_OPEN,) if self._parses_calls else ())
+                return self._emit_safe(Content, (CALL_OPEN,) if self._is_tagged else ())
+            case Part.BARE_CALL:
+                return None
             case Part.CALL:
                 body, closed, after = self._buffer.partition(CALL_CLOSE)
-                if not closed:
+                if not closed or self._syntax is None:
                     return None
-                call = _tool_call(body)
+                call = tagged_call(body, self._syntax)
                 if call is None:
                     return self._enter(Part.CONTENT, after, Content(text=self._opening + body + CALL_CLOSE))
                 return self._enter(Part.AFTER_CALL, after, call)
+
+    def _enter_answer(self, held: str) -> list[ParsedDelta] | None:
+        """Begin the part after the reasoning. Return None if more text is needed."""
+        if self._syntax is None or not self._syntax.is_bare:
+            return self._enter(Part.CONTENT, held)
+        if PYTHON_TAG.startswith(held.lstrip()):
+            return None
+        return self._enter(Part.BARE_CALL if begins_bare_call(held) else Part.CONTENT, held)
 
     def _enter(self, part: Part, held: str, piece: ParsedDelta | None = None) -> list[ParsedDelta]:
         self._part, self._buffer = part, held
@@ -199,13 +211,15 @@ class Answer:
             pieces += self.add(ids)
             pieces += self._parse(self._cutter.add(self._text.flush()))
         pieces += self._parse(self._cutter.flush())
-        return pieces + self._parser.flush()
+        return pieces + self._noted(self._parser.flush())
 
     def finish_reason(self, reason: StopReason) -> str:
         return "tool_calls" if self._has_tool_call and reason is StopReason.STOP else str(reason)
 
     def _parse(self, text: str) -> list[ParsedDelta]:
-        pieces = self._parser.add(text)
+        return self._noted(self._parser.add(text))
+
+    def _noted(self, pieces: list[ParsedDelta]) -> list[ParsedDelta]:
         self._has_tool_call |= any(isinstance(piece, ToolCall) for piece in pieces)
         return pieces
 
@@ -223,22 +237,3 @@ def longest_beginning(text: str, tags: Sequence[str]) -> int:
         if text.endswith(tag[:length])
     ]
     return max(lengths, default=0)
-
-
-def _tool_call(body: str) -> ToolCall | None:
-    """Return the tool call between the tags, or None if it is not valid."""
-    try:
-        call = json.loads(body)
-        name, arguments = call["name"], call.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: deep nesting
-        return None
-    if not isinstance(name, str):
-        return None
-    return ToolCall(name=_replace_surrogates(name), arguments=_replace_surrogates(arguments))
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replace unpaired surrogates, which JSON allows and UTF-8 cannot encode, by question marks."""
-    return text.encode("utf-8", "replace").decode()
