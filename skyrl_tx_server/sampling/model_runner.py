@@ -133,6 +133,14 @@ class ModelRunner:
         self._uses_rolled_programs = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
         self._programs = DecodePrograms(self._lower_decode)
         self._cache = self._empty_cache()
+        # Other threads lower programs. They must not read `_cache`, because its arrays are deleted when the
+        # engine thread donates them.
+        self._cache_shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=None if config.mesh is None else leaf.sharding
+            ),
+            self._cache,
+        )
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Compute the chunks, and sample the first token of each sequence that begins. Raises
@@ -197,9 +205,9 @@ class ModelRunner:
         program = dispatch.program
         arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings, program)
         if compiled := self._programs.get(program):
-            self._cache, outputs = compiled(*arguments)
+            self._cache, outputs = compiled(self._cache, *arguments)
         else:
-            self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
+            self._cache, outputs = decode_steps(self._cache, *arguments, **self._decode_options(program))
         # Request the unrolled program after the dispatch. The sequences wait for the rolled program, so the
         # rolled program is compiled first.
         if program.rolled:
@@ -268,7 +276,7 @@ class ModelRunner:
             for batch, settings in batches:
                 if batch.adapters.max_loras == max_loras:
                     lowered = prefill.lower(
-                        self._cache,
+                        self._cache_shapes,
                         self._params,
                         self._adapters.arrays,
                         batch,
@@ -291,13 +299,14 @@ class ModelRunner:
         idle = self.decode_layout.dispatch([], width=program.width)
         batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=program.max_loras))
         arguments = self._decode_arguments(batch, idle.settings, program)
-        return decode_steps.lower(*arguments, **self._decode_options(program))
+        return decode_steps.lower(self._cache_shapes, *arguments, **self._decode_options(program))
 
     def _decode_arguments(
         self, batch: DecodeBatch, settings: BatchSettings, program: DecodeProgram
     ) -> tuple[object, ...]:
+        """Return the arguments of `decode_steps` after the cache."""
         params = self._params if program.rolled else self._unstacked_params
-        return self._cache, params, self._adapters.arrays, batch, settings
+        return params, self._adapters.arrays, batch, settings
 
     def _decode_options(self, program: DecodeProgram) -> dict[str, object]:
         """Return the static arguments of `decode_steps`."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import SampledSequence
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.model.kv_cache import KVCache
 from skyrl_tx_server.sampling import decode_programs, model_runner
 from skyrl_tx_server.sampling.decode_batch import DecodeDispatch
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
@@ -137,3 +140,14 @@ def test_samples_of_adapters_are_equal_in_narrow_batches(
 def test_latent_attention_has_one_decode_width(tmp_path: Path) -> None:
     settings = make_settings(FAMILIES / "deepseek_v3", tmp_path, max_num_seqs=SLOTS, max_context_length=192)
     assert DeviceExecutor(settings).sampler.runner.decode_layout.widths == (SLOTS,)
+
+
+def test_lowering_reads_no_donated_array(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a background thread lowers a program, the engine thread may donate and so delete the KV cache."""
+    caches: list[KVCache] = []
+    record = SimpleNamespace(lower=lambda cache, *_, **__: caches.append(cache))
+    monkeypatch.setattr(model_runner, "prefill", record)
+    monkeypatch.setattr(model_runner, "decode_steps", record)
+    programs = list(driver.executor.sampler.runner.programs())
+    assert len(caches) == len(programs)
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(caches))

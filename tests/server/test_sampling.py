@@ -40,7 +40,7 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
 
-TIMEOUT_S = 120
+TIMEOUT_S = 900  # on a busy machine, XLA compiles for minutes
 MODELS = ("first", "second")
 CONTEXT = CONFIG.max_position_embeddings
 
@@ -259,8 +259,8 @@ def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Pat
             make_settings(make_model(tmp_path / "model"), tmp_path / "checkpoints", cache_tokens=1024)
         )
     )
-    small.start()
     futures = [small.submit(op) for op in requests]
+    small.start()  # after all requests are queued, so that the sequences always run at the same time
     results = [future.result(TIMEOUT_S) for future in futures]
     stats: dict[str, Any] = small.stats()
     small.stop()
