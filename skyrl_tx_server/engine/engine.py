@@ -2,12 +2,12 @@
 per operation.
 
 HTTP code calls `submit` from any thread. An operation that fails affects only its own future, with one
-exception: all running sequences lose their state, and their requests fail together, if a failed prefill has
-destroyed the KV cache, or if a decode dispatch fails (one program call that samples the next tokens of all
-running sequences). The executor then continues with an empty cache, and waiting requests are not affected. A
-server with several processes stops instead. A `ServerError` reaches the caller unchanged. Any other exception
-is logged with its traceback, and the caller gets a `ServerError` with the type and the message of the
-exception.
+exception: if a failed prefill has destroyed the KV cache, or if a decode dispatch (one program call that
+samples the next tokens of all running sequences) fails, all running sequences lose their state, and their
+requests fail together. The executor then continues with an empty cache, and waiting requests are not
+affected. A server with several processes stops instead. A `ServerError` reaches the caller unchanged. Any
+other exception is logged with its traceback, and the caller gets a `ServerError` with the type and the
+message of the exception.
 
 This file is long because the engine thread is one state machine.
 """

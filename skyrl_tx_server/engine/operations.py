@@ -73,7 +73,8 @@ class TrainDatum:
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
     logprobs: np.ndarray | None = None  # [N] float32, from the sampler (all losses except cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses except cross_entropy)
-    # [N] float32, for gspo; its importance ratio of the sequence counts the tokens with a mask other than 0
+    # [N] float32, for gspo, which computes the importance ratio of the sequence from the tokens whose mask is
+    # not 0
     sequence_ratio_mask: np.ndarray | None = None
 
 

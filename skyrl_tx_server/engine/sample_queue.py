@@ -14,8 +14,8 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
 """The largest number of prefill requests that are offered for one prefill batch. A batch has at most this
-number of tiles (see `GPU_PREFILL` in `model/shapes.py`). Each request takes at least one tile, except a
-request for a paused sequence that still has its KV pages."""
+number of tiles of 64 prompt tokens (see `GPU_PREFILL` in `model/shapes.py`). Each request takes at least one
+tile, except a request for a paused sequence that still has its KV pages."""
 PROMPT_TOKENS_PER_UNIT = 64
 """The number of computed prompt tokens for which a tenant is charged one unit. One unit is also the charge
 for one running sequence in one decode dispatch."""
@@ -25,8 +25,8 @@ a request share the KV pages of the prompt, so they should run together."""
 
 
 class SampleQueue:
-    """All sampling requests. `is_changing(weights, request_id)` returns whether an earlier operation has not
-    yet saved or dropped the snapshot `weights` of the request."""
+    """All sampling requests. `is_changing(weights, request_id)` returns whether an unfinished operation that
+    was submitted before the request saves or drops the snapshot `weights`."""
 
     def __init__(self, *, max_partial_prefill_tokens: int, is_changing: Callable[[str, int], bool]) -> None:
         self._partial_prefill_limit = max_partial_prefill_tokens
@@ -40,7 +40,7 @@ class SampleQueue:
         """Snapshot -> the requests that wait until this snapshot is saved or dropped."""
         self._partial_prefills: Counter[int] = Counter()
         """request_id -> tokens charged so far, for prompts of which only some chunks are computed."""
-        self._min_charged = 0.0  # units charged to the busy tenant that was charged least; never decreases
+        self._min_charged = 0.0  # C in the docstring of `scheduler`, as of the last call of `_tenant`
         self.num_dispatches = 0
 
     def __len__(self) -> int:
@@ -265,7 +265,8 @@ class SampleQueue:
 
     def next_in(self, turns: Turns, plan: SlotPlan) -> Request | None:
         """Return the request that gets the next slot once the slots of `plan` are assigned. None: no request
-        can get a slot. Update `turns`, in which no account may be too large."""
+        can get a slot. For each tenant, `turns` must have an entry whose account is not larger than the
+        account in `plan`. An entry with a smaller account is corrected when it is the first of the heap."""
         while turns:
             turn = heapq.heappop(turns)
             tenant = self.tenants[turn[2]]

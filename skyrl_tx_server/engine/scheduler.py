@@ -13,8 +13,8 @@ Each of these rules has a test:
   get a decode dispatch after at most PREFILLS_PER_DISPATCH such batches.
 - A long prompt is prefilled in chunks. The prompt is unfinished until its last chunk is computed. During a
   decode dispatch between two chunks, the slots that waiting sequences could use are idle. The dispatch
-  therefore waits until the cost of its idle slots is at most MAX_IDLE_SHARE of the time that prefill batches
-  with an unfinished prompt have taken since the last dispatch (`_prefill_budget`).
+  therefore waits until the time that it wastes on idle slots (`_prefill_budget` contains the formula) is at
+  most MAX_IDLE_SHARE of the time of the prefill batches with an unfinished prompt since the last dispatch.
 - In a prefill batch, the first request is followed by requests whose prompt has at most CHUNK_TOKENS tokens
   or is already computed, and then by requests with a longer prompt.
 - A decode dispatch starts before the host processes the result of the previous one, unless other work is
@@ -29,9 +29,10 @@ Slots and prefill work are shared fairly, first between tenants and then between
   prompt counts as CHUNK_TOKENS tokens, and the last chunk counts as the rest of the computed tokens. If the
   prefix of a paused or preempted sequence is computed again, nothing is charged.
 - The account of a tenant is the number of its charged units plus SLOT_UNITS units for each of its sequences
-  that has a slot. A free slot goes to the tenant with the smallest account. If a tenant without waiting
-  requests submits one, its charge is raised to at least SLOT_UNITS units below the charge of the busy tenant
-  that was charged least, so it gains little from idle time.
+  that has a slot. A free slot goes to the tenant with the smallest account. When a tenant without waiting
+  requests submits one, its charge is raised to C - SLOT_UNITS units if it is below this value, so the tenant
+  gains little from idle time. C is the lowest charge of the other tenants that have running sequences or
+  waiting requests, and C never decreases.
 - If no slot is free, or if a KV page or a LoRA slot is missing, a sequence of the tenant with the largest
   account is paused for the tenant with the smallest account. The accounts must differ by at least
   2 * SLOT_UNITS. A sequence keeps its slot for at least MIN_DISPATCHES dispatches before it is paused. The
@@ -80,8 +81,8 @@ MAX_COUNTED_S = 30.0
 """The maximum number of seconds that one `ScheduledWork` counts for `train_share`, because the first run of a
 program includes its compilation."""
 MAX_IDLE_SHARE = 0.125
-"""The maximum cost of the idle slots of a decode dispatch, as a share of the time of the prefill batches with
-an unfinished prompt since the last dispatch."""
+"""The maximum time that a decode dispatch may waste on idle slots, as a share of the time of the prefill
+batches with an unfinished prompt since the last dispatch."""
 
 
 class Scheduler:
@@ -290,8 +291,9 @@ class Scheduler:
         """Return how many prefill batches with an unfinished prompt should precede a decode dispatch.
 
         R sequences run, F waiting sequences could use free slots, and a dispatch takes as long as D batches.
-        A dispatch now would waste the time of D F / (R + F) batches. The budget is this number divided by
-        MAX_IDLE_SHARE. It is at most D / MAX_IDLE_SHARE, so the delay of a dispatch is bounded.
+        A dispatch now would waste the share F / (R + F) of its time on idle slots, which is the time of
+        D F / (R + F) batches. The budget is this number divided by MAX_IDLE_SHARE. It is at most
+        D / MAX_IDLE_SHARE, so the delay of a dispatch is bounded.
         """
         waiting = self._samples.num_waiting_sequences(at_most=free_slots)
         idle = waiting / max(1, num_running + waiting)

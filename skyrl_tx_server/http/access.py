@@ -27,7 +27,7 @@ class HostNames(Enum):
     """Which `Host` headers are accepted besides `allowed_hosts`."""
 
     ANY = "any"  # every name, because an API key protects the server
-    ADDRESSES = "addresses"  # `localhost` and every IP address: DNS rebinding needs a name in a domain
+    ADDRESSES = "addresses"  # `localhost` and every IP address; DNS rebinding works only with other names
     LOOPBACK = "loopback"  # only `localhost` and loopback addresses
 
 

@@ -174,7 +174,7 @@ async def read_parsed_json[T](
     parse: Callable[[object, Limits], T],
     limits: BodyLimits | None = None,
 ) -> T:
-    """Return `parse(body, state.limits)` of a JSON body. `limits` as in `read_parsed`."""
+    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `read_parsed`."""
     bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
     return await read_parsed(
         state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits

@@ -49,7 +49,7 @@ FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
 URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
-"""A derived file is removed after this period without a request for it."""
+"""The PEFT files and the tar of a generation are removed after this period without a request for them."""
 _SECRET = secrets.token_bytes(32)
 _NEW_URL = "request a new URL with get_external_weights_urls (SDK 0.35 and older: get_checkpoint_archive_url)"
 _ANY_TEXT = ("utf-8", "surrogatepass")
@@ -65,8 +65,8 @@ async def save_weights_external(state: AppState, request: Request) -> Reply:
     fields.refuse(
         "age_encryption_recipients",
         "encrypt the files after the download, e.g. with age; tinker_cookbook.weights.download always sends "
-        "it for the path of save_state, so pass it the path of save_weights_external, or run tinker "
-        "checkpoint download",
+        "this field for the path of save_state, so call that function with the path of "
+        "save_weights_external, or run tinker checkpoint download",
     )
     fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
@@ -135,7 +135,7 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:
-            continue  # the file was removed after `derived` returned
+            continue  # the file was removed before it was opened; write it again
 
 
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:

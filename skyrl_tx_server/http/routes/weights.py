@@ -377,8 +377,8 @@ async def delete_checkpoint(state: AppState, request: Request) -> Reply:
 
 
 async def delete(state: AppState, path: str, *, only: str | None = None) -> str | None:
-    """Call `CheckpointStore.delete` in a thread of its own. It waits while a checkpoint is written, and would
-    otherwise occupy threads that other requests need."""
+    """Call `CheckpointStore.delete` in the thread for deletions. The call waits while a checkpoint is
+    written, so in the shared thread pool it would occupy threads that other requests need."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_DELETER, partial(state.checkpoints.delete, path, only=only))
 
