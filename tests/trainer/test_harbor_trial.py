@@ -69,6 +69,20 @@ async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.STOP)
 
 
+@pytest.mark.parametrize(
+    "commands",
+    ["[" * 3000 + "]" * 3000, "1" * 5000, f'[{{"keystrokes": "x", "duration": 1{"0" * 400}}}]'],
+    ids=["nested", "many digits", "long duration"],
+)
+async def test_an_answer_with_extreme_json_is_a_parse_failure(tmp_path: Path, commands: str) -> None:
+    extreme = f'{{"analysis": "", "plan": "", "commands": {commands}}}'
+    tasks = harbor_tasks(max_tokens=10_000, context_limit=100_000)
+    outcome, _ = await run_trial(tmp_path, [extreme, answer(done=True), answer(done=True)], tasks)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (0.0, None)
+    assert outcome.metrics["parse_failures"] == 1
+
+
 async def test_a_trial_that_reaches_max_turns_is_graded(tmp_path: Path) -> None:
     script = [answer("echo hello > /app/hello.txt"), answer("true", duration=0.1)]
     outcome, _ = await run_trial(tmp_path, script, harbor_tasks(max_turns=3))

@@ -374,3 +374,20 @@ def test_a_repetitive_answer_is_parsed_in_linear_time(answer: str) -> None:
     started = time.process_time()
     parse(answer, {"f"})
     assert time.process_time() - started < 1
+
+
+def nested_call(depth: int) -> str:
+    return f'{{"name": "cancel", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'
+
+
+def test_arguments_of_any_accepted_depth_can_be_stored() -> None:
+    """The files of a run contain the arguments inside other objects, with a limit on the depth."""
+    accepted, refused = 1, 100_000
+    while refused - accepted > 1:
+        depth = (accepted + refused) // 2
+        accepted, refused = (depth, refused) if parse(nested_call(depth), TOOLS).calls else (accepted, depth)
+    stored: object = parse(nested_call(accepted), TOOLS).calls[0].arguments
+    for _ in range(20):
+        stored = {"a": stored}
+    assert accepted > 100 and json.dumps(stored)
+    assert parse(nested_call(refused), TOOLS).problem

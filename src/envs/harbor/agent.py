@@ -14,7 +14,7 @@ from typing import Any, override
 
 from harbor.agents.terminus_2 import terminus_2
 from harbor.agents.terminus_2.terminus_2 import Terminus2
-from harbor.agents.terminus_2.terminus_json_plain_parser import TerminusJSONPlainParser
+from harbor.agents.terminus_2.terminus_json_plain_parser import ParseResult, TerminusJSONPlainParser
 from harbor.environments.base import BaseEnvironment
 from harbor.llms.base import BaseLLM, ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
@@ -63,13 +63,27 @@ def first_prompt(instruction: str) -> str:
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
 
+class AnswerParser(TerminusJSONPlainParser):
+    """The parser of Terminus-2. It reports every answer that cannot be parsed in its result."""
+
+    @override
+    def parse_response(self, response: str) -> ParseResult:
+        try:
+            return super().parse_response(response)
+        except (ValueError, OverflowError, RecursionError) as error:
+            # Numbers with thousands of digits, or deeply nested brackets
+            return ParseResult(
+                commands=[], is_task_complete=False, error=f"Invalid JSON: {error}", warning=""
+            )
+
+
 def tool_fields(conversation: Sequence[Message]) -> dict[int, Message]:
     """Return `Trajectory.tool_fields`: the commands of the answers as tool calls.
 
     The names of the tools are those in Harbor's trajectories. Answers that Terminus-2 cannot parse have no
     calls.
     """
-    parser, fields = TerminusJSONPlainParser(), dict[int, Message]()
+    parser, fields = AnswerParser(), dict[int, Message]()
     num_calls = 0
     for index, message in enumerate(conversation):
         if message["role"] != "assistant" or (parsed := parser.parse_response(str(message["content"]))).error:
@@ -107,6 +121,10 @@ class TrainingTerminus2(Terminus2):
         assert llm_kwargs is not None
         self.session = _sessions[llm_kwargs["session"]]
         return self.session.llm
+
+    @override
+    def _get_parser(self) -> AnswerParser:
+        return AnswerParser()
 
     @override
     def _count_total_tokens(self, chat: HarborChat) -> int:

@@ -43,6 +43,7 @@ from src.envs.service.call_forms import (
 logger = logging.getLogger(__name__)
 
 MAX_ADDED_BRACKETS = 3  # closing brackets that the parser may add
+LEVELS_AROUND_ARGUMENTS = 50  # at least the JSON levels around the arguments in the files of a run
 SPECIAL = re.compile(r"<\|[a-z_]+\|>")
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -272,7 +273,11 @@ def _parsed(raw: _RawCalls, strategy: Strategy) -> ParsedAnswer:
                 problems.append(f"the arguments of {value['name']} are not a JSON object")
                 arguments = {}
             calls.append(ToolCall(name=value["name"], arguments=arguments))
-    except ParseError as error:
+        stored: object = [call.arguments for call in calls]
+        for _ in range(LEVELS_AROUND_ARGUMENTS):
+            stored = [stored]
+        json.dumps(stored)  # raises RecursionError if the files of a run cannot contain the arguments
+    except (ParseError, RecursionError) as error:
         return replace(answer, problem=str(error))
     return replace(answer, calls=calls, problem="; ".join(problems), num_repaired=num_repaired)
 
