@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -369,7 +369,16 @@ def run(options: HostileOptions) -> int:
 
 def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
     """Print the results. Return 0 if all checks pass."""
-    attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
+    print_load(run)
+    faults = run.hostile.faults
+    return print_verdicts(
+        {f"faults of the server: {len(faults)}": not faults, **verdicts(run, undisturbed)}, faults
+    )
+
+
+def print_load(run: DisturbedRun) -> None:
+    """Print the attacks, their answers, the latency of the health checks and the memory of the server."""
+    attacks, statuses = run.hostile.attacks, run.hostile.statuses
     print(
         f"attacks     {sum(attacks.values())}: "
         + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items()))
@@ -386,13 +395,16 @@ def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
         f"memory MiB  {' '.join(f'{mib:.0f}' for mib in samples)} (at each sixth of the run), "
         f"peak {max(rss):.0f}"
     )
+
+
+def verdicts(run: DisturbedRun, undisturbed: list[Step]) -> dict[str, bool]:
+    """Return whether each check passes that does not depend on the attacks."""
     equal, sampled = num_equal(run.steps, undisturbed), sum(bool(step.tokens) for step in undisturbed)
     equal_samples = sum(
         bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, undisturbed, strict=True)
     )
-    verdicts = {
+    return {
         "the server survived and stopped with status 0": run.survived and run.exit_status == 0,
-        f"faults of the server: {len(faults)}": not faults,
         f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
         f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
         < MAX_SLOPE_MIB_PER_HOUR,
@@ -402,11 +414,15 @@ def report(run: DisturbedRun, undisturbed: list[Step]) -> int:
         > 0,
         f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
     }
-    for check, passes in verdicts.items():
+
+
+def print_verdicts(checks: Mapping[str, bool], faults: Sequence[str]) -> int:
+    """Print the results of the checks and the first faults. Return 0 if all checks pass."""
+    for check, passes in checks.items():
         print(f"{'ok' if passes else 'FAILED':7} {check}")
     for fault in faults[:40]:
         print(f"        {fault}")
-    return 0 if all(verdicts.values()) else 1
+    return 0 if all(checks.values()) else 1
 
 
 def num_equal(left: list[Step], right: list[Step]) -> int:

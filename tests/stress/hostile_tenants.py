@@ -40,16 +40,18 @@ from src.cli.command_line import help_for, parse_as
 from src.cli.program import run_program
 from src.core.options import above, at_least
 from tests.stress.hostile import (
-    MAX_SLOPE_MIB_PER_HOUR,
     AttackReport,
+    DisturbedRun,
     HostileOptions,
     Step,
     Watch,
-    num_equal,
     prepared_directory,
+    print_load,
+    print_verdicts,
     remaining_objects,
     server,
     training_loop,
+    verdicts,
 )
 
 MAX_LATENCY_RATIO = 10.0
@@ -145,19 +147,12 @@ class LatencyProbe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(DisturbedRun):
     """The results of the run with hostile tenants."""
 
-    steps: list[Step]
-    watch: Watch
-    hostile: AttackReport
     alone_s: list[float]  # latencies of the probe before the other clients start
     beside_s: list[float]  # latencies of the probe while the other clients run
     probe_failures: list[str]
-    remaining: dict[str, int]  # the result of `remaining_objects`
-    survived: bool  # the server was running at the end, and the attacks ended with status 0
-    exit_status: int
-    tracebacks: int
 
 
 def run_with_tenants(
@@ -229,30 +224,15 @@ def run_with_tenants(
 
 def report(run: Run, undisturbed: list[Step]) -> int:
     """Print the results. Return 0 if all checks pass."""
-    attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
+    print_load(run)
+    faults = run.hostile.faults
     cross_tenant = [fault for fault in faults if fault.startswith("cross-tenant")]
-    print(
-        f"attacks     {sum(attacks.values())}: "
-        + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items()))
-    )
-    print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
-    rss = [mib for _, mib in run.watch.rss]
-    samples = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
-    print(
-        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in samples)} (at each sixth of the run), "
-        f"peak {max(rss):.0f}"
-    )
     per_object, per_hour = run.watch.memory_by_objects()
     held = [objects for _, _, objects in run.watch.objects]
     samples = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
     print(
         f"objects     {' '.join(map(str, samples))} models and snapshots held, {per_object:.2f} MiB each; "
         f"other memory grows by {per_hour:+.1f} MiB/h"
-    )
-    health = np.array(run.watch.health_ms)
-    print(
-        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max "
-        f"{health.max():.0f} ms"
     )
     quantiles = {}
     for label, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
@@ -263,32 +243,15 @@ def report(run: Run, undisturbed: list[Step]) -> int:
             f"{len(seconds)} samples"
         )
     ratio = quantiles["beside"] / quantiles["alone"]
-    equal, sampled = num_equal(run.steps, undisturbed), sum(bool(step.tokens) for step in undisturbed)
-    equal_samples = sum(
-        bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, undisturbed, strict=True)
-    )
-    verdicts = {
-        "the server survived and stopped with status 0": run.survived and run.exit_status == 0,
+    checks = {
         f"responses that a correct server never sends: {len(faults) - len(cross_tenant)}": len(faults)
         == len(cross_tenant),
         f"reads and writes across tenants: {len(cross_tenant)}": not cross_tenant,
         f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,
         f"p99 of a 4-token sample: {ratio:.1f} times the value without other clients": ratio
         <= MAX_LATENCY_RATIO,
-        f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
-        f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
-        < MAX_SLOPE_MIB_PER_HOUR,
-        f"remaining sessions, models, samplers, futures: {run.remaining or 'none'}": not run.remaining,
-        f"equal losses and gradient norms: {equal} of {len(undisturbed)} steps": equal
-        == len(undisturbed)
-        > 0,
-        f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
     }
-    for check, passes in verdicts.items():
-        print(f"{'ok' if passes else 'FAILED':7} {check}")
-    for fault in (*faults, *run.probe_failures)[:40]:
-        print(f"        {fault}")
-    return 0 if all(verdicts.values()) else 1
+    return print_verdicts({**checks, **verdicts(run, undisturbed)}, [*faults, *run.probe_failures])
 
 
 def main(argv: list[str]) -> int:
