@@ -52,7 +52,7 @@ def _absolute(argument: str, caller: Path) -> str:
 
 
 def _absolute_entry(entry: str, caller: Path) -> str:
-    if (caller / entry).exists():
+    if entry and (caller / entry).exists():
         return str(caller / entry)
     name, equals, path = entry.partition("=")
     return f"{name}={caller / path}" if equals and (caller / path).is_file() else entry

@@ -159,7 +159,7 @@ def open_openenv(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     num_tasks = options.pop("tasks", str(DEFAULT_NUM_TASKS))
     if not url.startswith(("http://", "https://")):
         raise ConfigError("env=openenv needs environment_kwargs=url=http://host:port of an OpenEnv server")
-    if not num_tasks.isdigit() or int(num_tasks) < 1:
+    if not num_tasks.isdecimal() or int(num_tasks) < 1:
         raise ConfigError(
             f"environment_kwargs tasks={num_tasks} is not a positive number of tasks; write tasks=NUMBER"
         )

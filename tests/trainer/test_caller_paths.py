@@ -22,7 +22,7 @@ def test_existing_inputs_and_all_outputs_become_absolute(
     monkeypatch.setenv(CALLER_DIR, str(tmp_path))
     (tmp_path / "a.jsonl").touch()
     given = ["data=a.jsonl,b.jsonl", "model_name=Qwen/Qwen3-4B", "log_path=runs/one", "env=a.jsonl", "seed=1"]
-    unchanged = ["export_path=none", "logs_dir=~/runs"]
+    unchanged = ["export_path=none", "logs_dir=~/runs", "tasks_dir=", "data="]
     assert with_absolute_paths([*given, *unchanged], ROOT) == [
         f"data={tmp_path}/a.jsonl,b.jsonl",
         "model_name=Qwen/Qwen3-4B",

@@ -178,6 +178,7 @@ def test_a_missing_package_gives_a_one_line_error_with_the_fix(monkeypatch):
     [
         ("environment_kwargs=tasks=3", "needs environment_kwargs=url="),
         ("environment_kwargs=url=http://h,tasks=0", "tasks=0 is not a positive number of tasks"),
+        ("environment_kwargs=url=http://h,tasks=²", "tasks=² is not a positive number of tasks"),
         ("environment_kwargs=url=http://h,speed=2", "no option speed"),
     ],
 )
