@@ -416,6 +416,13 @@ def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: Te
     assert "".join(chunk.choices[0].text for chunk in rest[:-1]) == "üße, 世界!"
 
 
+def test_a_stream_has_chunks_while_a_call_is_written(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.texts = [f'<tool_call>{{"name": "ls", "arguments": {{"path": "{"x" * 60}"}}}}</tool_call>']
+    chunks = list(client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS], stream=True))
+    num_blocks = len(engine.texts[0]) // 3
+    assert len(chunks) > num_blocks
+
+
 def test_closing_a_stream_withdraws_the_request(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()

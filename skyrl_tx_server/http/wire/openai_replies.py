@@ -141,8 +141,9 @@ class Choices:
         """Yield a chunk with the new text and tool calls and, at the end of a choice, a chunk with the finish
         reason.
 
-        If the new tokens give neither text nor a tool call, a chunk without them is sent only if the request
-        asks for logprobs or token ids.
+        A chunk is also sent if the new tokens give neither text nor a tool call. Otherwise a client would
+        receive nothing while the model writes a long tool call, and many clients stop waiting after some
+        minutes.
         """
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
@@ -150,9 +151,7 @@ class Choices:
             if token_delta.ended is None
             else answer.finish(token_delta.tokens, token_delta.ended)
         )
-        if pieces or (
-            (self._format.sampling.logprobs or self._format.sampling.token_ids) and token_delta.tokens
-        ):
+        if pieces or token_delta.tokens:
             yield self._chunk(
                 index,
                 self._format.delta(pieces, self._num_calls[index]),
