@@ -30,7 +30,10 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "data": "src.envs.data.environment:open_data",
 }
 # Functions that check the options and files of an environment.
-CHECKS = {"data": "src.envs.data.environment:check_data"}
+CHECKS = {
+    "data": "src.envs.data.environment:check_data",
+    "tau_bench": "src.envs.service.tau_bench:check_tau_bench",
+}
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:

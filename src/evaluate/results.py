@@ -178,7 +178,7 @@ def compare(
         names = {"first_name": first["evaluated"], "second_name": second["evaluated"]}
         write_json(write_to, names | asdict(comparison))
     printer.say(
-        f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks; "
+        f"{first['evaluated']} -> {second['evaluated']}, paired over {_tasks(len(common))}; "
         "differences are the second (this evaluation) minus the first (compare_with)"
     )
     left_out = len(before) + len(after) - 2 * len(common)
@@ -232,7 +232,7 @@ def tallies_by_content(results: Mapping[str, Any]) -> dict[str, Tally]:
 
 
 def formatted(estimate: Estimate) -> str:
-    return f"{interval(estimate)} over {estimate.num_tasks} tasks"
+    return f"{interval(estimate)} over {_tasks(estimate.num_tasks)}"
 
 
 def formatted_rates(rates: Mapping[str, Estimate]) -> str:
@@ -241,7 +241,11 @@ def formatted_rates(rates: Mapping[str, Estimate]) -> str:
     if len(num_tasks) > 1:
         return ", ".join(f"{name}: {formatted(rate)}" for name, rate in rates.items())
     listed = ", ".join(f"{name}: {interval(rate)}" for name, rate in rates.items())
-    return f"{listed} over {num_tasks.pop()} tasks"
+    return f"{listed} over {_tasks(num_tasks.pop())}"
+
+
+def _tasks(count: int) -> str:
+    return f"{count} task" if count == 1 else f"{count} tasks"
 
 
 def interval(estimate: Estimate) -> str:

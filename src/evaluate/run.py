@@ -236,8 +236,8 @@ def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
         return [*source.train, *source.eval]
     if not source.eval:
         raise ConfigError(
-            f"{config.held_out_of} holds out no tasks; without held_out_of, python -m src.evaluate "
-            "evaluates the tasks in tasks= or all tasks"
+            f"{config.held_out_of} holds out no tasks; add held_out_of=none and the options of other tasks, "
+            "such as tasks_dir=, data= or env="
         )
     return list(source.eval)
 

@@ -16,6 +16,8 @@ from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash, write_hashes
+from src.evaluate.eval_stats import Estimate
+from src.evaluate.results import formatted_rates
 from src.evaluate.run import PolicyAndTasks, evaluated_tasks, run
 from src.policy.sampling_policy import TopPPolicy
 from src.records.checkpoints import Checkpoint, append
@@ -426,5 +428,10 @@ def test_the_held_out_tasks_of_a_run_are_evaluated(tmp_path):
     source = FakeTasks(train=TASKS[:5], eval=TASKS[5:])
     config = parse_as(EvaluateConfig, [*SERVER, f"held_out_of={tmp_path}"])
     assert evaluated_tasks(source, config) == TASKS[5:]
-    with pytest.raises(ConfigError, match="holds out no tasks; without held_out_of"):
+    with pytest.raises(ConfigError, match="holds out no tasks; add held_out_of=none"):
         evaluated_tasks(FakeTasks(train=TASKS), config)
+
+
+def test_a_rate_over_one_task_is_printed_in_the_singular():
+    rate = Estimate(value=0.5, low=0.0, high=1.0, num_tasks=1)
+    assert formatted_rates({"pass@1": rate}) == "pass@1: 50.0% [0.0%, 100.0%] over 1 task"

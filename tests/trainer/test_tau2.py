@@ -18,7 +18,7 @@ from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
-from src.envs.registry import open_task_source
+from src.envs.registry import check_environment, open_task_source
 from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
 from src.envs.service.service_env import REFUSAL, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool
@@ -268,6 +268,20 @@ def test_invalid_options_are_rejected_with_one_line(
 ):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         open_task_source(config(home, *options, kwargs=kwargs), byte_chat())
+
+
+@pytest.mark.parametrize(
+    ("options", "kwargs", "message"),
+    [
+        ([], "domain=retial", "domain=retial is not one of toy_retail, retail, airline, telecom, mock"),
+        (["tau2_home=None"], "domain=retail", "needs tau2-bench: run scripts/setup_tau.sh"),
+    ],
+)
+def test_a_domain_is_checked_before_the_run_connects(
+    home: Path, options: list[str], kwargs: str, message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        check_environment(config(home, *options, kwargs=kwargs))
 
 
 def test_the_error_of_a_killed_listing_names_its_status(home: Path):

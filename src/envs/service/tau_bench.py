@@ -11,7 +11,7 @@ test_data=retail:test,shop=c.jsonl               a split of a domain, and a file
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -64,11 +64,21 @@ RENAMED_OPTIONS = {
 Options = dict[str, str]  # each function removes the options that it reads; the rest is rejected
 
 
+def check_tau_bench(config: EnvironmentOptions) -> None:
+    """Raise ConfigError if `environment_kwargs` names an unknown domain, or a domain of tau2-bench without
+    `tau2_home`."""
+    # A domain of the user (module:function) is opened with the model of the user simulator.
+    names = {name for name in _domain_names(config, config.environment_options) if ":" not in name}
+    registered = registered_domains()
+    _require_known(names, [*SPLITS, *registered], where="environment_kwargs")
+    if benchmark := sorted((names & tau2.SPLITS.keys()) - registered.keys()):
+        _tau2_home(config, "+".join(benchmark))
+
+
 def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Open the named domains and the task files. Raises ConfigError for unknown domains, tasks or options."""
     options = with_new_names(config.environment_options)
-    default = "" if config.train_data or config.test_data else toy_retail.NAME
-    names = [name for name in options.pop("domain", default).split("+") if name]
+    names = _domain_names(config, options)
     model = open_user_model(config, options)
     context = DomainContext(options=options, user_model=model)
     registered = registered_domains()
@@ -79,12 +89,8 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     training_sources = [read_source(text, known_domains) for text in config.train_data or ()]
     held_out = [read_source(text, known_domains, may_be_named=True) for text in config.test_data or ()]
     domains = {*names, *(domain for source in (*training_sources, *held_out) for domain in source.domains)}
-    if unknown := sorted(domains - set(known_domains)):
-        where = "environment_kwargs:" if unknown[0] in names else "train_data or test_data:"
-        raise ConfigError(
-            f"{where} domain={unknown[0]} is not one of {', '.join(known_domains)}; choose one, or give "
-            "your own as environment_kwargs=domain=module:function"
-        )
+    _require_known(domains - set(names), known_domains, where="train_data or test_data")
+    _require_known(set(names), known_domains, where="environment_kwargs")
     for name in sorted(domains & registered.keys() - own_domains.keys()):
         own_domains[name] = open_domain(name, context)
     judge = (
@@ -219,13 +225,10 @@ def open_tau2(
     names: str,
 ) -> DomainProvider:
     """Open domains of tau2-bench."""
-    if config.tau2_home is None:
-        raise ConfigError(
-            f"domain={names} needs tau2-bench: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
-        )
+    home = _tau2_home(config, names)
     grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS)
     workers = tau2.worker_settings(
-        Path(config.tau2_home).expanduser(),
+        home,
         num_workers=number(options, "workers", NUM_WORKERS),
         step_timeout_s=number(options, "step_timeout_s", STEP_TIMEOUT_S),
     )
@@ -244,6 +247,28 @@ def open_tau2(
         ),
         close=pool.aclose,
     )
+
+
+def _domain_names(config: EnvironmentOptions, options: Options) -> list[str]:
+    """Remove `domain` from the options and return the domains that it names."""
+    default = "" if config.train_data or config.test_data else toy_retail.NAME
+    return [name for name in options.pop("domain", default).split("+") if name]
+
+
+def _require_known(names: set[str], known: Sequence[str], *, where: str) -> None:
+    if unknown := sorted(names - set(known)):
+        raise ConfigError(
+            f"{where}: domain={unknown[0]} is not one of {', '.join(known)}; choose one, or give "
+            "your own as environment_kwargs=domain=module:function"
+        )
+
+
+def _tau2_home(config: EnvironmentOptions, names: str) -> Path:
+    if config.tau2_home is None:
+        raise ConfigError(
+            f"domain={names} needs tau2-bench: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
+        )
+    return Path(config.tau2_home).expanduser()
 
 
 def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
