@@ -41,6 +41,7 @@ from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
 from tests.fakes.present import present
 from tests.fakes.tiny_model import make_settings
+from tests.server.test_executor import TIMEOUT_S
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 
 FAMILIES = QWEN3.parent / "families"
@@ -148,7 +149,7 @@ def test_sampling_and_training_an_moe_agree_for_each_adapter(moe_engine: Engine)
     random = np.random.default_rng(0)
 
     def run(op):
-        return moe_engine.submit(op).result(120)
+        return moe_engine.submit(op).result(TIMEOUT_S)
 
     weights = {"untrained": None, "one": "memory://one", "two": "memory://two"}
     for seed, (model_id, snapshot) in enumerate(weights.items()):
@@ -170,7 +171,7 @@ def test_sampling_and_training_an_moe_agree_for_each_adapter(moe_engine: Engine)
     }
     logprobs = {}
     for model_id, future in samples.items():
-        for sequence in future.result(120).sequences:
+        for sequence in future.result(TIMEOUT_S).sequences:
             text = np.concatenate([prompt, sequence.tokens])
             datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
             scored = run(
@@ -231,12 +232,13 @@ def test_latent_attention_logprobs_equal_the_forward_pass(tmp_path: Path) -> Non
     prompt = np.random.default_rng(0).integers(0, 101, 130).astype(np.int32)
     futures = {weights: sample(weights, prompt, 12) for weights in adapters}
     tokens = {
-        weights: check_logprobs(weights, prompt, future.result(120)) for weights, future in futures.items()
+        weights: check_logprobs(weights, prompt, future.result(TIMEOUT_S))
+        for weights, future in futures.items()
     }
     assert len({tuple(sequence_tokens) for sequence_tokens in tokens.values()}) == 3
     last = list(tokens)[-1]
     second_prompt = np.concatenate([prompt, tokens[last]])
-    second_turn = sample(last, second_prompt, 2).result(120)
+    second_turn = sample(last, second_prompt, 2).result(TIMEOUT_S)
     check_logprobs(last, second_prompt, second_turn)
     assert second_turn.prompt_cache_hit_tokens >= len(prompt)
     engine.stop()
