@@ -297,9 +297,8 @@ class Terminus2RLTrainer:
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
         # With `tis` (truncated importance sampling) or one of its masks, the datums have the trainer's
-        # logprobs in place of the sampler's.
-        # `prepare` then computes the difference between sampler and trainer, and its metrics replace those in
-        # `update`.
+        # logprobs in place of the sampler's. `prepare` then computes the difference between sampler and
+        # trainer, and the metrics of `prepare` replace those in `update`.
         return update | prepared.metrics
 
     def _report(
