@@ -260,7 +260,7 @@ class Terminus2RLTrainer:
     async def _update(self, collected: Collected) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
-        A stop must not interrupt this call, so that `steps_done` and the weights on the server agree.
+        A stop must not interrupt this method, so that `steps_done` and the weights on the server agree.
         """
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()

@@ -114,9 +114,9 @@ class Journal:
         The run is resumed from the checkpoint of step `after` with a changed option or task, which gives the
         later steps other weights than those that sampled the discarded rollouts. The batch of step
         `after` + 1 stays valid, because it is sampled from weights up to step `after`. The batches of later
-        steps are forgotten, because the choice of their tasks may depend on the discarded rollouts. For the
-        rollouts of steps and evaluations after step `after`, `is_settled` then returns False until these
-        steps are trained, or these evaluations have ended, again.
+        steps are forgotten, because the choice of their tasks may depend on the discarded rollouts. The
+        rollouts of steps and evaluations after step `after` count as not used (`is_settled`), until these
+        steps are trained again or these evaluations are run again.
         """
         self._forget(after)
         self._write("discarded", after=after)
