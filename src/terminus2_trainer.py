@@ -260,7 +260,7 @@ class Terminus2RLTrainer:
     async def _update(self, collected: Collected) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
-        A stop must not interrupt this call, so that `steps_done` and the weights on the server agree.
+        A stop must not interrupt this method, so that `steps_done` and the weights on the server agree.
         """
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
@@ -297,9 +297,8 @@ class Terminus2RLTrainer:
         )
         update = await self._learner.update(prepared.datums_per_substep, step=version + 1)
         # With `tis` (truncated importance sampling) or one of its masks, the datums have the trainer's
-        # logprobs in place of the sampler's.
-        # `prepare` then computes the difference between sampler and trainer, and its metrics replace those in
-        # `update`.
+        # logprobs in place of the sampler's. `prepare` then computes the difference between sampler and
+        # trainer, and the metrics of `prepare` replace those in `update`.
         return update | prepared.metrics
 
     def _report(

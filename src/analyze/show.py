@@ -100,8 +100,8 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     """Yield the contents to print.
 
     `selected` is a step, a task or a trial; None selects the overview. `step` limits the trials. A file name
-    such as eval_000012 limits them to one step or evaluation, a number to a step and the evaluation after it,
-    and None does not limit them.
+    such as eval_000012 limits them to one step or evaluation. A number limits them to a step and the
+    evaluation after it. None does not limit them.
 
     Raises ConfigError if there is no such run, step, task or trial.
     """

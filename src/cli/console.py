@@ -175,8 +175,8 @@ def message_text(role: str, content: str) -> Text:
     """Return a message of a conversation with its role, without control characters.
 
     The middle of a message with more than MAX_CHARACTERS characters is left out. The end is shown, because
-    the first message of a Harbor trial ends with the instruction. A screen of a terminal ends with blank
-    lines, so more than two of them are only counted.
+    the first message of a Harbor trial ends with the instruction. A message that shows the screen of a
+    terminal ends with many blank lines, so three or more blank lines in a row are replaced by their number.
     """
     content = re.sub(r"\n(?:[^\S\n]*\n){3,}", _counted_blank_lines, printable(content))
     if (num_hidden := len(content) - MAX_CHARACTERS) > 0:

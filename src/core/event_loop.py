@@ -17,7 +17,7 @@ class LagMeter:
 
     async with LagMeter() as lag:
         ...
-        lag.take()  # the longest lag in seconds since the start of the block or the last call
+        lag.take()  # the longest lag in seconds since the previous `take` or the start of the block
     """
 
     def __init__(self, period_s: float = PERIOD_S) -> None:

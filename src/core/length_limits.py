@@ -65,7 +65,9 @@ class ContextOptions(Options):
     """Agent and lengths"""
 
     context_limit: int = chz.field(
-        default=32_000, doc="Maximum tokens of a conversation, with its last answer", validator=at_least(1)
+        default=32_000,
+        doc="Maximum tokens of a conversation, including its last answer",
+        validator=at_least(1),
     )
 
 

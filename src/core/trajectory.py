@@ -68,7 +68,8 @@ class Task:
     # The name of a grading that checks only some criteria of the task, e.g. `env`; empty: full grading.
     # The names of metrics contain this name.
     grading: str = ""
-    has_writes: bool | None = None  # whether the solution changes the database; None: unknown
+    # Whether the solution changes the database of the domain; None: unknown, or there is no database.
+    has_writes: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,8 @@ class Trajectory:
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
     # One per turn if the environment gives rewards per turn. `reward` is their sum, with two exceptions: a
-    # reward rule has changed `reward`, or `reward` includes that of an empty answer before the first turn.
+    # reward rule has changed `reward`, or the episode began with an empty answer. Such an answer is no turn,
+    # so its reward is only in `reward`.
     turn_rewards: list[float] = field(default_factory=list)
     # The messages, for logs; training uses `turns`.
     conversation: list[Mapping[str, object]] = field(default_factory=list)

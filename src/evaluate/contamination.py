@@ -20,7 +20,8 @@ from src.records.atomic_io import replace_text
 from src.records.reading import Hashes, read_document
 
 HASHES_FILE = "train_tasks.json"  # in a run directory: training task id -> content hash
-CONTENTS_FILE = "task_contents.json"  # in the directory of a run or evaluation: task id -> trial content
+# The file in the directory of a run or evaluation that maps task ids to `TaskHashes.trial_content`.
+CONTENTS_FILE = "task_contents.json"
 NUM_PROPOSED = 5  # maximum number of tasks that an error message proposes
 CONTENT_DIRECTORIES = ("environment", "tests")  # the instruction and these directories define a task
 
@@ -31,7 +32,8 @@ class TaskHashes:
 
     task_id: str
     content: str  # `content_hash`, which identifies the task
-    trial_content: str  # of all that can change the trials: also task.toml, and the row with its answer
+    # The hash of everything that can change the trials: `content`, task.toml, and the row with its answer.
+    trial_content: str
 
 
 def task_hashes(tasks: Sequence[Task]) -> list[TaskHashes]:
@@ -47,8 +49,9 @@ def _hash(task: Task) -> TaskHashes:
 
 
 def _row_value(value: object) -> object:
-    """Return the content of a value that has no JSON form: of a question of env=data its row and its
-    reference answer, of another value only its type, because the text of an object may contain its address.
+    """Return a JSON value in place of a value that has no JSON form. For a question of env=data, this is its
+    row and its reference answer. For any other object, it is only the name of the type, because the text of
+    an object may contain its memory address.
     """
     if isinstance(value, Question):
         return [value.record.values, value.reference]
@@ -104,7 +107,8 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 
 def require_same_content(log_path: Path, contents: Mapping[str, str]) -> None:
     """Raise ConfigError if a task had another content when the evaluation in `log_path` was started, because
-    its finished trials would be counted for the new content. `contents` maps task ids to trial contents.
+    its finished trials would be counted for the new content. `contents` maps task ids to
+    `TaskHashes.trial_content`.
     """
     if changed := changed_tasks(log_path, contents):
         raise ConfigError(
@@ -114,13 +118,13 @@ def require_same_content(log_path: Path, contents: Mapping[str, str]) -> None:
 
 
 def changed_tasks(log_path: Path, contents: Mapping[str, str]) -> list[str]:
-    """Return the ids of the tasks whose content differs from that in CONTENTS_FILE."""
+    """Return the ids of the tasks whose hash in `contents` differs from the hash in CONTENTS_FILE."""
     saved = read_contents(log_path)
     return [task_id for task_id, content in contents.items() if saved.get(task_id, content) != content]
 
 
 def write_contents(log_path: Path, contents: Mapping[str, str]) -> None:
-    """Write the contents of the tasks to CONTENTS_FILE, and keep those of other tasks."""
+    """Write the hashes `contents` to CONTENTS_FILE, and keep the hashes of other tasks in the file."""
     text = json.dumps({**read_contents(log_path), **contents}, indent=1) + "\n"
     replace_text(log_path / CONTENTS_FILE, text)
 

@@ -169,8 +169,9 @@ def pattern_of(error: str) -> Pattern:
 
 
 def has_user_simulator(trajectory: Trajectory) -> bool:
-    """Return whether the trial is one of a service domain, whose conversation starts with the policy of the
-    domain. A conversation of env=fleet starts with the task, or with a description of the tools.
+    """Return whether the trial is one of a service domain, whose conversation starts with a system message
+    that contains the domain's rules (in tau-bench, the policy). A conversation of env=fleet starts with the
+    task, or with a description of the tools.
     """
     first = trajectory.conversation[0] if trajectory.conversation else {}
     starts_with_policy = first.get("role") == "system" and not _text(first).startswith(TOOLS_INTRODUCTION)

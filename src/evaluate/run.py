@@ -122,7 +122,7 @@ async def run(
     second = None if config.compare_with is None else finished_or_policy(config.compare_with)
     second_path = None  # the checkpoint to compare with; None: the base model, or a finished evaluation
     if isinstance(second, str) and second != "base":
-        second_path = sampler_path(second)  # raises ConfigError, so it is called before any trial is run
+        second_path = sampler_path(second)  # may raise ConfigError, so it is called before any trial is run
     first = await run_one(
         config,
         sampler_path(config.checkpoint),

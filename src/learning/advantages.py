@@ -112,6 +112,7 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
 def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
     """Center the returns of a batch and divide them by their standard deviation (REINFORCE++).
 
+    The arguments have the return and the number of trained tokens of each of the S examples of the batch.
     Each return counts once per trained token, since with one final reward and no discount all tokens of a
     sequence have the same return. Fewer than two tokens give zeros.
 

@@ -51,8 +51,8 @@ def extends(turn: Turn, previous: Turn) -> bool:
 
     The completion is compared first, because it is short and differs in most rewritten histories. The long
     prompts are compared only if the completion is equal. The first token of the completion is compared before
-    its other tokens, so most comparisons read one token. This matters because `merge_turns` compares a turn
-    with a rewritten history with the last turn of every chain.
+    its other tokens, so most comparisons read one token. This matters because a turn with a rewritten history
+    is compared with the last turn of every chain (`merge_turns`).
     """
     start, completion = len(previous.prompt_ids), previous.completion_ids
     if completion and (start >= len(turn.prompt_ids) or turn.prompt_ids[start] != completion[0]):

@@ -119,9 +119,10 @@ def add_batch(
     limit = options.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
-            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had no differing rewards, "
-            f"so dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier or harder "
-            "tasks, a larger group_size or a larger dynamic_sampling_max_batches"
+            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had no differing rewards or "
+            f"too few graded trials, so dynamic_sampling={options.dynamic_sampling} found too few groups to "
+            "train on; use easier or harder tasks, a larger group_size or a larger "
+            "dynamic_sampling_max_batches"
         )
     return after
 

@@ -162,7 +162,7 @@ class FilterOptions(Options):
 class StepWiseOptions(Options):
     """Advantages and loss reduction
 
-    The option that environments read too.
+    Contains the option of this section that environments also read.
     """
 
     step_wise_trajectories: bool = chz.field(

@@ -59,7 +59,8 @@ TRIAL_OPTIONS = {
     *("temperature", "use_native_tool_calling", "environment_kwargs", "train_subagents"),
     *("judge_model", "taxonomy_feedback", "taxonomy_alpha", "taxonomy_formula"),
 }
-EVAL_OPTIONS = {"eval_temperature", "eval_top_p"}  # the same for evaluations only
+# If one of these options changes, recorded trials of an unfinished evaluation are not used.
+EVAL_OPTIONS = {"eval_temperature", "eval_top_p"}
 
 
 async def run(
@@ -139,15 +140,18 @@ def discard_lost_rollouts(
     tasks: Sequence[str],
     is_trained: Callable[[str], bool],
 ) -> None:
-    """Discard the rollouts that the changed options and the changed `tasks` do not produce again: those of
-    lost weights, and those of unfinished steps and evaluations that were run with the former settings.
+    """Discard the rollouts that the resumed run, with its changed options and changed `tasks`, must not use.
+
+    These are the rollouts of lost weights (weights after the last checkpoint, which the training will not
+    reach again), and the rollouts of unfinished steps and evaluations that were run with the former settings.
     """
     names = {"lora_alpha", "stream_groups"}
     if config.lr_schedule != "constant":
         names |= {"max_steps", "n_epochs"}
     for options in (LearnerOptions, PreparationOptions, FilterOptions, DynamicSamplingOptions):
         names |= chz.chz_fields(options).keys()
-    names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}  # they limit future turns only
+    # The other length options limit future turns only.
+    names -= chz.chz_fields(LengthOptions).keys() - {"max_sequence_length"}
     changed = directory.changed_options(config) & (names | TRIAL_OPTIONS | EVAL_OPTIONS)
     after = directory.steps_done
     if not changed and not tasks:
@@ -155,7 +159,7 @@ def discard_lost_rollouts(
     journal = Journal(directory.path)
     gives_other_weights = bool(changed - EVAL_OPTIONS) or any(map(is_trained, tasks))
     if gives_other_weights:
-        journal.discarded(after=after)  # first, so that a kill before the next call is harmless
+        journal.discarded(after=after)  # before `discard_rollouts`, so that a kill between them is harmless
 
     def is_discarded(purpose: str, record: Mapping[str, Any]) -> bool:
         versions = (turn["policy_version"] for turn in record["result"].get("turns", ()))

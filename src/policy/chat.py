@@ -101,7 +101,7 @@ class Chat:
         """Encode a conversation and the generation prompt.
 
         If the template has a variable for thinking (`enable_thinking` or `thinking`), thinking is off unless
-        `enable_thinking` is set.
+        this `Chat` was made with `enable_thinking=True`.
 
         `tools` are OpenAI schemas. Templates write them into the system message or the first user message,
         so `extend` does not need them. If the template does not show tools, the system message describes them

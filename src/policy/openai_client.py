@@ -4,8 +4,8 @@ Only this module imports openai.
 
 Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded,
 but the policy cannot be trained on them. A trial needs token ids, so `MessageCodec` encodes conversations as
-pseudo tokens of up to four bytes each. A real token has a similar length, so limits and counts of tokens
-are only estimates. The logprobs are NaN, so that nothing can train on them.
+pseudo tokens of up to four bytes each. Real tokens have a similar length, so limits and counts in pseudo
+tokens are estimates of those in real tokens. The logprobs are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations

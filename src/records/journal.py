@@ -19,6 +19,7 @@ infrastructure failure.
     {"event": "evaluated", "step": 1}
         The evaluation after the step has ended.
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
+        A checkpoint was saved after the step.
     {"event": "discarded", "after": 1}
         See `Journal.discarded`.
     {"event": "ended", "state": "done"}
@@ -113,8 +114,9 @@ class Journal:
         The run is resumed from the checkpoint of step `after` with a changed option or task, which gives the
         later steps other weights than those that sampled the discarded rollouts. The batch of step
         `after` + 1 stays valid, because it is sampled from weights up to step `after`. The batches of later
-        steps are forgotten, because the choice of their tasks may depend on the discarded rollouts. For
-        `is_settled`, no result of a step or evaluation after step `after` was used.
+        steps are forgotten, because the choice of their tasks may depend on the discarded rollouts. The
+        rollouts of steps and evaluations after step `after` count as not used (`is_settled`), until these
+        steps are trained again or these evaluations are run again.
         """
         self._forget(after)
         self._write("discarded", after=after)

@@ -1,8 +1,8 @@
 """All metrics of a run, and their aliases. docs/metrics.md is generated from this module.
 
 `SECTIONS` joins the tables of `src/learning/metrics.py`, whose entries compute their values, with the metrics
-that other modules compute. `ALIASES` has the names of the same metrics in SkyRL, in the seed documents and in
-earlier releases, so that dashboards with these names work.
+that other modules compute. `ALIASES` has the names of the same metrics in SkyRL, in the seed documents (the
+documents that define this project) and in earlier releases, so that dashboards with these names work.
 """
 
 from __future__ import annotations

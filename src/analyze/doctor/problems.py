@@ -145,7 +145,7 @@ class Finding:
 
 def problem_finding(name: ProblemName, measured: str, **values: str) -> Finding:
     """Return the finding of a problem. `values`, quoted for the shell, replace the placeholders of the
-    command. An empty value leaves its placeholder out."""
+    command. The placeholder of an empty value is removed from the command."""
     problem = PROBLEMS[name]
     quoted = {key: shlex.quote(value) if value else "" for key, value in values.items()}
     command = problem.command.format_map(quoted).strip()

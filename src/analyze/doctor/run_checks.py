@@ -71,7 +71,8 @@ class CheckedRun:
 
     @property
     def more_mixed_groups(self) -> dict[str, str]:
-        """Values of the placeholders of a command, so that more groups have differing rewards.
+        """The values of the placeholders `more_mixed_groups` and `new_run` of a command. With these values,
+        the command runs steps in which more groups have differing rewards.
 
         The command sets `dynamic_sampling`. If the run has set `dynamic_sampling` or an option that excludes
         it, the command starts a new run with larger groups instead."""

@@ -158,7 +158,7 @@ async def probe(
     for check, function in checks.items():
         findings.append(await bounded(f"check {check!r}", partial(finding_of, check, function, endpoint)))
         on_finding(findings[-1])
-    with suppress(BackendError):  # the server also ends a session without heartbeats
+    with suppress(BackendError):  # if this fails, the server ends the session when its heartbeats stop
         await bounded("ending the session", partial(close_session, service))
     return Capabilities(url=url, model_name=name, max_context_length=limit, findings=findings)
 
