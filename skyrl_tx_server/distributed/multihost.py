@@ -79,7 +79,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call that every rank makes: a method of the sampler in `ON_ALL_RANKS`, or a method of
+    """A call that every rank makes: a sampler method whose name is in `ON_ALL_RANKS`, or a method of
     `_Operations`."""
 
     method: str

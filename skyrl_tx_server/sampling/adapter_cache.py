@@ -107,7 +107,7 @@ class AdapterCache:
             return
         try:
             self._load(weights, adapter, slot)
-        except Exception as error:  # for example out of memory; the save must not fail after it was stored
+        except Exception as error:  # e.g. out of memory; the save must not fail, the snapshot is stored
             if jax.process_count() > 1:  # the load may have failed on this rank only
                 raise
             logger.warning("%s is saved, but not loaded into a LoRA slot yet: %s", weights, error)
