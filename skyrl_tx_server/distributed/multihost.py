@@ -264,7 +264,7 @@ class RankZero:
             replies.put("")  # so that `call_on_all_ranks` stops waiting for a reply
         sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
         sender.start()
-        sender.join(LAST_MESSAGE_S)  # a rank may have stopped reading
+        sender.join(LAST_MESSAGE_S)  # not without a limit, because a rank may have stopped reading
         self._join_listeners(LAST_MESSAGE_S)
         self._on_lost(reason)
 

@@ -197,7 +197,9 @@ class AdapterCache:
         self.in_host_memory.pop(weights, None)
         if weights in self.on_device:
             self._evict(weights)
-        self._numbers.pop(weights, None)  # the prefix cache may contain pages of the deleted weights
+        # Later weights with this name must get another key, because the prefix cache may contain pages of the
+        # deleted weights.
+        self._numbers.pop(weights, None)
 
     def stats(self) -> dict[str, object]:
         return {
