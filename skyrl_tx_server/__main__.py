@@ -159,7 +159,8 @@ def _dry_run(config: ServerConfig) -> str:
     try:
         plan = plan_memory(config)
     finally:
-        # jax would abort a process if another one exits too early, for example 100 s before process 0.
+        # Let all processes exit at about the same time. If one exits too early, for example 100 s before
+        # process 0, jax aborts the others.
         rank.broadcast_from_rank0(lambda: None)
         if isinstance(rank, RankZero):
             rank.wait_for_exit()

@@ -104,9 +104,9 @@ class EngineOptions(TenantOptions):
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
         "max_context_length tokens for each of max_num_seqs sequences, or fewer if these do not fit into "
         "memory. If max_num_seqs is not set, this size is computed for 256 sequences on a GPU whose kernels "
-        "read the KV pages in place, otherwise for 32. If no KV page is free, paused sequences lose their "
-        "pages first. If no paused sequence has pages, the youngest sequence of the tenant with the most "
-        "pages is preempted",
+        "read the KV pages in place, otherwise for 32. If no KV page is free, sequences that the scheduler "
+        "has paused lose their pages first. If no paused sequence has pages, the youngest sequence of the "
+        "tenant with the most pages is preempted",
     )
     gpu_memory_utilization: float = chz.field(
         default=0.92,

@@ -79,7 +79,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call that every rank makes: a method of the sampler in `ON_ALL_RANKS`, or a method of
+    """A call that every rank makes: a sampler method whose name is in `ON_ALL_RANKS`, or a method of
     `_Operations`."""
 
     method: str
@@ -264,7 +264,7 @@ class RankZero:
             replies.put("")  # so that `call_on_all_ranks` stops waiting for a reply
         sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
         sender.start()
-        sender.join(LAST_MESSAGE_S)  # a rank may have stopped reading
+        sender.join(LAST_MESSAGE_S)  # not without a limit, because a rank may have stopped reading
         self._join_listeners(LAST_MESSAGE_S)
         self._on_lost(reason)
 

@@ -69,7 +69,8 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
         else:
             slots = requested.slots if pages <= budget_pages else 0
     if slots < 1:
-        too_large, minimum_pages = "max_context_length", context_pages + 2  # the null page and a spare page
+        # The two additional pages are a spare page and the null page, which pads block tables.
+        too_large, minimum_pages = "max_context_length", context_pages + 2
         if settings.cache_tokens is not None:
             too_large, minimum_pages = "cache_tokens or max_context_length", pages
         needed = (minimum_pages + copied) * requested.page_bytes / 2**30

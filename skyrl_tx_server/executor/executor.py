@@ -370,8 +370,8 @@ class DeviceExecutor:
         if on_disk:
             saved = yield from self._write(op.weights, model, arrays, op.user_metadata)
         try:
-            # The adapter is still on the device if a yield has moved the model to host memory. `get` would
-            # move it back, which may fail after the checkpoint is on disk.
+            # `model.adapter` is on the device even if the pool moved the model to host memory during a yield.
+            # `get` would move the model back, which may fail after the checkpoint is on disk.
             self.adapters.put(op.weights, model.adapter)
         except ConflictError:
             # Sequences still use the snapshot of a deleted checkpoint with this name. If the new checkpoint

@@ -43,8 +43,9 @@ ACTIVATIONS_SHARE_OF_CPU_MEMORY = 0.2
 RESERVED_SHARE_OF_GPU_MEMORY = 0.05
 """The share that is reserved for the temporary buffers of sampling programs and for fragmentation."""
 TRAINING_SHARE_OF_REMAINING_MEMORY = 0.5
-"""Training keeps activations for the backward pass in two cases. In the first case, the program that keeps
-them for the `budget` shape needs at most this share of the memory that remains after the reserved share and
+"""Training keeps activations for the backward pass in two cases. Both depend on the memory of the program
+that keeps them for micro-batches of `train_tokens_per_batch` tokens (`BucketShapes.budget`). In the first
+case, this program needs at most this share of the memory that remains after the reserved share and
 `fixed_bytes`. In the second case, it needs no more memory than the program that recomputes the layers of the
 longest streams."""
 ESTIMATE_MARGIN = 1.2

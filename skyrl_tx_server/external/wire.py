@@ -220,7 +220,8 @@ def cut_at_stop(
     if len(tokens) > request.max_tokens or (not ends and len(tokens) < request.max_tokens):
         raise SamplerError(
             f"the external sampler ended a sample ({sample.finish}) after {len(tokens)} of "
-            f"{request.max_tokens} tokens; it must end at a stop token, at a stop string or after that many"
+            f"{request.max_tokens} tokens; a sample must end at a stop token, at a stop string or after "
+            f"{request.max_tokens} tokens"
         )
     length = min(ends, default=request.max_tokens)
     return SampledSequence(

@@ -65,7 +65,7 @@ _WRITE_LOCK = threading.RLock()
 """Held while a checkpoint is written or deleted. Reading needs no lock."""
 
 MAX_VERSIONS = 10_000
-"""The number of paths for which `CheckpointStore.has_changed` works. It exceeds any useful `max_loras`."""
+"""The number of paths that `CheckpointStore.has_changed` remembers. It exceeds any useful `max_loras`."""
 
 
 class MakeFiles(Protocol):
@@ -99,7 +99,8 @@ class CheckpointStore:
         self._tenant_quota = tenant_quota
         self.derived_files = DerivedFiles(root)
         self._versions: dict[str, tuple[int, int] | None] = {}
-        """By path. None: there is no checkpoint. The latest call of `has_changed` is the last entry."""
+        """Maps a path to the inode and modification time that its record had in the last call of
+        `has_changed`. None: there was no checkpoint. The entry of the latest call is last."""
         self._tenant: str | None = None  # None: all owners
         self._is_public: Callable[[str], bool] = lambda path: False
 

@@ -51,7 +51,7 @@ class DerivedFiles:
                     target.parent.mkdir()
                 try:
                     temporary.rename(target)
-                except FileNotFoundError:  # the generation was removed between the two calls
+                except FileNotFoundError:  # the generation was removed between `mkdir` and `rename`
                     if not temporary.exists():
                         raise
                 except OSError:  # another thread has made the same directory

@@ -1,7 +1,8 @@
 """The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
 
-`gguf.GGUFReader` does not read the file, because it does not compare counts with the size of the file, so a
-damaged count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+This module reads the file itself, because `gguf.GGUFReader` does not compare counts with the size of the
+file, so a damaged count would exhaust the memory. The format is described in
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ restarts.
 Each line of `<checkpoints_dir>/ledger.jsonl` is a JSON object with one fact: a training run, the expiry time
 of a checkpoint, or whether a checkpoint is public. A line replaces earlier lines of the same kind about the
 same run or checkpoint, and unreadable lines are skipped. New lines are appended. When most lines are out of
-date, the file is rewritten and renamed into place. The first line of a rewritten file has a random id, by
-which other servers notice the new file. The lines of one tenant's runs take at most
+date, the file is compacted: a new file with the current lines is written and renamed into place. Its first
+line has a random id, by which other servers notice the new file. The lines of one tenant's runs take at most
 `MAX_RUN_BYTES`. Above this limit the oldest run is removed from the index; its checkpoints are kept.
 
 Several servers may use one directory. A server reads the new lines of the others before it rewrites the file,
@@ -41,7 +41,8 @@ MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
 """The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
 MAX_HEADER_BYTES = 256
-"""More than the length of the first line of a rewritten file."""
+"""The maximum number of bytes of the first line that are compared. The first line of a compacted file is
+shorter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,8 +80,9 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     full = {FULL}.issuperset(raw.get("layer_types") or [])
     if not config.sliding_windows and (raw.get("use_sliding_window") or not full):
         raise ConfigError(
-            f"{path}: use_sliding_window must be false and every entry of layer_types {FULL!r}, because "
-            f"model_type={model_type!r} has no other layers here"
+            f"{path}: use_sliding_window must be false and every entry of layer_types must be {FULL!r}, "
+            f"because this server computes full attention in all layers of this model "
+            f"(model_type={model_type!r})"
         )
     if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
         raise ConfigError(
@@ -146,7 +147,8 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
 def _rope(scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
     """Merge rope_scaling, the entry of transformers 4, with rope_parameters, the entry of transformers 5.
 
-    Raises ConfigError if they differ in a value. transformers 5 then ignores rope_parameters.
+    Raises ConfigError if they have different values for a name, because transformers 5 would ignore all of
+    rope_parameters in this case.
     """
     scaling = ({"rope_type": scaling["type"]} if "type" in scaling else {}) | {**scaling}
     for name in sorted(scaling.keys() & {**parameters}.keys()):

@@ -141,8 +141,9 @@ def mix_experts(
     `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts `first` to `first` + E - 1, and F
     is the width of an expert. If `layer` is given, both weights are stacked over layers, and `layer` is the
     index of the layer. If `fsdp` is a mesh axis, it divides the outputs of both weights: the outputs of
-    `gate_up` are gathered, the outputs of `down` stay divided. `modules` are the LoRA weights of both: of one
-    adapter (A [E, in, ...]), or of all LoRA slots (A [slots, layers, E, ...]). None: no adapter."""
+    `gate_up` are gathered, the outputs of `down` stay divided. `modules` are the LoRA weights for `gate_up`
+    and for `down`. They belong to one adapter (A is [E, in, ...]) or to all LoRA slots (A is
+    [slots, layers, E, ...]). None: no adapter."""
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
     batch, length, _ = x.shape

@@ -98,7 +98,7 @@ class LatentAttention:
     qk_nope_head_dim: int  # number of dimensions of a query and key that are not rotated
     qk_rope_head_dim: int  # number of rotated dimensions; all heads share the rotated key
     v_head_dim: int
-    interleaved: bool  # whether a rotary pair has adjacent dimensions; False: dimension i of each half
+    interleaved: bool  # True: a rotary pair has adjacent dimensions; False: it has dimension i of each half
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
 """The lengths and widths of the batches of training, scoring, prefill and decoding. Each combination needs a
-compiled program, so there are few of them. This module uses numpy only."""
+compiled program, so this module defines few lengths and widths. It uses numpy only."""
 
 from __future__ import annotations
 

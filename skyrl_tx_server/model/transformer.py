@@ -70,7 +70,7 @@ class Remat(StrEnum):
     # expands the latent vectors of MLA) and routed experts. Keeps the outputs of attention and of the other
     # projections.
     ACTIVATIONS = "activations"
-    LAYERS = "layers"  # everything except the input of each layer
+    LAYERS = "layers"  # recomputes everything except the input of each layer
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -233,9 +233,8 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` holds
-    one adapter for all sequences, or all LoRA slots and the slot index of each sequence. None: the base
-    model."""
+    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter.head` holds one adapter for all
+    sequences, or all LoRA slots and the slot index of each sequence. `adapter` is None for the base model."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))

@@ -107,7 +107,7 @@ class AdapterCache:
             return
         try:
             self._load(weights, adapter, slot)
-        except Exception as error:  # for example out of memory; the save must not fail after it was stored
+        except Exception as error:  # e.g. out of memory; the save must not fail, the snapshot is stored
             if jax.process_count() > 1:  # the load may have failed on this rank only
                 raise
             logger.warning("%s is saved, but not loaded into a LoRA slot yet: %s", weights, error)
@@ -197,7 +197,9 @@ class AdapterCache:
         self.in_host_memory.pop(weights, None)
         if weights in self.on_device:
             self._evict(weights)
-        self._numbers.pop(weights, None)  # the prefix cache may contain pages of the deleted weights
+        # Later weights with this name must get another key, because the prefix cache may contain pages of the
+        # deleted weights.
+        self._numbers.pop(weights, None)
 
     def stats(self) -> dict[str, object]:
         return {

@@ -319,7 +319,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ("qwen2", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"use_sliding_window": True}, "use_sliding_window must be false"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "every entry of layer_types 'full_attention'"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types must be 'full_attention'"),
         ("llama", {"model_type": []}, r"model_type=\[\] is not supported"),
     ],
 )

@@ -4,9 +4,9 @@ once for all of them (as in Hydragen, Juravsky et al., arXiv:2402.05099).
 The pages of a sequence are divided into parts. Sequences share a part if it has the same positions and the
 same pages in each of them, for example if they have the same prompt. A split is a part together with the
 sequences that share it, up to a maximum number R. An attention kernel reads the part once for all of them.
-The division into parts depends
-only on the length of the sequence, so the result of a sequence does not depend on the other sequences. The
-host computes the splits once per decode dispatch (one program call of several decode steps).
+The division into parts depends only on the length of the sequence, so the result of a sequence does not
+depend on the other sequences. The host computes the splits once per decode dispatch (one program call of
+several decode steps).
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ def kv_splits_of(
 
 
 def _on_one_rank(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
-    """Return the splits of one rank. Arrays with the suffix N have one entry per part. The parts are in the
-    order of the sequences in all arrays up to `leader_N`. From `begins_N` on, they are in the order
-    `order_N`, in which equal parts are adjacent. The number of numpy calls does not depend on the number of
-    sequences or parts."""
+    """Return the splits of one rank. In this function, arrays with the suffix N have one entry per part of a
+    sequence, not one per split as in `KVSplits`. The first arrays, from `row_N` to `leader_N`, list the parts
+    in the order of the sequences. The arrays after `order_N`, from `begins_N` to `split_N`, list the parts in
+    the order `order_N`, in which equal parts are adjacent. The number of numpy calls does not depend on the
+    number of sequences or parts."""
     batch, width = tables_BW.shape
     pages_B = -(-lengths_B // page)
     sizes_B = _pages_of_part(pages_B)

@@ -1,6 +1,6 @@
 """Two Pallas kernels for GPUs, compiled by Triton, that compute LoRA deltas for one token per sequence: in
-decode steps, and in the head for first tokens in prefill. Each sequence uses one LoRA slot, which is the
-index of an adapter in the stacked adapters.
+decode steps, and in the output head when prefill samples the first token of each sequence. Each sequence uses
+one LoRA slot, which is the index of an adapter in the stacked adapters.
 
 In a decode step, the products with the factors A and B read little memory. If one program multiplied over the
 whole input dimension, its latency would determine the time. The first kernel therefore divides the input

@@ -4,8 +4,8 @@ In training, one adapter is applied to the whole batch. In sampling, several ada
 slots, and each sequence may use a different slot. The result of a sequence does not depend on the other
 sequences, except for the last bits on a GPU:
 
-- For one token per sequence on one GPU (decode steps, and the head for first tokens in prefill), a kernel
-  reads the factors of the slots in use in place (`lora_kernel`).
+- For one token per sequence on one GPU (in decode steps, and in the output head when prefill samples first
+  tokens), a kernel reads the factors of the slots in use in place (`lora_kernel`).
 - For routed experts, each tile of tokens has one slot (`experts.mix_experts`).
 - For `kv_b` of latent attention on a GPU, `apply_lora` computes one slot after the other, also with one token
   per sequence. It always computes the number of slots for which the program is compiled.
@@ -179,7 +179,7 @@ def project(
 
 def uses_decode_kernel(config: ModelConfig, x: jax.Array, module: LoraWeights) -> bool:
     """Return whether `decode_delta` computes the delta. It does so on one GPU for LoRA slots and one token
-    per sequence: in decode steps, and in the head for first tokens in prefill."""
+    per sequence: in decode steps, and in the output head when prefill samples first tokens."""
     return on_gpu() and config.mesh is None and module.indices is not None and x.shape[1] == 1
 
 
