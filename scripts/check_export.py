@@ -9,7 +9,8 @@ repository has no torch.
 
 `write` writes the adapter, the merged model and the logits of this server. In the first form, the adapter and
 the tokens are random. In the second form, the adapter is that of a checkpoint, and the tokens are the first
-512 tokens of a text. BASE_MODEL is a directory, a GGUF file or the name of a packaged model.
+512 tokens of a text. BASE_MODEL is a directory, a GGUF file or the name of a packaged model, such as
+smollm2-135m.
 
 `read` computes the logits of the exported adapter and of the merged model, and prints how much they differ
 from the logits of the server and of the base model. Its exit status is 1 if a difference from the server

@@ -222,7 +222,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.imported: dict[str, set[int]] = {}  # file -> lines that ran before the first test
-        self.lines: dict[str, set[int]] = {}  # file -> lines that ran since the collection began or ended
+        self.lines: dict[str, set[int]] = {}  # file -> lines of the collection; after it, of the tests
         self.failures: dict[str, str] = {}  # test -> type of its exception
 
     def on_line(self, code: Any, line: int) -> Any:

@@ -35,7 +35,7 @@ def help_text() -> str:
         [
             *lines,
             "",
-            "The lengths that you do not set are lowered to fit the context of the server. wandb is used "
+            "Length limits that you do not set are lowered to fit the context of the server. wandb is used "
             "if it is set up.",
             "A quick start has other values, which are in the config.json of its run directory.",
             "",

@@ -55,7 +55,8 @@ class NamedModel:
 
 
 def named_model(model_name: str) -> NamedModel:
-    """Return the names of a model. `model_name` is a directory, a GGUF file, a packaged model or a hub id.
+    """Return the names of a model. `model_name` is a directory, a GGUF file, a packaged model (such
+    as `smollm2-135m`) or a hub id.
 
     Raises ConfigError for a directory that does not exist, and the server's ConfigError for a GGUF file that
     cannot be converted.

@@ -6,11 +6,11 @@ With `model_name`, the program trains with a fixed set of options, the full reci
 length limits that fit the server. Without `model_name`, the recipe trains the model of the server at
 `skyrl_tx_url`, if a run can use that server. Otherwise, a quick start runs (`quick_starts`), except in the
 cases in which `model_of_a_running_server` raises an error. With `quickstart=NAME`, the quick start NAME runs
-even if a run could use a running server. A quick start has a small model, an embedded server on a free port,
-and one of these kinds of tasks: terminal tasks (`terminal`), conversations with the customers of a shop
-(`tau_bench`) or word problems (`arithmetic`). With `quickstart=terminal` and another `model_name`, the model
-is first fine-tuned on demonstrations of the tasks, unless `load_checkpoint_path` is set. Options on the
-command line take precedence over the recipe.
+even if a run could use a running server. A quick start has a small model, an embedded server (one that this
+program starts) on a free port, and one of these kinds of tasks: terminal tasks (`terminal`), conversations
+with the customers of a shop (`tau_bench`) or word problems (`arithmetic`). With `quickstart=terminal` and
+another `model_name`, the model is first fine-tuned on demonstrations of the tasks, unless
+`load_checkpoint_path` is set. Options on the command line take precedence over the recipe.
 
 If this program starts a server, the server ends when the training ends, also if this process is killed. Its
 random key is in the file `api_key` in the directory of its log. `resume=RUN` continues a run with its
@@ -312,8 +312,8 @@ def full_recipe(user_options: dict[str, str]) -> int:
     if isinstance(models_or_reason, ServedModels) and reason is None:
         if checkpoints_dir is not None:
             return fail(
-                f"checkpoints_dir={checkpoints_dir}: the server at {url} is running and has a directory; "
-                "remove checkpoints_dir"
+                f"checkpoints_dir={checkpoints_dir}: the server at {url} is running and already has a "
+                "directory for checkpoints; remove checkpoints_dir"
             )
         print_message(
             f"using the server at {url}: {model.served_name}, "
@@ -377,7 +377,8 @@ def with_server_of(
     changes = without(user_options, action)
     if "checkpoints_dir" in changes:
         return fail(
-            f"checkpoints_dir: the server of the run in {run} has a directory; remove checkpoints_dir"
+            f"checkpoints_dir: the server of the run in {run} already has a directory for checkpoints; "
+            "remove checkpoints_dir"
         )
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)

@@ -86,7 +86,8 @@ def main(config: GpuConfig) -> int:
     dtype = "bfloat16" if on_gpu() else "float32"
     print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}")
     loaded_once = mock.patch.object(executor, "load_params", functools.cache(executor.load_params))
-    # Do not compile rolled programs: no row measures them, and `time_limit_s` includes their compilation.
+    # Do not compile rolled decode programs (with a loop over the layers): no row measures them, and
+    # `time_limit_s` includes their compilation.
     unrolled = mock.patch.object(model_runner, "MIN_ROLLED_LAYERS", sys.maxsize)
     with tempfile.TemporaryDirectory() as directory, loaded_once, unrolled:
         model_dir = make_model(Path(directory) / "model", MODELS[config.model], dtype=dtype)

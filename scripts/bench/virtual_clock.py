@@ -5,10 +5,10 @@ virtual clock.
 
 The trainer, its journal and its files are real; the clock, the trials and the server are simulated. The
 script first prints a table with one run of 60 steps for each mode. In these runs, a batch has 8 groups of one
-trial, the duration of a trial is lognormal (median 10 minutes, sigma 0.8), and an update takes 2 minutes. The
-script then simulates SCHEDULES (default: 1,000) runs with random parameters. The exit status is 1 if one of
-the random runs trains a token that is more than `max_staleness` updates old, or does not train every group
-exactly once.
+trial, the duration of a trial is lognormal (median 10 minutes, sigma 0.8), and an update takes 2 minutes. A
+group counts as discarded if none of its tokens is trained. The script then simulates SCHEDULES (default:
+1,000) runs with random parameters. The exit status is 1 if one of the random runs trains a token that is more
+than `max_staleness` updates old, or does not train every group exactly once.
 """
 
 from __future__ import annotations

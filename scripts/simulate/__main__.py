@@ -5,10 +5,12 @@
     python -m scripts.simulate device=cpu slots=8 agents=8 prompt_tokens=900 new_tokens=64
 
 The script uses the engine, the scheduler and the allocation of KV pages of the server. It does not run the
-compiled programs of the model, but uses their estimated times (`scripts/simulate/costs.py`). With
-`device=cpu`, the script measures these times on this CPU for a small model (`scripts/bench/small_model.py`),
-and also sends the same requests to a real server on this CPU. It alternates the measurement and the real run
-`repeats` times, and compares the median simulated time with the median real time.
+compiled programs of the model, but uses their estimated times (`scripts/simulate/costs.py`). For comparison,
+it also simulates two simpler schedulers: one fills all slots before it decodes, and one decodes after each
+prefill chunk. With `device=cpu`, the script simulates only the scheduler of the server. It measures the times
+of the programs on this CPU for a small model (`scripts/bench/small_model.py`), and also runs the same
+requests on a real engine on this CPU. It alternates the measurement and the real run `repeats` times, and
+compares the median simulated time with the median real time.
 """
 
 from __future__ import annotations
