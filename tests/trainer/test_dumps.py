@@ -169,7 +169,6 @@ def test_conversations_have_no_sampled_special_tokens():
     ]
 
 
-@pytest.mark.seed_behaviour(33)
 def test_an_export_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     check_export_path(str(tmp_path / "new" / "directory"))
@@ -177,6 +176,7 @@ def test_an_export_path_that_is_a_file_is_refused(tmp_path):
         check_export_path(str(tmp_path / "file"))
 
 
+@pytest.mark.seed_behaviour(33)
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
