@@ -138,7 +138,7 @@ async def test_too_many_failures_or_no_task_left_stop_the_run(tmp_path):
 
 
 async def test_a_resumed_run_without_unquarantined_tasks_stops(tmp_path):
-    """The user has removed all other tasks."""
+    """The resumed run has only the quarantined task a, because the user removed task b."""
     bench = Bench(tmp_path, "ab", failing="a")
     await bench.collect(1, "ab")
     bench.end_step(1)

@@ -32,7 +32,7 @@ async def until_none(running: Bubblewrap, pattern: str) -> None:
 
 
 def processes_with(marker: str) -> list[str]:
-    """Return the command lines of the other processes that contain the marker."""
+    """Return the command lines that contain the marker, of all processes except this one."""
     command_lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -46,7 +46,10 @@ def processes_with(marker: str) -> list[str]:
 
 
 def open_files() -> set[str]:
-    """Return the targets of this process's file descriptors, without their numbers, which threads reuse."""
+    """Return the targets of this process's file descriptors.
+
+    The numbers of the descriptors are not compared, because threads reuse them.
+    """
     targets = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -160,7 +163,8 @@ async def test_a_tmux_pane_keeps_100000_lines_of_output() -> None:
 
 async def test_sandboxes_start_fast_and_leave_no_resources() -> None:
     async with sandbox():
-        pass  # The first sandbox of a run also builds the skeleton, which takes longer.
+        # The first sandbox of a run takes longer, because it also writes the initial files of all sandboxes.
+        pass
     before, plain_s, start_s, exec_s = open_files(), list[float](), list[float](), list[float]()
     for _ in range(4):
         started = time.monotonic()

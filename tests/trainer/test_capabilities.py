@@ -1,4 +1,4 @@
-"""Tests which failed checks of an endpoint refuse a run."""
+"""Tests that a failed check of an endpoint refuses only runs whose options need the checked behaviour."""
 
 import pytest
 

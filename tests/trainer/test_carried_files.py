@@ -1,4 +1,7 @@
-"""`FilteredArchive` adds no file to an archive that an agent could not have created in its environment."""
+"""Tests which files of an agent `FilteredArchive` carries over to the environment in which the verifier runs.
+
+Even a forged archive adds only files that the agent could have created in its own environment.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,10 @@ def reader(lines: list[str | Exception]) -> Callable[[], str]:
 def chat_with(
     replies: list[str | Exception], lines: list[str | Exception], *options: str
 ) -> tuple[list[str], list[str]]:
-    """Return what the program writes for the lines, and the prompts that the policy receives."""
+    """Run a chat in which the user types `lines` and the policy answers with `replies`.
+
+    Returns what the program writes, and the prompts that the policy receives.
+    """
     chat, written = toy_chat(), []
     policy = FakePolicy(chat, replies)
     conversation = Conversation(policy, chat, parse_as(ChatConfig, [*OPTIONS, *options]))

@@ -84,7 +84,10 @@ INVALID_LINES = [
 
 
 class BanditRun(FakeRun):
-    """A run on the bandit backend. A resume accepts any checkpoint and starts with new weights."""
+    """A run on `BanditBackend`, a fake whose policy has four logits.
+
+    A resume accepts any checkpoint and starts with new weights.
+    """
 
     def __init__(self, path: Path) -> None:
         source = FakeTasks(

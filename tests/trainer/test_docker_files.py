@@ -37,7 +37,10 @@ def client_of(changes: Sequence[tuple[str, int | None]]) -> SimpleNamespace:
 
 
 class FakeContainer:
-    """A container in which the directory `path` of the image was modified and has one unchanged file."""
+    """A container whose engine reports the directory `path` of the image as modified.
+
+    The directory contains one unchanged file.
+    """
 
     def __init__(self, path: str, *, tar_format: int, headers: Mapping[str, str], chunk_size: int) -> None:
         self.id, self.client = "c", client_of([(path, MODIFIED)])
@@ -97,8 +100,10 @@ async def test_a_modified_directory_is_exported_without_its_files(
 
 
 class TreeContainer:
-    """A container with the files `kinds` (path -> ADDED, MODIFIED or None for unchanged) of 600 bytes. A file
-    whose name contains `link` is a hard link to /app/unchanged.
+    """A container with the files and directories in `kinds`: path -> ADDED, MODIFIED or None (unchanged).
+
+    A file has 600 bytes. A file whose path contains `link` is a hard link to /app/unchanged in archives of a
+    directory above it.
     """
 
     def __init__(self, kinds: Mapping[str, int | None]) -> None:
@@ -167,7 +172,7 @@ async def test_programs_beside_a_python_of_the_image_are_not_exported(
 
 
 async def test_modules_of_the_image_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The many directories above each file must not take minutes."""
+    """The export must not take minutes, although each file has about 1900 parent directories."""
     deep = f"/app/lib/site-packages/{'a/' * 1900}"
     image = {"/app": MODIFIED, "/app/lib": MODIFIED, "/app/lib/site-packages": MODIFIED}
     own = {path: ADDED for path in ("/app/new", "/app/new/site-packages", "/app/new/site-packages/a.py")}
@@ -211,13 +216,14 @@ async def test_a_volume_of_the_image_is_exported_completely(monkeypatch: pytest.
     ]
     changes, members = await export(monkeypatch, container)
     assert sorted(f"/{member.name}" for member in members) == sorted(files)
-    assert changes.emptied == ["/data"]  # /root has hidden files of the image, which are not carried over
+    # /root is not emptied, because this would delete hidden files of the image, which are not carried over.
+    assert changes.emptied == ["/data"]
     commands = await commands_of_unpack(monkeypatch, FileChanges(emptied=changes.emptied))
     assert commands == [("root", ["find", "/data", "-mindepth", "1", "-delete"])]
 
 
 async def test_the_contents_of_volumes_do_not_count_as_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the volumes of the image exceed a limit themselves, the trial fails before the agent acts."""
+    """If the volumes of the image alone exceed a limit, the trial fails before the agent acts."""
     files: dict[str, int | None] = dict.fromkeys(["/data", "/data/a", "/data/b"])
     container = TreeContainer(files)
     container.attrs["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
@@ -237,7 +243,8 @@ async def test_the_contents_of_volumes_do_not_count_as_changes(monkeypatch: pyte
 
 
 async def test_files_that_are_not_carried_over_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 16_000)  # an archive has 10,240 bytes
+    # The limit of an export is 2 * MAX_BYTES. Each of the archives, one for each file, has 10,240 bytes.
+    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 16_000)
     paths = [f"/app/link-{number}" for number in range(4)]
     await export(monkeypatch, TreeContainer(dict.fromkeys(paths[:3], ADDED)))
     with pytest.raises(
@@ -249,7 +256,10 @@ async def test_files_that_are_not_carried_over_have_a_limit(monkeypatch: pytest.
 async def commands_of_unpack(
     monkeypatch: pytest.MonkeyPatch, changes: FileChanges, exit_code: int = 0, output: bytes = b""
 ) -> list[object]:
-    """Apply changes to a fresh container in which each command ends with this result. Return the commands."""
+    """Apply changes to a fresh container, and return the commands that are run in it.
+
+    Each command ends with this exit code and output.
+    """
     commands: list[object] = []
 
     def run(command: list[str], *, user: str) -> SimpleNamespace:

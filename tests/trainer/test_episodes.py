@@ -153,7 +153,7 @@ async def test_eval_top_p_applies_only_to_evaluations(tmp_path, monkeypatch):
 
 @pytest.mark.seed_behaviour(24, 149)
 async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
-    """A group size of 4 also gives SkyRL's pass@3."""
+    """With a group size of 4, pass@k is reported for k from 1 to 4, including SkyRL's pass@3."""
     wandb = FakeWandb()
     wandb.released.set()
     monkeypatch.setitem(sys.modules, "wandb", wandb)

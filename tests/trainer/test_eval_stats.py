@@ -60,8 +60,8 @@ def test_intervals_treat_trials_of_one_task_as_dependent():
 
 def test_the_effective_number_is_at_most_the_number_of_trials():
     estimate = mean_rate([0.5, 0.52], num_trials=100)
-    # The variance of the mean of these rates is that of a mean over 2,499 trials. The interval is
-    # the Wilson interval for 100 trials.
+    # The variance of the mean of these rates equals that of a mean over 2,499 independent trials. Only 100
+    # trials were run, so the interval is the Wilson interval for 100 trials.
     assert (estimate.low, estimate.high) == (
         pytest.approx(0.41348, abs=1e-5),
         pytest.approx(0.60578, abs=1e-5),
@@ -104,7 +104,11 @@ def test_the_sign_flip_test_agrees_with_enumeration():
 
 @pytest.mark.parametrize("primes", [(1009, 1013, 1033), (1009, 1013, 1061), (1009, 1019, 1021)])
 def test_a_rounded_sign_flip_test_is_an_upper_bound(primes):
-    """`sign_flip_p_value` rounds the differences to a grid, and their rounded sum is below the exact sum."""
+    """The exact p-value of these differences is 0.25.
+
+    `sign_flip_p_value` rounds the differences to a grid, on which their sum is smaller than the exact sum.
+    It must count this sum nevertheless.
+    """
     assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
 
 

@@ -137,7 +137,7 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
 async def test_an_evaluation_does_not_continue_with_other_content(tmp_path):
     bench = Bench(tmp_path, first_half, lost={(TASKS[7].id, member) for member in range(4)})
     await bench.go("n_samples=4", "trial_attempts=1")
-    # As after a row was inserted in a file of questions: a task has the id of another one.
+    # The id say-00 now belongs to another question, as after the insertion of a row in a file of questions.
     bench.tasks = [replace(TASKS[0], instruction="say 99"), *TASKS[1:]]
     with pytest.raises(
         ConfigError, match=r"the content of say-00 has changed since .*, or another version of .*; giv"
@@ -220,7 +220,7 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
 
 
 async def test_partial_rewards_are_reported_without_failure_patterns(tmp_path):
-    """The environment reports no calls, so `false completion` has no meaning."""
+    """The environment reports no calls, so the failure pattern `false completion` has no meaning."""
     bench = Bench(tmp_path, lambda checkpoint, task, member: member / 2)
     await bench.go("n_samples=2")
     lines = bench.text.getvalue().splitlines()
@@ -283,8 +283,8 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench.lost, bench.num_trials = (), 0
-    # The second call continues the evaluation. The server may have another address. Version 0.1 saved the
-    # value of TAU2_HOME for every environment.
+    # The second call of `go` continues the evaluation, although skyrl_tx_url and tau2_home have changed.
+    # Version 0.1 saved the value of TAU2_HOME as tau2_home for every environment.
     path = bench.path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tau2_home": "/tau2"}))
     await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")

@@ -1,8 +1,9 @@
 """Injects faults into trials, the backend, the disk and the process, in every mode of the trainer.
 
-After each fault, the run must end in a named state within its deadline and leave no sandbox and no asyncio
-task, and a resumed run must complete it. The trainer is real and the server is a bandit. Each running trial
-counts as an open sandbox.
+After each fault, the run must end within its deadline in the expected `RunState` and leave no sandbox and no
+asyncio task. If a fault of the backend, the disk or the process stopped the run, it must complete when it is
+resumed. The trainer is real. The backend is `DiskBandit`, a fake whose policy has four logits. Each running
+trial counts as an open sandbox.
 """
 
 import asyncio

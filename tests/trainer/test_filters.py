@@ -165,7 +165,7 @@ def test_zeroed_rewards_are_counted_by_rule():
     )
     assert zeroed_metrics(groups, both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 1}
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
-    # The first rule has already set the reward of a long and cut answer to 0, with its bonus.
+    # A long and cut answer counts only for the first rule, which sets its reward with the added bonus to 0.
     long_and_cut = replace(long, stop_reason=StopReason.LENGTH, reward=0.0, bonus=0.5)
     group = TrajectoryGroup(task=task("a"), trajectories=[long_and_cut])
     assert zeroed_metrics([group], both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 0}

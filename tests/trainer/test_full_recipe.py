@@ -250,7 +250,8 @@ def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: P
     start = subprocess.Popen
 
     def start_without_function(command: list[str], *, preexec_fn: object = None, **options: Any) -> object:
-        # JAX, which other tests import, warns about a fork, and only `preexec_fn` runs its fork handler.
+        # Other tests import JAX, whose fork handler gives a warning. `Popen` runs fork handlers only if
+        # `preexec_fn` is given.
         return start(command, **options)
 
     monkeypatch.setattr(subprocess, "Popen", start_without_function)

@@ -82,7 +82,7 @@ def test_a_first_prompt_over_a_length_limit_is_refused() -> None:
 
 
 def test_a_deadline_before_the_verifiers_limit_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """The agent of `hello-file` has 120 s, its verifier 60 s."""
+    """The time limits of the task `hello-file` are 120 s for the agent and 60 s for the verifier."""
     harbor_tasks(trial_timeout_s=181.0)
     assert not [line for line in caplog.messages if "trial_timeout_s" in line]
     harbor_tasks(agent_timeout_multiplier=60.0)
@@ -143,7 +143,10 @@ NO_SANDBOX = "bubblewrap cannot start"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets why this machine cannot run Docker and the sandbox. None: it can."""
+    """Return a function that sets the reasons why this machine cannot run Docker and the sandbox.
+
+    None means that the machine can run it.
+    """
 
     def set_reasons(*, engine: str | None, sandbox: str | None) -> None:
         monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: engine)

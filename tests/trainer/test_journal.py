@@ -26,7 +26,8 @@ def test_a_new_journal_restores_the_state_of_its_predecessor(tmp_path):
     second = Journal(tmp_path)
     assert second.is_settled(KEY) and second.is_evaluated(0) and not second.is_evaluated(1)
     assert second.states_until(1) == [{"strikes": {"b": 1}}] and second.states_until(0) == []
-    # `progress` counts the graded rollout. Step 1 counts only in the journal that recorded it first.
+    # In `first`, `progress` counts the graded rollout and step 1. In `second`, which reads both from the
+    # file, `progress` counts only the rollout, even after step 1 is trained again.
     assert first.progress == 2 and second.progress == 1
     second.trained(1, groups=[(1, "a")], state={})
     assert second.progress == 1

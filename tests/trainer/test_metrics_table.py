@@ -17,7 +17,7 @@ METRICS = [metric for section in SECTIONS.values() for metric in section]
 
 
 class SmallRun(FakeRun):
-    """Two steps of the real trainer on a bandit server and fake trials."""
+    """Two steps of the real trainer with fake trials and `BanditBackend`, whose policy has four logits."""
 
     def __init__(self, path: Path) -> None:
         tasks = FakeTasks(train=[task(f"say-{number}") for number in range(4)], eval=[task("held")])

@@ -53,7 +53,9 @@ def test_the_codec_is_lossless(text):
 
 
 async def test_a_conversation_reaches_the_endpoint_as_messages():
-    """The codec removes its control characters, \\x02 and \\x03, from the text of messages."""
+    """`MessageCodec`, which replaces the tokenizer, writes \\x02 before and \\x03 after the text of each
+    message, and removes these characters from the text.
+    """
     chat, requests = endpoint_chat(), []
 
     def answer(request: httpx2.Request) -> httpx2.Response:

@@ -124,7 +124,8 @@ async def test_groups_that_end_during_an_update_are_bounded():
         assert [await taking, await stage.taken(1)] == ["a", "b"]
         assert stage.under_way == "cd"
         await stage.end("c", "d")
-        # A group that ended during this update while c and d wait would be trained two updates later.
+        # No further group starts: if it ended during this update, c and d would be trained in the next
+        # update and this group in the one after it.
         assert stage.under_way == ""
         assert [await stage.taken(2), await stage.taken(2)] == ["c", "d"]
         assert stage.under_way == ""

@@ -30,7 +30,10 @@ HELD_OUT = [task("held-01"), task("held-02")]
 
 
 class Bench(FakeRun):
-    """A run on a bandit backend and fake trials. Keyword arguments are passed to `FakeTasks`."""
+    """A run with fake trials and `BanditBackend`, whose policy has four logits.
+
+    Keyword arguments are passed to `FakeTasks`.
+    """
 
     def __init__(self, path, **options):
         super().__init__(path / "run", self._parts)
@@ -337,11 +340,13 @@ async def test_rollouts_of_lost_weights_are_run_again(tmp_path, no_checkpoint, m
     no_checkpoint.undo()
     fresh = Bench(tmp_path / "fresh")
     await fresh.go(*options, "learning_rate=0.5")
-    if mode != "max_staleness=1":  # the order in which groups end depends on time
+    # With max_staleness=1, the results depend on the order in which groups end, and so on the time.
+    if mode != "max_staleness=1":
         assert untimed(bench.path) == untimed(fresh.path)
     assert "learning_rate changed: " in bench.text.getvalue()
     again = Bench(tmp_path)
-    await again.go(*options, "learning_rate=0.5", "max_tokens=7")  # changes no weights
+    # max_tokens only limits future turns, so no rollout is run again.
+    await again.go(*options, "learning_rate=0.5", "max_tokens=7")
     assert "run again" not in again.text.getvalue()
 
 
@@ -439,7 +444,7 @@ async def test_a_directory_that_cannot_be_deleted_gives_a_one_line_error(tmp_pat
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
 
-    def rename(path, target):  # as for the mount point of a volume
+    def rename(path, target):  # The mount point of a volume cannot be renamed.
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(Path, "rename", rename)
@@ -481,7 +486,9 @@ async def test_a_run_directory_in_use_is_refused(tmp_path, behavior):
 
 
 def test_the_lock_of_a_new_directory_is_next_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # so that opening the lock file gives the reason
+    # The parent counts as not writable. If the lock file next to the new directory cannot be opened, the
+    # error states the reason.
+    monkeypatch.setattr(os, "access", lambda *_: False)
     with lock_run_dir(tmp_path / "new"):
         assert (tmp_path / ".new.lock").exists()
 

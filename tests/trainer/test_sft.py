@@ -367,7 +367,7 @@ def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
 
 
 def run_directory(path: Path, **config: str) -> Path:
-    """Create a run directory with three trials of each task. Trial `member` has the reward `member` / 2."""
+    """Create a run directory with three trials of each task, which have the rewards 0, 0.5 and 1."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_name": "m"} | config))
     store = FinishedRollouts(path, Journal(path))

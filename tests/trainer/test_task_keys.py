@@ -1,4 +1,4 @@
-"""The warnings about keys of task.toml that Harbor ignores."""
+"""Tests the warnings about keys of task.toml that Harbor ignores."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def test_the_worker_imports_only_tau2_and_the_standard_library():
 
 
 async def test_the_worker_rejects_an_unrelated_tau2_package(tmp_path: Path):
-    """The package tau2 on PyPI has no registry."""
+    """The package tau2 on PyPI, like the empty package of this test, has no module `registry`."""
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("")
     (tmp_path / "loguru.py").write_text("class logger:\n    remove = staticmethod(lambda: None)\n")

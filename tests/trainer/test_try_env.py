@@ -217,7 +217,8 @@ async def test_a_mistake_gives_a_one_line_error(options, message):
 
 
 class CancellingTrial:
-    """A trial that raises CancelledError without being cancelled, or that does not end."""
+    """A trial that raises CancelledError although nobody cancels it, or (`does_end=False`) that waits until
+    it is cancelled."""
 
     def __init__(self, *, does_end: bool) -> None:
         self.was_cancelled = False

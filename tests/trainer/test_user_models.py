@@ -1,4 +1,4 @@
-"""Models of user simulators."""
+"""Tests that `TinkerUserModel`, the model of a user simulator, closes a connection after a failure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ type SetTime = Callable[[float], Awaitable[None]]
 
 @pytest.fixture
 async def set_time(monkeypatch: pytest.MonkeyPatch) -> SetTime:
-    """Set the time of the event loop, in seconds, and run the timers that are due."""
+    """Return a function that sets the time of the event loop, in seconds, and runs the due timers."""
     now = 0.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
 
