@@ -318,7 +318,7 @@ def test_the_flags_of_scenario_2_are_accepted(reader: Reader, server: str) -> No
 
 
 def test_the_error_of_scenario_3_names_tensor_parallel(reader: Reader) -> None:
-    """The small model has 3 key-value heads and Qwen3-30B-A3B has 4. Neither number is a multiple of eight, the
+    """The small model has 3 key-value heads and Qwen3-30B-A3B has 4. Neither number is a multiple of 8, the
     number of devices.
     """
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "

@@ -675,7 +675,8 @@ def honest_trial() -> ContainerTrial:
 
 
 # Attacks that could prevent grading: the attack and the graded-zero reason of each trial, as in
-# BROKEN_TRIALS. A reward.json that is a special file is not downloaded, so the reward is the number in REWARD.
+# BROKEN_TRIALS. A special file in place of reward.json is not downloaded, so the reward is the number in the
+# file REWARD.
 BROKEN_CONTAINER_TRIALS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "all processes killed": ("kill -9 -1", ...),

@@ -225,8 +225,9 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
         np.testing.assert_array_equal(actual[row], alone[row])
 
 
-# The programs of the kernel process two heads; one head, because there are fewer than `many_tiles` pairs of
-# tile and head; and one head, because an odd number of heads (three) shares a key-value head.
+# In the first case, each program of the kernel processes two heads. In the second case it processes one head,
+# because there are fewer than `many_tiles` pairs of a tile and a head, and in the third case because an odd
+# number of heads (three) shares a key-value head.
 @pytest.mark.parametrize(("heads", "many_tiles"), [(4, 1), (4, 1000), (6, 1)])
 def test_prefill_attention_by_kernel_and_by_loop_is_equal(
     heads: int, many_tiles: int, monkeypatch: pytest.MonkeyPatch
