@@ -1,4 +1,6 @@
-"""Selects the fast tier, and cleans up after tests that use the official SDK in the process of pytest."""
+"""Selects the test files of the fast tier (`pytest -m fast`), and cleans up after tests that use the official
+SDK in the process of pytest.
+"""
 
 from __future__ import annotations
 

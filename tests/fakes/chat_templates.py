@@ -163,7 +163,7 @@ def check_thinking_is_off(family: Family, tokenizer: HubTokenizer) -> None:
 
 
 def check_extend_equals_render(family: Family, tokenizer: HubTokenizer) -> None:
-    """Check that `extend` returns the ids of a full rendering.
+    """Check that `Chat.extend` returns the ids that `Chat.render` returns for the whole conversation.
 
     Extended prompts also contain the empty thoughts of earlier generation prompts, which Qwen3's template
     removes from the history.

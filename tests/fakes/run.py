@@ -26,7 +26,8 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 class FakeRun:
     """Runs the trainer in the directory `path` and collects its terminal output in `text`.
 
-    `make` creates the dependencies of each connection, unless a subclass overrides `opened`.
+    `make` creates the `Dependencies` each time that the run connects. It is not used if a subclass overrides
+    `opened`.
     """
 
     def __init__(self, path: Path, make: Callable[[TrainerConfig], Dependencies] | None = None) -> None:

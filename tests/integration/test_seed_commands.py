@@ -117,7 +117,9 @@ class Reader:
         return done.stdout
 
     def expect_error(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
-        """Run a command whose last line is the error, after lines that begin with one of PREAMBLE."""
+        """Run a command that fails. The last line of its output must contain `line`, and each line before it
+        must begin with one of PREAMBLE.
+        """
         answer = self.run(command, status=status, activated=activated)
         *before, last = answer.splitlines()
         assert line in last, answer
@@ -254,7 +256,7 @@ def test_the_error_names_the_command_that_activates_the_venv(reader: Reader) -> 
 
 
 def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, tasks: Path) -> None:
-    """SIGINT stops the run after its line that begins with "tasks: "."""
+    """SIGINT stops the run after it has printed the line that begins with "tasks: "."""
     template = (reader.clone / ".env.skyrl-tx.example").read_text()
     (reader.clone / ".env.skyrl-tx").write_text(reader.with_server_port(template))
     run = subprocess.Popen(
@@ -316,7 +318,9 @@ def test_the_flags_of_scenario_2_are_accepted(reader: Reader, server: str) -> No
 
 
 def test_the_error_of_scenario_3_names_tensor_parallel(reader: Reader) -> None:
-    """The small model has 3 key-value heads and Qwen3-30B-A3B has 4. Neither divides over eight devices."""
+    """The small model has 3 key-value heads and Qwen3-30B-A3B has 4. Neither number is a multiple of 8, the
+    number of devices.
+    """
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "
     flags += "--train-micro-batch-size 2 --gradient-checkpointing"
     answer = reader.run(f"scripts/start_skyrl_tx.sh {flags} dry_run=true", status=2)
@@ -412,5 +416,5 @@ def test_the_dumps_have_the_fields_and_keys_of_the_document(run_directory: Path)
 
 
 def literal(value: str) -> object:
-    """Return a value whose `str` equals that of the value in config.json."""
+    """Convert the text of an option to a value with the same `str` as the option's value in config.json."""
     return {"true": True, "false": False}.get(value, float(value) if "e-" in value else value)

@@ -78,7 +78,9 @@ async def test_a_download_url_is_invalid_after_the_next_save(
 
 
 def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
-    """The archive exceeds the socket buffers, so the server reads most of it after the change."""
+    """A save or a deletion changes the checkpoint during the download. The archive is larger than the socket
+    buffers, so the server reads most of it after this change.
+    """
     context = fake_context(tmp_path)
     with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for change in (
@@ -248,7 +250,7 @@ async def test_a_save_removes_an_unknown_directory_of_a_checkpoint(
 
 
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
-    """The program kills one child at its 1st call that changes the disk, another at its 8th, and so on."""
+    """`checkpoint_kills` kills one child at its 1st call that changes the disk, another at its 8th, etc."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -446,8 +446,8 @@ def write_run_sh(text: str) -> str:
     return f"printf '%s\\n' '{text}' > /app/run.sh"
 
 
-# Attacks that could prevent grading: the verifier, the attack and the graded-zero reason of each trial. `...`
-# accepts any reason.
+# Attacks that could prevent grading: the verifier, the attack and the graded-zero reason of each trial. None:
+# the trial is graded and the verifier gives the reward 0. `...`: the test accepts any reason or None.
 BROKEN_TRIALS = {
     "all processes killed": (RUN_SH_VERIFIER, "kill -9 -1", None),
     "pid 1 without resources": (RUN_SH_VERIFIER, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
@@ -592,7 +592,7 @@ DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}
 
 def docker_task(directory: Path, test: str, *, timeout_s: float = 30) -> Path:
     directory = task(directory, test, dockerfile=TMUX_DOCKERFILE)
-    # With no-network, Harbor would need another image from a registry.
+    # DOCKER_TASK omits the no-network mode, because Harbor needs an image from a registry for that mode.
     (directory / "task.toml").write_text(DOCKER_TASK.format(timeout_s=timeout_s))
     return directory
 
@@ -674,8 +674,9 @@ def honest_trial() -> ContainerTrial:
     return ContainerTrial(test=test, commands=commands)
 
 
-# Attacks that could prevent grading: the attack and the graded-zero reason of each trial. `...` accepts any
-# reason. A special file is not downloaded, so the reward is the number that the verifier wrote.
+# Attacks that could prevent grading: the attack and the graded-zero reason of each trial, as in
+# BROKEN_TRIALS. A special file in place of reward.json is not downloaded, so the reward is the number in the
+# file REWARD.
 BROKEN_CONTAINER_TRIALS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "all processes killed": ("kill -9 -1", ...),
@@ -782,7 +783,8 @@ async def test_a_failure_to_unpack_files_gives_no_reward(
 async def test_a_failure_to_remove_files_gives_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no file can be removed in a fresh environment, as in an image without `rm`, this is a failure."""
+    """If files cannot be removed from the fresh environment, for example because its image lacks `rm`, the
+    trial has an infrastructure failure."""
     unpack = SandboxFiles.unpack
 
     async def unpack_without_rm(

@@ -135,7 +135,7 @@ PYTHON_PROGRAM = re.compile(r"(?:^py|> \S+\.py) <<'END'\n(.*?)^END$", re.DOTALL 
 
 @pytest.mark.parametrize("attack", ALL_ATTACKS, ids=lambda attack: attack.name)
 def test_attack_script_has_no_syntax_error(attack: Attack) -> None:
-    """A script with a syntax error would attack nothing, so its other test could not fail."""
+    """A script with a syntax error would attack nothing, so the test that runs the attack could not fail."""
     check = subprocess.run(
         ["bash", "-n"], input=attack.script, capture_output=True, text=True, check=False, timeout=10
     )

@@ -176,7 +176,7 @@ async def test_files_are_removed_after_the_last_wait(
 def test_the_next_run_removes_the_cgroups_of_an_ended_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With the shared root, another trainer that starts now could remove the directory.
+    # In the root that the user's trainers share, a trainer that starts now could remove the directory first.
     monkeypatch.setattr("src.envs.sandbox.sandbox_directory.root_directory", lambda: tmp_path)
     parents = cgroup_parents()
     assert parents is not None
@@ -196,7 +196,7 @@ def test_cgroup_v2_limits_memory_swap_and_processes(tmp_path: Path) -> None:
     parents = CgroupParents(version=2, directories=(parent,))
     cgroup.mkdir(parents=True)
     record = tmp_path / "cgroups"
-    with pytest.raises(FileExistsError):  # a name cannot be used twice
+    with pytest.raises(FileExistsError):  # a cgroup with this name exists
         parents.create("run-1", SandboxLimits(), record=record)
     for file in ("memory.max", "memory.swap.max", "pids.max"):
         (cgroup / file).touch()

@@ -66,7 +66,7 @@ def test_another_user_cannot_create_the_root_directory_first(
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
     monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
     monkeypatch.setattr(module, "_cache_directory", lambda: None)
-    link = tmp_path / f"agent-trainer-{os.geteuid()}-0"  # sorts before a name with random letters
+    link = tmp_path / f"agent-trainer-{os.geteuid()}-0"  # its name sorts before names with random letters
     link_target = tmp_path / "elsewhere"
     link_target.mkdir()
     link.symlink_to(link_target)

@@ -232,7 +232,9 @@ def test_endless_output_does_not_block_the_event_loop(monkeypatch: pytest.Monkey
 
 
 def test_output_that_is_written_to_a_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent can replace the program that sends a download and so controls the size of the download."""
+    """The agent can replace the program in the sandbox that sends a downloaded file, and then determines how
+    many bytes the trainer receives.
+    """
     monkeypatch.setattr("src.envs.sandbox.exec_request.MAX_FILE_BYTES", 1000)
     read_end, write_end = os.pipe()
     os.write(write_end, b"x" * 4096)

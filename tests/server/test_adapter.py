@@ -109,7 +109,9 @@ def test_a_sequence_uses_the_adapter_of_its_lora_slot() -> None:
 
 @pytest.mark.parametrize("slots", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
 def test_the_compiled_number_of_adapters_changes_no_result(slots: tuple[int, ...]) -> None:
-    """With `counts`, as on a GPU, programs are compiled for certain numbers of adapters."""
+    """If `lora_indices` receives `counts`, as on a GPU, the program is compiled for the smallest sufficient
+    number of adapters in `counts`.
+    """
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(
         lambda *leaves: np.stack(leaves),

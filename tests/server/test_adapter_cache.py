@@ -40,7 +40,9 @@ def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 
 
 
 def save(cache: AdapterCache, *names: str) -> None:
-    """Save a snapshot for each name. A name is a letter, and all values are its code: 97 for "a"."""
+    """Save a snapshot for each name, which is a letter. All values of a snapshot are the code of its letter,
+    97 for "a".
+    """
     for name in names:
         cache.put(name, adapter(float(ord(name))))
 

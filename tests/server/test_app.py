@@ -631,7 +631,7 @@ async def test_deletions_during_a_save_do_not_delay_other_requests(
 async def test_a_deleted_sampler_checkpoint_leaves_the_device(
     http: httpx.AsyncClient, context: AppState, engine: FakeEngine, expires: bool
 ) -> None:
-    """Another checkpoint may get its path."""
+    """The path can be used again, and a sample of the new checkpoint must not use the old weights."""
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     for seq_id, route in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
@@ -722,7 +722,7 @@ async def test_checkpoints_are_listed_in_pages(http: httpx.AsyncClient) -> None:
 
 
 async def test_training_runs_of_a_project_are_refused(http: httpx.AsyncClient) -> None:
-    """A list of all runs would be a wrong answer."""
+    """The server has no projects, so a list of all runs would be a wrong answer to this request."""
     response = await http.get("training_runs", params={"project_id": "x"})
     assert (response.status_code, "no projects" in response.json()["detail"]) == (400, True)
 

@@ -10,7 +10,7 @@ NO_PREFIX = Prefix()
 
 
 def cache_text(cache: PrefixCache, text: np.ndarray) -> None:
-    """Cache the tokens `text` in free pages, as at the end of a sequence."""
+    """Cache the tokens `text` in free pages, as the server does when a sequence ends."""
     pages = cache.allocate(-(-len(text) // PAGE_SIZE))
     assert pages is not None
     cache.insert("w", text, pages)

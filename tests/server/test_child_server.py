@@ -92,7 +92,8 @@ def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     with pytest.raises(httpx.ConnectError):
         while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):  # it stops during a request
+            # The server may stop during a request.
+            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
                 httpx.get(f"{url}/api/v1/healthz", timeout=TIMEOUT_S)
             time.sleep(0.1)
 

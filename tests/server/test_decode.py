@@ -1,4 +1,6 @@
-"""Samples stay the same if a decode dispatch starts before the host has read the previous dispatch."""
+"""Samples stay the same if a decode dispatch starts before the host has read the results of the previous
+dispatch.
+"""
 
 from __future__ import annotations
 

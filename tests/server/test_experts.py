@@ -87,7 +87,7 @@ def test_adapters_in_a_stack_equal_each_adapter_alone() -> None:
     x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
-    # all LoRA slots: leading axes [slots, 1 layer]
+    # The arrays of all LoRA slots have the leading axes [slots, layers], here with one layer.
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)
     stacked = tuple(replace(module, indices=lora_indices(rows), layer=np.int32(0)) for module in stacked)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, stacked)

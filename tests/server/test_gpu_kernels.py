@@ -225,9 +225,10 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
         np.testing.assert_array_equal(actual[row], alone[row])
 
 
-@pytest.mark.parametrize(
-    ("heads", "many_tiles"), [(4, 1), (4, 1000), (6, 1)]
-)  # two heads per program, one head, an odd group size
+# In the first case, each program of the kernel processes two heads. In the second case it processes one head,
+# because there are fewer than `many_tiles` pairs of a tile and a head, and in the third case because an odd
+# number of heads (three) shares a key-value head.
+@pytest.mark.parametrize(("heads", "many_tiles"), [(4, 1), (4, 1000), (6, 1)])
 def test_prefill_attention_by_kernel_and_by_loop_is_equal(
     heads: int, many_tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +379,7 @@ def test_heads_normalized_and_rotated_by_kernel_are_equal(
 def test_decode_steps_on_a_gpu_read_factors_in_place(
     has_layers: bool, max_loras: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output head has no axis of layers."""
+    """Without `has_layers`, the factors have no axis of layers, as those of the output head."""
     config, widths, rank, leading = tiny_qwen3.CONFIG, (24, 8, 8), 3, (5, 2) if has_layers else (5,)
     x, weight = normal(0, 6, 1, 16), normal(1, sum(widths), 16)
     slots = np.array([2] * 6 if max_loras == 1 else [2, 0, 2, 4, 0, 0])

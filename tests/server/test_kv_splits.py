@@ -74,14 +74,16 @@ def test_a_shared_part_is_in_one_split_if_all_sequences_fit(
 
 
 def test_more_sequences_than_a_split_holds_get_a_second_split() -> None:
-    """With group=4, a split holds four sequences."""
+    """With group=4 (four query heads share a key-value head), a split holds four sequences."""
     splits = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
     assert [rows[rows >= 0].tolist() for *_, rows in _split_list(splits)] == [[0, 1, 2, 3], [4]]
 
 
 def test_the_number_of_calls_does_not_depend_on_the_batch_size() -> None:
     def count_function_calls(rows: int) -> int:
-        """Return the number of function calls for `rows` sequences of 8,192 tokens, in groups of four."""
+        """Return the number of function calls for `rows` sequences of 8,192 tokens. Four sequences each share
+        their first 96 pages.
+        """
         tables = np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)
         tables[:, :96] = tables[np.arange(rows) // 4 * 4, :96]
         count = 0

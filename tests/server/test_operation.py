@@ -1,4 +1,4 @@
-"""Tests of the metrics and the API key."""
+"""Tests of the route /metrics and of the API key."""
 
 from __future__ import annotations
 

@@ -447,14 +447,15 @@ def draws(
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_k": 1}, [1, 0, 0, 0, 0]),
-        # The two likeliest tokens have a sum of 0.8, so the third token is included.
+        # The probabilities of the two likeliest tokens add up to 0.8, so the third token is included.
         (
             {"top_p": 0.9},
             [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0],
         ),
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
-        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # the first two are 0.84 of the top three
+        # The first two tokens have 0.84 of the probability of the first three.
+        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
     ],
 )
 def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: list[float]):

@@ -325,7 +325,7 @@ def test_dropping_a_snapshot_waits_for_earlier_samples():
 
 
 def test_a_sample_waits_until_earlier_operations_drop_its_weights():
-    """Another checkpoint may have the path of a deleted one."""
+    """The path of a deleted checkpoint can be used again, and the sample then needs the new weights."""
     scheduler = queue(DropSnapshot(weights="s"), sample("s"))
     drop = next_work(scheduler, free_slots=4, num_running=0)
     assert isinstance(drop, OperationStep) and drop.request_id == 1
@@ -384,7 +384,9 @@ def test_a_deferred_sample_keeps_its_place_until_a_sequence_ends():
 
 
 def test_blocked_requests_do_not_increase_the_prefill_budget():
-    """Running sequences decode as often as without the requests, which cannot use the free slots."""
+    """Blocked requests cannot use the free slots. Running sequences decode as often as if no request were
+    blocked.
+    """
 
     def kinds(num_blocked: int) -> list[type]:
         scheduler = Scheduler(max_partial_prefill_tokens=10**6, prefills_per_dispatch=1.0)
@@ -829,7 +831,7 @@ def test_every_request_of_a_random_workload_is_served(seed: int) -> None:
 
 
 class CountingQueue(SampleQueue):
-    """Counts the calls of `next_of`, which take most of the time of a choice."""
+    """Counts the calls of `next_of`, which take most of the time in which the scheduler chooses a request."""
 
     num_calls = 0
 

@@ -88,9 +88,11 @@ def test_measured_times_depend_on_sequences_and_segment() -> None:
 def test_the_predicted_flops_of_a_step_match_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA counts the body of the loop over decode steps once. The program attends in every slot up to the
-    end of the segment, and it also computes the LoRA products."""
-    monkeypatch.setattr(reductions, "on_gpu", lambda: True)  # on a CPU, sums are products with 16 columns
+    """XLA counts the body of the loop over decode steps once, so its count is that of one step. In the
+    program, every slot attends up to the end of the segment. The program also computes the LoRA products,
+    which `step_flops` leaves out."""
+    # The sums of a CPU are matrix products with 16 columns, which XLA would also count.
+    monkeypatch.setattr(reductions, "on_gpu", lambda: True)
     config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
     settings = make_settings(
         make_model(tmp_path / "model", config),

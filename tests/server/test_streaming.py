@@ -47,6 +47,6 @@ def test_a_disconnect_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture
     request = cast("Any", SimpleNamespace(receive=receive))
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(wait_for_results(state, request, [cast("Any", None)] * 2)) is None
-        gc.collect()  # asyncio logs an exception that no one has read when its future is deleted.
+        gc.collect()  # When a future is deleted whose exception was never read, asyncio logs the exception.
     assert all(future.cancelled() for future in futures)
     assert not caplog.records

@@ -97,7 +97,8 @@ def outcomes(number: int, seed: int) -> list[str]:
         try:
             if name == "protobuf":
                 message = bytearray(rng.choice(valid_messages))
-                # Change only one byte: the order of the map decides which of two invalid inputs is reported.
+                # Change only one byte. With two invalid loss inputs, the order of the protobuf map, which is
+                # not fixed, would decide which of them is reported.
                 message[rng.randrange(len(message))] = rng.randrange(256)
                 parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
             else:
@@ -109,7 +110,8 @@ def outcomes(number: int, seed: int) -> list[str]:
         except errors.UserError as error:
             result = f"{type(error).__name__}: {error}"
             if name == "protobuf":
-                # Without tokens every input is invalid. The order of the map decides which one is reported.
+                # If the datum has no tokens, every loss input is invalid, and the order of the map decides
+                # which of them is reported.
                 result = re.sub(r": \w+ has (\d+) entries for 0", r": an input has \1 entries for 0", result)
         results.append(f"{name}: {result}")
     return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))

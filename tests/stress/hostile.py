@@ -203,7 +203,7 @@ class Watch:
     """Observes the server in a thread until `stop`.
 
     Every second it measures the latency of `/healthz`. Every RSS_EVERY_S seconds it records the resident
-    memory and the number of training models and of snapshots in host memory.
+    memory, and the sum of the number of training models and the number of snapshots in host memory.
     """
 
     def __init__(self, running: Server, headers: Mapping[str, str] | None = None) -> None:

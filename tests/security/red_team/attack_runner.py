@@ -107,7 +107,7 @@ class AttackRunner:
                 if (batch_violations and len(batch) > 1) or (
                     shared_trial.violations and len(shared_trial.attacks) > 1
                 ):
-                    # A script reports its own holes, so these need no repetition.
+                    # Holes are kept: each of them belongs to the attack whose script reported it.
                     suspects.append(SharedTrial(attacks=shared_trial.attacks, holes=shared_trial.holes))
                     continue
                 for result in self._results(shared_trial, batch_violations):
