@@ -233,8 +233,7 @@ def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():
 def test_no_other_cut_call_is_executed(form, cut):
     """An answer that is cut within the arguments calls nothing, or calls the tool without any argument."""
     parsed = parse(form.replace("{}", JSON[:cut]), TOOLS)
-    complete = JSON[:cut].endswith('"') and JSON[:cut] + "}" * 2 == JSON
-    assert complete or not parsed.calls or parsed.calls == [ToolCall(name="get_order", arguments={})]
+    assert list(parsed.calls) in ([], [ToolCall(name="get_order", arguments={})])
 
 
 @pytest.mark.parametrize(
