@@ -41,8 +41,7 @@ MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
 """The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
 MAX_HEADER_BYTES = 256
-"""The maximum number of bytes of the first line that are compared. The first line of a compacted file is
-shorter."""
+"""The number of bytes of the first line that are compared. The first line of a compacted file is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.fp8 import block_size
 from skyrl_tx_server.files.json_file import read_json_object, write_json
 from skyrl_tx_server.model.families.layer_spec import Family
-from skyrl_tx_server.model.families.qwen3 import FULL
+from skyrl_tx_server.model.families.qwen3 import FULL, SLIDING
 from skyrl_tx_server.model.families.table import FAMILIES, family_of
 from skyrl_tx_server.model.model_config import (
     Llama3Scaling,
@@ -77,8 +77,10 @@ def load_model_config(model_dir: Path) -> ModelConfig:
             f"{path}: num_attention_heads={config.num_heads} must be a multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
-    full = {FULL}.issuperset(raw.get("layer_types") or [])
-    if not config.sliding_windows and (raw.get("use_sliding_window") or not full):
+    layer_types = {*(raw.get("layer_types") or ())} - {FULL}
+    if raw.get("use_sliding_window") is False:  # transformers then computes full attention in these layers
+        layer_types -= {SLIDING}
+    if not config.sliding_windows and (raw.get("use_sliding_window") or layer_types):
         raise ConfigError(
             f"{path}: use_sliding_window must be false and every entry of layer_types must be {FULL!r}, "
             f"because this server computes full attention in all layers of this model "

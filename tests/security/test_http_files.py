@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ import pytest
 
 from skyrl_tx_server.engine.futures import Retention
 from skyrl_tx_server.engine.operations import CreateModel, UnloadModel
-from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.errors import ConfigError, StorageError, UserError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.peft_files import CONFIG, read_adapter
 from skyrl_tx_server.http.app import build_app
@@ -165,7 +164,7 @@ async def test_a_full_disk_fails_only_the_model_that_is_created(
     first_id = (await make_model(http))["model_id"]
 
     def raise_disk_full(run: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise StorageError("ledger.jsonl cannot be written: No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(context.run_index, "record_run", raise_disk_full)
