@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docker.errors import NotFound
@@ -192,35 +193,31 @@ async def test_container_downloads_are_limited_and_follow_no_links(
     assert "/logs/agent: at most" in note and "/logs/verifier: at most" in note
 
 
-async def test_every_service_has_a_stop_timeout_of_0_seconds(tmp_path: Path) -> None:
+async def attributes_of_services(directory: Path, compose: str) -> list[dict[str, Any]]:
+    """Start the services of a compose file, stop them, and return the attributes of their containers."""
     name = f"test-{secrets.token_hex(4)}"
     compose_environment = create_environment(
-        tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE
+        directory, name, label=f"test-docker-{os.getpid()}", compose=compose
     )
     try:
         await compose_environment.start(force_build=False)
         with engine(timeout_s=20) as client:
             containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
-            assert len(containers) == 2
-            assert [container.attrs["Config"]["StopTimeout"] for container in containers] == [0, 0]
+            return [container.attrs for container in containers]
     finally:
         await compose_environment.stop(delete=True)
+
+
+async def test_every_service_has_a_stop_timeout_of_0_seconds(tmp_path: Path) -> None:
+    attributes = await attributes_of_services(tmp_path, COMPOSE)
+    assert [container["Config"]["StopTimeout"] for container in attributes] == [0, 0]
 
 
 async def test_the_number_of_processes_of_a_service_is_limited(tmp_path: Path) -> None:
-    name = f"test-{secrets.token_hex(4)}"
     compose = COMPOSE.replace("    command:", "    pids_limit: 77\n    command:")
-    compose_environment = create_environment(
-        tmp_path, name, label=f"test-docker-{os.getpid()}", compose=compose
-    )
-    try:
-        await compose_environment.start(force_build=False)
-        with engine(timeout_s=20) as client:
-            containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
-            limits = {container.attrs["HostConfig"]["PidsLimit"] for container in containers}
-            assert limits == {SandboxLimits().processes, 77}
-    finally:
-        await compose_environment.stop(delete=True)
+    attributes = await attributes_of_services(tmp_path, compose)
+    limits = {container["HostConfig"]["PidsLimit"] for container in attributes}
+    assert limits == {SandboxLimits().processes, 77}
 
 
 async def test_the_output_of_a_command_is_cut_at_the_limit(tmp_path: Path) -> None:

@@ -31,18 +31,23 @@ def member(name: str, *, kind: bytes = tarfile.REGTYPE, mode: int = 0o644, link:
     return info
 
 
-def carried(members: Iterable[tarfile.TarInfo]) -> dict[str, int]:
-    """Return the names and modes of the members that are carried over."""
+def filtered(members: Iterable[tarfile.TarInfo], content: bytes = b"") -> tarfile.TarFile:
+    """Return the archive of the members that are carried over. Each file has the first bytes of `content`."""
     source, target = io.BytesIO(), io.BytesIO()
     with tarfile.TarFile(fileobj=source, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for info in members:
-            archive.addfile(info)
+            archive.addfile(info, io.BytesIO(content))
     source.seek(0)
-    filtered = FilteredArchive(target, RULES, FileChanges())
-    filtered.add(source)
-    filtered.close()
+    result = FilteredArchive(target, RULES, FileChanges())
+    result.add(source)
+    result.close()
     target.seek(0)
-    with tarfile.open(fileobj=target) as archive:
+    return tarfile.open(fileobj=target)
+
+
+def carried(members: Iterable[tarfile.TarInfo]) -> dict[str, int]:
+    """Return the names and modes of the members that are carried over."""
+    with filtered(members) as archive:
         return {info.name: info.mode for info in archive}
 
 
@@ -63,17 +68,7 @@ def test_hard_links_to_a_file_that_is_left_out_are_files() -> None:
     excluded.size = 600
     names = ("opt/tools/cat", "app/first", "app/second")
     links = [member(name, kind=tarfile.LNKTYPE, link="root/.cache/a") for name in names]
-    source, target = io.BytesIO(), io.BytesIO()
-    with tarfile.TarFile(fileobj=source, mode="w") as archive:
-        archive.addfile(excluded, io.BytesIO(b"x" * 600))
-        for link in links:
-            archive.addfile(link)
-    source.seek(0)
-    filtered = FilteredArchive(target, RULES, FileChanges())
-    filtered.add(source)
-    filtered.close()
-    target.seek(0)
-    with tarfile.open(fileobj=target) as archive:
+    with filtered([excluded, *links], b"x" * 600) as archive:
         tools, first, second = archive.getmembers()
         assert [tools.name, first.name, second.name] == list(names)
         assert tools.isreg() and tools.mode == 0o640

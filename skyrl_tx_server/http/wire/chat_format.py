@@ -85,7 +85,7 @@ def render(
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)
-    call = _rendered_call(tokenizer, tools[:1])
+    call = _rendered_call(tokenizer)
     if call is None:
         messages = [_with_json_arguments(message) for message in messages]
     text = _apply(tokenizer, messages, tools, template_kwargs)
@@ -166,14 +166,17 @@ def _apply(
         raise UserError(f"messages: the model's chat template refuses them: {error}") from None
 
 
-def _rendered_call(tokenizer: Tokenizer, tools: Sequence[object]) -> str | None:
+@cache
+def _rendered_call(tokenizer: Tokenizer) -> str | None:
     """Return a conversation with a call of the function `probe`. Return None if the chat template does not
     take the arguments as an object. The templates of DeepSeek take JSON text."""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": parameters}}
     call = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
     question = {"role": "user", "content": "question"}
     try:
         return _apply(
-            tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, {}
+            tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool], {}
         )
     except UserError:
         return None

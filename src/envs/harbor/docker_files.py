@@ -49,8 +49,8 @@ from src.envs.sandbox.docker import engine
 ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
-MAX_EXPORT_REQUESTS = 5000  # of one export; a request takes up to 0.1 s
-MAX_PREFIXES = 200  # whose Python interpreters are looked for
+MAX_EXPORT_REQUESTS = 5000  # the number of requests of one export; a request takes up to 0.1 s
+MAX_PREFIXES = 200  # the number of prefixes that are searched for Python interpreters
 MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
 # Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 # fmt: off
-LOADED = (  # files, and directories of files, that are code or settings which can name programs
+LOADED = (  # variables that name files, or directories of files, with code or with settings of programs
     "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "BASH_ENV", "ENV", "INPUTRC", "OPENSSL_CONF",
     "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "WGETRC", "PYTHONHOME",
     "PYTHONSTARTUP", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "NPM_CONFIG_USERCONFIG", "NPM_CONFIG_GLOBALCONFIG",

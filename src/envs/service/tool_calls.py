@@ -43,7 +43,7 @@ from src.envs.service.call_forms import (
 logger = logging.getLogger(__name__)
 
 MAX_ADDED_BRACKETS = 3  # closing brackets that the parser may add
-LEVELS_AROUND_ARGUMENTS = 50  # at least the JSON levels around the arguments in the files of a run
+LEVELS_AROUND_ARGUMENTS = 50  # more than the JSON levels that contain the arguments in the files of a run
 SPECIAL = re.compile(r"<\|[a-z_]+\|>")
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
