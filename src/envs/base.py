@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from src.core.errors import BackendError
+from src.core.exception_origin import described
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.policy.sampling_policy import Policy
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
-
-
+CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 DEFAULT_DEADLINE_S = 7200.0
 """The deadline of a trial if the option `trial_timeout_s` is not set."""
 
@@ -31,27 +32,6 @@ class Trial(Protocol):
         ...
 
 
-async def run_with_timeout(
-    trial: Trial, policy: Policy, task: Task, timeout_s: float | None
-) -> Trajectory | TrialFailure:
-    """Run a trial. Return a TrialFailure if the trial does not finish within `timeout_s` (None: two hours),
-    or if a call inside the trial cancels the trial."""
-    timeout_s = timeout_s or DEFAULT_DEADLINE_S
-    running = asyncio.ensure_future(trial.run(policy))
-    try:
-        await asyncio.wait({running}, timeout=timeout_s)
-        if running.done() and not running.cancelled():
-            return running.result()
-        kind, message = FailureKind.TIMEOUT, f"not finished after {timeout_s:g} s"
-        if running.cancelled():
-            kind, message = FailureKind.HARBOR, "a call inside the trial cancelled the trial"
-        return TrialFailure(task_id=task.id, kind=kind, message=message)
-    finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait({running})
-
-
 @runtime_checkable
 class DeadlineAware(Protocol):
     """A trial that can determine whether its agent caused the trial to exceed its deadline."""
@@ -64,10 +44,64 @@ class DeadlineAware(Protocol):
         the start of the trial until the agent ended or the deadline was reached. The agent's time does not
         include sampling.
 
-        `src.rollouts.group_rollout` calls this method if `run` has not finished at the deadline, and then
-        cancels `run`.
+        `run_trial` calls this method if `run` has not finished at the deadline, and then cancels `run`.
         """
         ...
+
+
+async def run_trial(
+    create: Callable[[], Trial], policy: Policy, task: Task, *, timeout_s: float | None
+) -> Trajectory | TrialFailure:
+    """Create a trial of `task`, run it and return its result. An exception becomes a TrialFailure.
+
+    A trial that does not finish within `timeout_s` (None: two hours) is cancelled. Its result is that of
+    `DeadlineAware.timeout_result`, or else a TrialFailure.
+    """
+    deadline_s = timeout_s or DEFAULT_DEADLINE_S
+    try:
+        trial = create()
+    except Exception as error:
+        logger.exception("%s: the trial could not be created", task.id)
+        return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
+    running = asyncio.ensure_future(trial.run(policy))
+    try:
+        await asyncio.wait({running}, timeout=deadline_s)
+        if not running.done():
+            message = f"not finished after {deadline_s:g} s"
+            graded = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
+            if graded is None:
+                return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
+            logger.warning(
+                "%s: the trial has reward 0, because the agent used up the time (%s): %s",
+                task.id,
+                graded.zero_reason,
+                message,
+            )
+            return graded
+        if running.cancelled():  # `trial.run` cancelled itself; the caller of this function was not cancelled
+            message = "a call inside the trial cancelled the trial"
+            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=message)
+        return running.result()
+    except BackendError as error:
+        return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
+    except Exception as error:
+        logger.exception("%s: the trial raised an exception", task.id)
+        return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
+    finally:
+        await _end(running, task)
+
+
+async def _end(running: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
+    """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
+    if not running.done():
+        running.cancel()
+        await asyncio.wait({running}, timeout=CLEANING_S)
+        if not running.done():
+            logger.error(
+                "%s: a cancelled trial still runs after %g s; its sandbox is freed when this process ends",
+                task.id,
+                CLEANING_S,
+            )
 
 
 @runtime_checkable

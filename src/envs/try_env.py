@@ -45,7 +45,7 @@ from src.core.process import deadline, exit_on_signal, exit_process, run_until_s
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup, TrialFailure, ZeroReason
 from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.answering_policy import AnsweringPolicy, scripted
-from src.envs.base import TaskSource, close_quietly, run_with_timeout
+from src.envs.base import TaskSource, close_quietly, run_trial
 from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.envs.registry import check_environment, open_task_source
@@ -239,14 +239,15 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
 
             async def run_one(number: int, task: Task, member: int) -> Trajectory | TrialFailure:
                 async with slots:
-                    trial = source.trial(
+                    create = partial(
+                        source.trial,
                         task,
                         directory=Path(directory),
                         seed=config.seed + member,
                         temperature=config.temperature,
                         member=member,
                     )
-                    result = await run_with_timeout(trial, policy_for(task), task, config.trial_timeout_s)
+                    result = await run_trial(create, policy_for(task), task, timeout_s=config.trial_timeout_s)
                 panels[number] = trial_panel(task, member, result, with_messages=config.kind != "typed")
                 while unprinted and unprinted[0] in panels:
                     console.print(panels.pop(unprinted.pop(0)))

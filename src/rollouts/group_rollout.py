@@ -2,8 +2,7 @@
 
 A trial is one execution of a task by the agent. A rollout is the trial of one member of a group, with its
 exact tokens, as the run stores it on disk. One semaphore limits the number of concurrent trials. A trial has
-up to `trial_attempts` attempts, each with a deadline. This module converts an exception of a trial to a
-`TrialFailure`.
+up to `trial_attempts` attempts, each with a deadline.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from src.core.errors import BackendError, TooManyFailuresError
-from src.core.exception_origin import described
+from src.core.errors import TooManyFailuresError
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
-from src.envs.base import DEFAULT_DEADLINE_S, DeadlineAware, TaskSource
+from src.envs.base import DEFAULT_DEADLINE_S, TaskSource, run_trial
 from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -29,7 +28,6 @@ from src.rollouts.options import RolloutOptions
 
 logger = logging.getLogger(__name__)
 
-CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0  # longest wait before another attempt; `back_off` then adds up to 50 % to it
 # An attempt is repeated if its failure is of one of these kinds.
 REPEATED_FAILURES = frozenset(
@@ -169,13 +167,21 @@ class Rollouts:
         seed = trial_seed(options.seed, plan, task.id, member)
         if key in kept and kept[key].seed == seed:
             return kept[key]
+        create = partial(
+            self._source.trial,
+            task,
+            directory=plan.directory,
+            seed=seed,
+            temperature=plan.temperature,
+            member=member,
+        )
         attempts = 0
         while True:
             attempts += 1
             async with self._slots:
                 started.append(time.monotonic())
                 self._finished.journal.rollout_started(key, policy_version=policy.version, seed=seed)
-                result = await self._trial(task, policy, plan, seed, member)
+                result = await run_trial(create, policy, task, timeout_s=options.trial_timeout_s)
             if (
                 isinstance(result, Trajectory)
                 or result.kind not in REPEATED_FAILURES
@@ -201,47 +207,6 @@ class Rollouts:
         self._finished.add(key, rollout)
         return rollout
 
-    async def _trial(
-        self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
-    ) -> Trajectory | TrialFailure:
-        deadline_s = self._options.trial_timeout_s or DEFAULT_DEADLINE_S
-        try:
-            trial = self._source.trial(
-                task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
-            )
-        except Exception as error:
-            logger.exception("%s: the trial could not be created", task.id)
-            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
-        running = asyncio.ensure_future(trial.run(policy))
-        try:
-            await asyncio.wait({running}, timeout=deadline_s)
-            if not running.done():
-                message = f"not finished after {deadline_s:g} s"
-                graded = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
-                if graded is None:
-                    return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
-                logger.warning(
-                    "%s: the trial has reward 0, because the agent used up the time (%s): %s",
-                    task.id,
-                    graded.zero_reason,
-                    message,
-                )
-                return graded
-            if running.cancelled():  # a call inside the trial cancelled the trial; the run was not cancelled
-                return TrialFailure(
-                    task_id=task.id,
-                    kind=FailureKind.HARBOR,
-                    message="a call inside the trial cancelled the trial",
-                )
-            return running.result()
-        except BackendError as error:
-            return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
-        except Exception as error:
-            logger.exception("%s: the trial raised an exception", task.id)
-            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
-        finally:
-            await _end(running, task)
-
 
 async def all_results[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """Run the coroutines concurrently and return their results in order.
@@ -257,19 +222,6 @@ async def all_results[T](works: Iterable[Coroutine[object, object, T]]) -> list[
             first = first.exceptions[0]
         raise first from errors
     return [task.result() for task in tasks]
-
-
-async def _end(running: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
-    """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
-    if not running.done():
-        running.cancel()
-        await asyncio.wait({running}, timeout=CLEANING_S)
-        if not running.done():
-            logger.error(
-                "%s: a cancelled trial still runs after %g s; its sandbox is freed when this process ends",
-                task.id,
-                CLEANING_S,
-            )
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:

@@ -16,7 +16,7 @@ from src.core import wait_notice
 from src.core.errors import ConfigError
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure, Turn
 from src.envs import try_env
-from src.envs.base import run_with_timeout
+from src.envs.base import run_trial
 from src.envs.try_env import TryConfig
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
@@ -237,12 +237,13 @@ class CancellingTrial:
 
 async def test_a_trial_that_is_cancelled_from_inside_is_a_failure():
     task = Task(id="a", path=Path("a"), instruction="i")
-    result = await run_with_timeout(CancellingTrial(does_end=True), FakePolicy(byte_chat(), []), task, 60)
+    trial = CancellingTrial(does_end=True)
+    result = await run_trial(lambda: trial, FakePolicy(byte_chat(), []), task, timeout_s=60)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.HARBOR
 
 
 async def test_a_trial_is_cancelled_at_its_deadline():
     task, trial = Task(id="a", path=Path("a"), instruction="i"), CancellingTrial(does_end=False)
-    result = await run_with_timeout(trial, FakePolicy(byte_chat(), []), task, 0.01)
+    result = await run_trial(lambda: trial, FakePolicy(byte_chat(), []), task, timeout_s=0.01)
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.TIMEOUT
     assert trial.was_cancelled
