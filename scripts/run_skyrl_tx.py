@@ -84,7 +84,7 @@ from src.cli.saved_options import (
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.envs.options import DOWNLOADS, require_task_directory
-from src.envs.registry import check_environment
+from src.envs.registry import check_environment, find_factory
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_directory
@@ -201,6 +201,8 @@ def quick_start(user_options: dict[str, str]) -> int:
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     config = check_options(options)
+    if "tasks_dir" in user_options or "eval_tasks" in user_options:
+        check_tokenizer_and_tasks(config)
     server_directory = new_server_directory(options["log_path"])
     checkpoints_dir = checkpoints_dir or str(server_directory / "checkpoints")
     key = new_key()
@@ -218,7 +220,6 @@ def quick_start(user_options: dict[str, str]) -> int:
         ),
         server_directory,
         key=key,
-        to_check=config if "tasks_dir" in user_options or "eval_tasks" in user_options else None,
     )
     if warm_start is not None:
         status, weights = fine_tune(warm_start, options, server_directory, key=key)
@@ -280,6 +281,7 @@ def chosen_quick_start(user_options: Mapping[str, str]) -> QuickStart:
         return QUICKSTARTS[name]
     if "quickstart" in user_options:
         raise ConfigError(f"quickstart={name} is none of {', '.join(QUICKSTARTS)}")
+    find_factory(kind)  # raises ConfigError for an unknown environment
     raise ConfigError(
         f"env={kind} has no quick start; give model_name=MODEL, for example model_name={SMALL_MODEL}, or one "
         f"of quickstart={', quickstart='.join(QUICKSTARTS)}"
@@ -343,9 +345,10 @@ def full_recipe(user_options: dict[str, str]) -> int:
             arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
         if checkpoints_dir is not None:
             arguments.append(f"checkpoints_dir={checkpoints_dir}")
+        check_tokenizer_and_tasks(config)
         key = new_key()
         server_directory = new_server_directory(options["log_path"])
-        server = start_server(url, tuple(arguments), server_directory, key=key, to_check=config)
+        server = start_server(url, tuple(arguments), server_directory, key=key)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):
         stop(server)
@@ -467,8 +470,7 @@ def check_options(options: dict[str, str]) -> TrainerConfig:
     """Return the configuration of the trainer for these options. Call this function before a server is
     started, because it raises the ConfigError that the trainer would raise.
 
-    The tokenizer and Harbor tasks are checked while the server starts (`start_server`), because the imports
-    of these checks take seconds.
+    `check_tokenizer_and_tasks` checks the tokenizer and Harbor tasks.
     """
     config = parse(trainer_arguments(options))
     if config.env != "harbor":
@@ -539,17 +541,9 @@ def new_key() -> str:
 
 
 def start_server(
-    url: str,
-    arguments: tuple[str, ...],
-    server_directory: Path,
-    *,
-    key: str,
-    to_check: TrainerConfig | None = None,
+    url: str, arguments: tuple[str, ...], server_directory: Path, *, key: str
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. If the server fails, print its error and exit.
-
-    While the server starts, the tokenizer and the Harbor tasks of the run `to_check` are checked. If they are
-    invalid, the server is stopped and ConfigError is raised.
 
     `server_directory` receives the log, the key and the arguments of the server. If the directory is new,
     only this user can read it. The server reads the key from its environment, because every user can read the
@@ -582,12 +576,6 @@ def start_server(
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     started = time.monotonic()
-    if to_check is not None:
-        try:
-            check_tokenizer_and_tasks(to_check)
-        except ConfigError:
-            stop(server)
-            raise
     while not healthy(url):
         if server.poll() is not None:
             lines = [line for line in log_lines(log_file, log_start) if line.strip()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,8 @@ import pytest
 
 from scripts import recipe_options, run_skyrl_tx
 from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_defaults, wandb_is_set_up
-from scripts.run_skyrl_tx import in_trainer_names, main, trainer_arguments
+from scripts.run_skyrl_tx import check_tokenizer_and_tasks, in_trainer_names, main, trainer_arguments
 from src.cli.command_line import parse
-from src.config import TrainerConfig
 from src.core.errors import BackendError, ConfigError
 from src.policy.backend import check_alive
 from src.policy.running_server import NO_SERVER, ServedModels, find_server
@@ -78,9 +77,7 @@ def trained(
         def wait(self, timeout: float | None = None) -> int:
             return 0
 
-    def start_server(
-        url: str, arguments: tuple[str, ...], side_files: Path, *, key: str, to_check: TrainerConfig | None
-    ) -> Process:
+    def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key: str) -> Process:
         started.append(arguments)
         monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts=STARTED))
         return Process()
@@ -91,6 +88,7 @@ def trained(
         return 0
 
     monkeypatch.setattr(run_skyrl_tx, "start_server", start_server)
+    monkeypatch.setattr(run_skyrl_tx, "check_tokenizer_and_tasks", lambda config: None)
     monkeypatch.setattr(run_skyrl_tx, "train", train)
     monkeypatch.setattr(run_skyrl_tx, "load_dotenv", lambda _: None)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "TINKER_API_KEY", "SKYRL_TX_URL"):
@@ -238,41 +236,41 @@ def test_no_quick_start_replaces_a_run_on_other_tasks(tasks: str, trained, monke
     )
 
 
-def test_invalid_tasks_stop_the_server_that_was_started(monkeypatch, tmp_path: Path) -> None:
-    stopped: list[subprocess.Popen[bytes]] = []
-    stop = run_skyrl_tx.stop
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["tasks_dir=tasks"], "/tasks contains no task directories"),
+        (["tasks_dir=good", "eval_tasks=absent"], "eval_tasks: 'absent' matches no task"),
+        (["tasks_dir=good", "environment_kwargs=absent=1"], "environment_kwargs"),
+        (
+            ["model_name=./model", "tasks_dir=good", "eval_tasks=absent"],
+            "eval_tasks: 'absent' matches no task",
+        ),
+    ],
+)
+def test_wrong_harbor_tasks_are_refused_before_a_server_starts(
+    options: list[str], message: str, trained, monkeypatch, capfd
+) -> None:
+    shutil.copytree(run_skyrl_tx.QUICKSTART / "model", "model", dirs_exist_ok=True)
+    shutil.copytree(run_skyrl_tx.QUICKSTART / "train", "good")
+    monkeypatch.setattr(run_skyrl_tx, "check_tokenizer_and_tasks", check_tokenizer_and_tasks)
+    monkeypatch.setattr(run_skyrl_tx, "start_server", lambda *_, **__: pytest.fail("a server was started"))
+    monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
+    assert main(["environment_type=sandbox", *options]) == 2
+    assert message in capfd.readouterr().err
 
-    def record(server: subprocess.Popen[bytes] | None) -> None:
-        assert server is not None
-        stopped.append(server)
-        stop(server)
 
-    start = subprocess.Popen
-
-    def start_without_function(command: list[str], *, preexec_fn: object = None, **options: Any) -> object:
-        # Other tests import JAX, whose fork handler gives a warning. `Popen` runs fork handlers only if
-        # `preexec_fn` is given.
-        return start(command, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start_without_function)
-    monkeypatch.setattr(run_skyrl_tx, "stop", record)
-    (tmp_path / "tasks" / "broken").mkdir(parents=True)
-    options = {"model_name": "local/model", "tasks_dir": str(tmp_path / "tasks")}
-    url = f"http://127.0.0.1:{run_skyrl_tx.free_port()}"
-    to_check = parse(trainer_arguments({**options, "skyrl_tx_url": url}))
-    arguments = (f"base_model={run_skyrl_tx.QUICKSTART / 'model'}",)
-    with pytest.raises(ConfigError, match=r"broken: no task\.toml"):
-        run_skyrl_tx.start_server(url, arguments, tmp_path / "server", key=KEY, to_check=to_check)
-    assert [server.poll() is not None for server in stopped] == [True]
+def test_without_a_model_an_unknown_environment_is_named(trained, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
+    assert main(["env=tau_bnch"]) == 2
+    assert "env=tau_bnch is none of data, fleet, harbor, openenv, tau_bench" in capfd.readouterr().err
 
 
 def test_a_missing_tokenizer_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((run_skyrl_tx.QUICKSTART / "model" / "config.json").read_text())
     options = ["model_name=local/model", f"tokenizer={tmp_path}", "data=x.jsonl", "reward=number"]
     with pytest.raises(ConfigError, match=r"no tokenizer in .*: it has no tokenizer files"):
-        run_skyrl_tx.check_tokenizer_and_tasks(
-            parse([*options, "skyrl_tx_url=http://127.0.0.1:9", "backend=skyrl-tx"])
-        )
+        check_tokenizer_and_tasks(parse([*options, "skyrl_tx_url=http://127.0.0.1:9", "backend=skyrl-tx"]))
 
 
 @pytest.mark.parametrize("name", ["/none/model", "./none", "a/b/c"])
