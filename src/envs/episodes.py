@@ -126,19 +126,9 @@ class EpisodeTasks:
 def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
     """Return the task source of `spec` with the options of the run.
 
-    Raises ConfigError if two tasks share an id, or if an option of TASK_FILES is set that is not in
-    `spec.reads`. Also raises the errors of `split`.
+    Raises the errors of `split`.
     """
-    for name in TASK_FILES:
-        if name not in spec.reads and not is_default(config, name):
-            raise ConfigError(
-                f"env={config.env} does not read {name}; remove it, or, if the factory reads it, add "
-                f'reads=["{name}"] to its EnvSpec'
-            )
-    require_unique_ids([*spec.tasks, *spec.held_out])
-    train, held_out = split(
-        spec, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed
-    )
+    train, held_out = split(spec, config)
     settings = EpisodeSettings(
         temperature=config.temperature,
         seed=config.seed,
@@ -156,18 +146,26 @@ def environment_seed(run_seed: int, task_id: str, member: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def split(
-    spec: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int
-) -> tuple[Sequence[Task], Sequence[Task]]:
+def split(spec: EnvSpec, config: EnvironmentOptions) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return (training tasks, held-out tasks).
 
     Without a test split, the result is that of `hold_out`. With a test split, all of `spec.tasks` are
-    training tasks and `fraction` is ignored. The held-out tasks are the tasks of the test split that match
-    `patterns`, or the whole test split if there are no patterns. Raises ConfigError if a pattern matches a
-    training task. Also raises the errors of `hold_out`.
+    training tasks and `eval_split` is ignored. The held-out tasks are the tasks of the test split that match
+    `eval_tasks`, or the whole test split if `eval_tasks` is not set.
+
+    Raises ConfigError if an option of TASK_FILES is set that is not in `spec.reads`, if two tasks share an
+    id, or if `eval_tasks` matches a training task. Also raises the errors of `hold_out`.
     """
+    for name in TASK_FILES:
+        if name not in spec.reads and not is_default(config, name):
+            raise ConfigError(
+                f"env={config.env} does not read {name}; remove it, or, if the factory reads it, add "
+                f'reads=["{name}"] to its EnvSpec'
+            )
+    require_unique_ids([*spec.tasks, *spec.held_out])
+    patterns, seed = config.eval_tasks or (), config.seed
     if not spec.held_out:
-        return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)
+        return hold_out(spec.tasks, patterns=patterns, fraction=config.eval_split, seed=seed)
     if not patterns:
         return spec.tasks, spec.held_out
     _, selected = hold_out([*spec.tasks, *spec.held_out], patterns=patterns, fraction=0.0, seed=seed)

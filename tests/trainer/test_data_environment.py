@@ -402,6 +402,7 @@ NO_QUESTION = (
             "reward=maths is none of exact, number, regex, math; choose one, or give your own",
         ),
         ("", ["reward=json:no"], "reward=json:no: json has no function no"),
+        ('{"question": "1?", "answer": "1"}', ["eval_tasks=absent"], "eval_tasks: 'absent' matches no task"),
     ],
 )
 def test_a_mistake_in_the_data_gives_a_one_line_error(tmp_path: Path, text, options, message):

@@ -45,16 +45,12 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+OWN_SERVER = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
+
+
 def config(home: Path, *options: str, kwargs: str = "domain=retail") -> TrainerConfig:
-    base = [
-        "model_name=m",
-        "backend=skyrl-tx",
-        "skyrl_tx_url=http://h:1",
-        "env=tau_bench",
-        f"tau2_home={home}",
-        "context_limit=8000",
-    ]
-    return parse([*base, f"environment_kwargs={kwargs},workers=1", *options])
+    base = ["env=tau_bench", f"tau2_home={home}", "context_limit=8000"]
+    return parse([*OWN_SERVER, *base, f"environment_kwargs={kwargs},workers=1", *options])
 
 
 async def result(
@@ -356,7 +352,7 @@ def test_a_gold_action_has_the_arguments_of_its_tool():
 
 
 def test_former_option_names_are_accepted_with_a_notice(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        options = tau_bench.with_new_names({"customer": "tinker", "customer_model": "m", "workers": "2"})
-    assert options == {"user_simulator": "tinker", "user_model": "m", "workers": "2"}
-    assert "customer_model is a former name; use user_model" in caplog.text
+    former = parse([*OWN_SERVER, "env=tau_bench", "environment_kwargs=customer=openai"])
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="user_simulator=openai needs"):
+        check_environment(former)
+    assert "customer is a former name; use user_simulator" in caplog.text

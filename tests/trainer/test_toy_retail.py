@@ -22,7 +22,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Task, Trajectory
 from src.envs.episodes import EnvSpec
 from src.envs.message_env import EpisodeSettings, MessageEnv, StepResult, run_episode
-from src.envs.registry import open_task_source
+from src.envs.registry import check_environment, open_task_source
 from src.envs.service.service_env import MAX_ERRORS, ServiceEnv, do_nothing
 from src.envs.service.tau_bench import open_toy_retail
 from src.envs.service.toy_retail import (
@@ -364,11 +364,13 @@ async def test_an_episode_that_a_limit_ends_has_reward_0(chat):
             "user_simulator=angry is not one of scripted, openai, tinker",
         ),
         ("tasks_dir=nowhere", "nowhere contains no toy_retail domain"),
+        ("eval_tasks=absent", "eval_tasks: 'absent' matches no task"),
     ],
 )
 def test_invalid_options_are_rejected_with_one_line(option, message, chat):
-    with pytest.raises(ConfigError, match=message):
-        open_task_source(parse([*BASE, option]), chat)
+    for reject in (check_environment, lambda config: open_task_source(config, chat)):
+        with pytest.raises(ConfigError, match=message):
+            reject(parse([*BASE, option]))
 
 
 def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):

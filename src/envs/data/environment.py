@@ -18,7 +18,7 @@ from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.data.rewards import Reward, open_reward
 from src.envs.data.rows import Columns, Question, read_questions, tasks_of
-from src.envs.episodes import EnvSpec, episodes
+from src.envs.episodes import EnvSpec, episodes, split
 from src.envs.message_env import MessageEnv, ResetResult, StepResult
 from src.envs.options import EnvironmentOptions
 from src.envs.service.tool_calls import without_thoughts
@@ -77,35 +77,33 @@ class DataEnv:
 
 def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the task source of `data` and `test_data`. Raises ConfigError for invalid options or files."""
-    reward = open_reward(str(config.reward))
-    tasks, held_out = read_tasks(config, reward)
-    options = config.environment_options
-    system, max_answers = read_system(options.get("system")), read_max_answers(options)
-
-    def make(task: Task, seed: int) -> MessageEnv:
-        question = task.row["question"]
-        assert isinstance(question, Question)
-        return DataEnv(question, reward, system=system, max_answers=max_answers)
-
-    spec = EnvSpec(tasks=tasks, held_out=held_out, make=make, reads=["test_data"], close=reward.close)
-    return episodes(config, chat, spec)
+    return episodes(config, chat, _spec(config))
 
 
 def check_data(config: EnvironmentOptions) -> None:
-    """Raise ConfigError for unknown settings in `environment_kwargs`, and for a reward, settings or files
-    that `open_data` cannot use. Needs no server. Only `open_data` checks the split, and whether task ids are
-    unique over all files."""
+    """Raise the errors of `open_data`. Needs no server."""
+    if FORMER_MAX_ANSWERS in config.environment_options:
+        logger.warning("environment_kwargs: %s is a former name; use max_answers", FORMER_MAX_ANSWERS)
+    split(_spec(config), config)
+
+
+def _spec(config: EnvironmentOptions) -> EnvSpec:
     options = config.environment_options
     if unknown := options.keys() - {"question", "answer", "system", "max_answers", FORMER_MAX_ANSWERS}:
         raise ConfigError(
             f"environment_kwargs: env=data has no option {min(unknown)}; its options are question, answer, "
             "system and max_answers"
         )
-    if FORMER_MAX_ANSWERS in options:
-        logger.warning("environment_kwargs: %s is a former name; use max_answers", FORMER_MAX_ANSWERS)
-    read_system(options.get("system"))
-    read_max_answers(options)
-    read_tasks(config, open_reward(str(config.reward)))
+    system, max_answers = read_system(options.get("system")), read_max_answers(options)
+    reward = open_reward(str(config.reward))
+    tasks, held_out = read_tasks(config, reward)
+
+    def make(task: Task, seed: int) -> MessageEnv:
+        question = task.row["question"]
+        assert isinstance(question, Question)
+        return DataEnv(question, reward, system=system, max_answers=max_answers)
+
+    return EnvSpec(tasks=tasks, held_out=held_out, make=make, reads=["test_data"], close=reward.close)
 
 
 def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], list[Task]]:

@@ -21,7 +21,7 @@ import chz
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.episodes import TASK_FILES, EnvSpec, episodes
+from src.envs.episodes import TASK_FILES, EnvSpec, episodes, split
 from src.envs.message_env import MessageEnv
 from src.envs.options import EnvironmentOptions
 from src.envs.service import tau2, toy_retail
@@ -66,18 +66,29 @@ Options = dict[str, str]  # each function removes the options that it reads; the
 
 def check_tau_bench(config: EnvironmentOptions) -> None:
     """Raise ConfigError if `environment_kwargs` names an unknown domain, or a domain of tau2-bench without
-    `tau2_home`."""
-    # A domain of the user (module:function) is opened with the model of the user simulator.
-    names = {name for name in _domain_names(config, config.environment_options) if ":" not in name}
+    `tau2_home`. With toy_retail alone, raise the errors of `open_tau_bench`. Other domains are only opened by
+    `open_tau_bench`, because they need workers of tau2-bench or run code of the user."""
+    for old, new in RENAMED_OPTIONS.items():
+        if old in config.environment_options:
+            logger.warning("environment_kwargs: %s is a former name; use %s", old, new)
+    chosen = _domain_names(config, config.environment_options)
+    names = {name for name in chosen if ":" not in name}
     registered = registered_domains()
     _require_known(names, [*SPLITS, *registered], where="environment_kwargs")
     if benchmark := sorted((names & tau2.SPLITS.keys()) - registered.keys()):
         _tau2_home(config, "+".join(benchmark))
+    if chosen == [toy_retail.NAME] and not (config.train_data or config.test_data):
+        split(_spec(config), config)
 
 
 def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Open the named domains and the task files. Raises ConfigError for unknown domains, tasks or options."""
-    options = with_new_names(config.environment_options)
+    return episodes(config, chat, _spec(config))
+
+
+def _spec(config: EnvironmentOptions) -> EnvSpec:
+    settings = config.environment_options
+    options = {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
     names = _domain_names(config, options)
     model = open_user_model(config, options)
     context = DomainContext(options=options, user_model=model)
@@ -131,17 +142,13 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     def make(task: Task, seed: int) -> MessageEnv:
         return providers[str(task.row["domain"])].make(task, seed)
 
-    return episodes(
-        config,
-        chat,
-        EnvSpec(
-            tasks=tau2.gradable_tasks(tasks, has_judge=judge is not None),
-            held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
-            make=make,
-            noop_reward=do_nothing,
-            reads=TASK_FILES,
-            close=close,
-        ),
+    return EnvSpec(
+        tasks=tau2.gradable_tasks(tasks, has_judge=judge is not None),
+        held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
+        make=make,
+        noop_reward=do_nothing,
+        reads=TASK_FILES,
+        close=close,
     )
 
 
@@ -168,13 +175,6 @@ def provider_of(domain: ServiceDomain) -> DomainProvider:
         make=lambda task, seed: ServiceEnv(domain.episode(task, seed)),
         close=domain.close,
     )
-
-
-def with_new_names(options: Options) -> Options:
-    """Return the options under their current names, and log a warning for each former name."""
-    for old in options.keys() & RENAMED_OPTIONS.keys():
-        logger.warning("environment_kwargs: %s is a former name; use %s", old, RENAMED_OPTIONS[old])
-    return {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
 
 
 def open_domains(
