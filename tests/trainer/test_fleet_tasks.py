@@ -67,7 +67,7 @@ def test_the_verifier_is_found(tmp_path: Path, code: str, function: str):
     [
         ("{", "not JSON"),
         ("[" * 200_000, "not JSON"),
-        ("[1]", "not a JSON object; write one object per line"),
+        ("[1]", "the line is a JSON list, not an object; correct it"),
         (ROW | {"task_key": 3}, "task_key is missing or not a text; add it"),
         (ROW | {"env_key": " "}, "env_key is missing or not a text; add it"),
         (ROW | {"env_key": "a/b"}, "env_key='a/b' must begin with a letter or digit"),
@@ -87,14 +87,14 @@ def test_the_verifier_is_found(tmp_path: Path, code: str, function: str):
 )
 def test_a_mistake_gives_a_one_line_error_with_its_place(tmp_path: Path, row: object, message: str):
     path = written(tmp_path, ROW, row)
-    with pytest.raises(ConfigError, match=f"tasks.jsonl, line 2: .*{message}") as refused:
+    with pytest.raises(ConfigError, match=f"tasks.jsonl:2: .*{message}") as refused:
         read_tasks(path)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "tasks.jsonl cannot be read"), (b"\xff", "cannot be read"), (b"\n", "contains no task")],
+    [(None, "tasks.jsonl cannot be read"), (b"\xff", "the line is not JSON"), (b"\n", "contains no task")],
 )
 def test_a_file_without_tasks_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
     if content is not None:

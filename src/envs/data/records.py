@@ -28,7 +28,7 @@ def read_records(path: Path) -> list[Record]:
     """
     match path.suffix:
         case ".jsonl":
-            records = _from_lines(path)
+            records = read_json_lines(path)
         case ".parquet":
             records = _from_parquet(path)
         case _:
@@ -38,7 +38,9 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def _from_lines(path: Path) -> list[Record]:
+def read_json_lines(path: Path) -> list[Record]:
+    """Read a file with one JSON object per line, of any suffix. Raises ConfigError, as `read_records` does,
+    except if the file has no rows."""
     try:
         lines = path.read_bytes().split(b"\n")  # splitlines() would also split at U+2028 inside a string
     except OSError as error:

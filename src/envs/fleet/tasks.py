@@ -10,14 +10,15 @@ verifier receive all fields except those whose name begins with `verifier_`.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
+from src.envs.data.records import read_json_lines
 
 REQUIRED = ("task_key", "env_key", "prompt", "verifier_code")
 MODALITIES = ("tool_use", "computer_use")
@@ -27,30 +28,16 @@ VERIFY = "verify"
 
 def read_tasks(path: Path) -> list[Task]:
     """Read the tasks of a file. Raises ConfigError with the file and the line number of an invalid task."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; name a .jsonl file") from error
-    tasks = [
-        parse_task(line, path=path, where=f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    tasks = [parse_task(record.values, path=path, where=record.where) for record in read_json_lines(path)]
     if not tasks:
         raise ConfigError(f"{path} contains no task; write one JSON object per line")
     return tasks
 
 
-def parse_task(line: str, *, path: Path, where: str) -> Task:
-    """Parse one line. `Task.row` contains the fields of the line and `verifier_function`, the name of the
-    function that grades. Raises ConfigError for an invalid task.
+def parse_task(row: Mapping[str, Any], *, path: Path, where: str) -> Task:
+    """Return the task of one line. `Task.row` contains the fields of the line and `verifier_function`, the
+    name of the function that grades. Raises ConfigError for an invalid task.
     """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: the line is not JSON ({error}); write one object per line") from error
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: the line is not a JSON object; write one object per line")
     for name in REQUIRED:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise ConfigError(f"{where}: {name} is missing or not a text; add it")
