@@ -33,51 +33,48 @@ PYTHON_VALUES: Mapping[str, object] = {"True": True, "False": False, "None": Non
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenCall:
-    """A call as it is written in an answer."""
+class RawCalls:
+    """The calls that were recognized in an answer, before they are checked."""
 
-    name: str  # "" if the answer contains no complete name
-    arguments: str | Mapping[str, object]  # JSON text, or the parsed arguments
-    problem: str = ""  # why the arguments cannot be read; "" if there was no problem
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenCalls:
-    content: str  # the text around the calls
-    calls: Sequence[WrittenCall]
+    content: str = ""  # the text around the calls
+    texts: Sequence[str] = ()  # the calls as JSON
+    calls: Sequence[object] = ()  # the calls as objects with a name and arguments, which may be JSON text
+    problem: str = ""  # why the calls cannot be read; "" if there was no problem
+    num_repaired: int = 0  # JSON texts to which closing brackets were added
 
 
-def deepseek_calls(text: str) -> WrittenCalls | None:
+def deepseek_calls(text: str) -> RawCalls | None:
     """Return the calls between the special tokens of DeepSeek-V3 or V3.1, or None if there are none.
 
-    >>> deepseek_calls("Yes.<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>").calls[0].name
-    'f'
+    >>> deepseek_calls("Yes.<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>").calls
+    [{'name': 'f', 'arguments': '{}'}]
     """
     matches = list(DEEPSEEK_CALL.finditer(text))
     if not matches:
         return None
     calls = [_deepseek_call(match[1]) for match in matches]
-    return WrittenCalls(content=DEEPSEEK_TOOL.sub("", DEEPSEEK_CALL.sub("", text)).strip(), calls=calls)
+    return RawCalls(content=DEEPSEEK_TOOL.sub("", DEEPSEEK_CALL.sub("", text)).strip(), calls=calls)
 
 
-def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]]) -> WrittenCalls | None:
+def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]]) -> RawCalls | None:
     """Return the calls of the form `<function=f>...</function>`, or None if there are none.
 
     `text_parameters` maps each tool to the parameters whose value is text. The values of other parameters are
     converted if they are JSON or in PYTHON_VALUES. Otherwise they are text.
 
-    >>> written = function_calls("<function=f><parameter=n>1</parameter></function>", text_parameters={})
-    >>> written.calls[0].arguments
-    {'n': 1}
+    >>> function_calls("<function=f><parameter=n>1</parameter></function>", text_parameters={}).calls
+    [{'name': 'f', 'arguments': {'n': 1}}]
     """
     matches = list(FUNCTION.finditer(text))
     if not matches:
         return None
-    calls = [
-        _function_call(match[1], match[2], is_closed=bool(match[3]), texts=text_parameters.get(match[1], ()))
-        for match in matches
-    ]
-    return WrittenCalls(content=FUNCTION.sub("", text).strip(), calls=calls)
+    calls, problems = list[object](), list[str]()
+    for name, body, closing_tag in (match.groups() for match in matches):
+        arguments = _arguments(body, is_closed=bool(closing_tag), texts=text_parameters.get(name, ()))
+        if arguments is None:
+            problems.append(f"the call of {name} is incomplete: a closing tag is missing")
+        calls.append({"name": name, "arguments": arguments})
+    return RawCalls(content=FUNCTION.sub("", text).strip(), calls=calls, problem="; ".join(problems))
 
 
 def text_parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, set[str]]:
@@ -99,31 +96,31 @@ def _is_text(schema: Any) -> bool:
     return set(flat) - {"null"} == {"string"}
 
 
-def _deepseek_call(text: str) -> WrittenCall:
+def _deepseek_call(text: str) -> Mapping[str, str]:
+    """Return the name and the arguments of a call as texts. The name is empty if it is incomplete."""
     head, separator, body = text.partition(DEEPSEEK_SEPARATOR)
     if not separator:
-        return WrittenCall(name="", arguments="")
+        return {"name": "", "arguments": ""}
     # DeepSeek-V3 and R1 write the type (`function`), the separator, the name and a code block with JSON.
     if head.strip() == "function" and not body.lstrip().startswith("{"):
         match = DEEPSEEK_V3_BODY.match(body)
-        return WrittenCall(name=match[1], arguments=match[2]) if match else WrittenCall(name="", arguments="")
-    return WrittenCall(name=head.strip(), arguments=body.strip())
+        return {"name": match[1], "arguments": match[2]} if match else {"name": "", "arguments": ""}
+    return {"name": head.strip(), "arguments": body.strip()}
 
 
-def _function_call(name: str, body: str, *, is_closed: bool, texts: Collection[str]) -> WrittenCall:
+def _arguments(body: str, *, is_closed: bool, texts: Collection[str]) -> str | Mapping[str, object] | None:
+    """Return the arguments of a call as JSON text or as values; None if a closing tag is missing."""
     if body.lstrip().startswith("{"):
-        return WrittenCall(name=name, arguments=body.strip())
+        return body.strip()
     # Without `end`, PARAMETER would search the rest of the text again for each tag that is not closed, which
     # takes quadratic time.
     end = body.rfind(PARAMETER_END) + len(PARAMETER_END) if PARAMETER_END in body else 0
     if not is_closed or "<parameter=" in PARAMETER.sub("", body[:end]) + body[end:]:
-        problem = f"the call of {name} is incomplete: a closing tag is missing"
-        return WrittenCall(name=name, arguments={}, problem=problem)
-    arguments = {
+        return None
+    return {
         match[1]: match[2] if match[1] in texts else _value(match[2])
         for match in PARAMETER.finditer(body, 0, end)
     }
-    return WrittenCall(name=name, arguments=arguments)
 
 
 def _value(text: str) -> object:

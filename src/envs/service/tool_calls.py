@@ -30,12 +30,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 
 from src.envs.service.call_forms import (
     DEEPSEEK_SPECIAL,
     DEEPSEEK_TOOL,
-    WrittenCalls,
+    RawCalls,
     deepseek_calls,
     function_calls,
 )
@@ -97,17 +96,6 @@ class ParseError(ValueError):
     """A call cannot be parsed. Raised and handled within this module only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RawCalls:
-    """The calls that a strategy recognized in an answer, before they are checked."""
-
-    content: str = ""  # the text around the calls
-    texts: Sequence[str] = ()  # the calls as JSON
-    calls: Sequence[object] = ()  # the calls as objects with a name and arguments
-    problem: str = ""  # why the calls cannot be read; "" if there was no problem
-    num_repaired: int = 0  # as in ParsedAnswer
-
-
 def parse(
     answer: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]] | None = None
 ) -> ParsedAnswer:
@@ -127,11 +115,11 @@ def parse(
     ParsedAnswer(content='Hello!', calls=(), strategy=None, problem='', num_repaired=0)
     """
     text = without_thoughts(answer)
-    strategies: dict[Strategy, Callable[[str, Collection[str]], _RawCalls | None]] = {
+    strategies: dict[Strategy, Callable[[str, Collection[str]], RawCalls | None]] = {
         Strategy.WHOLE: _whole,
         Strategy.TAGGED: _tagged,
-        Strategy.DEEPSEEK: _deepseek,
-        Strategy.FUNCTION: partial(_function, text_parameters=text_parameters or {}),
+        Strategy.DEEPSEEK: lambda text, tools: deepseek_calls(text),
+        Strategy.FUNCTION: lambda text, tools: function_calls(text, text_parameters=text_parameters or {}),
         Strategy.FENCED: _fenced,
         Strategy.EMBEDDED: _embedded,
         Strategy.REACT: _react,
@@ -163,42 +151,23 @@ def without_thoughts(answer: str) -> str:
     return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
 
-def _whole(text: str, tools: Collection[str]) -> _RawCalls | None:
-    return _RawCalls(texts=[text]) if _looks_like_a_call(text, tools) else None
+def _whole(text: str, tools: Collection[str]) -> RawCalls | None:
+    return RawCalls(texts=[text]) if _looks_like_a_call(text, tools) else None
 
 
-def _tagged(text: str, tools: Collection[str]) -> _RawCalls | None:
+def _tagged(text: str, tools: Collection[str]) -> RawCalls | None:
     parts = TAGGED.findall(text)
     if not parts or parts[0].lstrip().startswith("<function="):
         return None
-    return _RawCalls(texts=parts, content=TAGGED.sub("", text).strip())
+    return RawCalls(texts=parts, content=TAGGED.sub("", text).strip())
 
 
-def _deepseek(text: str, tools: Collection[str]) -> _RawCalls | None:
-    return _written(deepseek_calls(text))
-
-
-def _function(
-    text: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]]
-) -> _RawCalls | None:
-    return _written(function_calls(text, text_parameters=text_parameters))
-
-
-def _written(written: WrittenCalls | None) -> _RawCalls | None:
-    """Convert the result of a function of `call_forms`."""
-    if written is None:
-        return None
-    problem = "; ".join(call.problem for call in written.calls if call.problem)
-    calls = [{"name": call.name, "arguments": call.arguments} for call in written.calls]
-    return _RawCalls(content=written.content, calls=calls, problem=problem)
-
-
-def _fenced(text: str, tools: Collection[str]) -> _RawCalls | None:
+def _fenced(text: str, tools: Collection[str]) -> RawCalls | None:
     parts = [part for part in FENCED.findall(text) if _looks_like_a_call(part, tools)]
-    return _RawCalls(texts=parts, content=FENCED.sub("", text).strip()) if parts else None
+    return RawCalls(texts=parts, content=FENCED.sub("", text).strip()) if parts else None
 
 
-def _embedded(text: str, tools: Collection[str]) -> _RawCalls | None:
+def _embedded(text: str, tools: Collection[str]) -> RawCalls | None:
     match = EMBEDDED.search(text)
     if match is None:
         return None
@@ -209,10 +178,10 @@ def _embedded(text: str, tools: Collection[str]) -> _RawCalls | None:
         end = len(part)
     if not _looks_like_a_call(part[:end], tools):
         return None
-    return _RawCalls(texts=[part[:end]], content=(before + part[end:]).strip())
+    return RawCalls(texts=[part[:end]], content=(before + part[end:]).strip())
 
 
-def _react(text: str, tools: Collection[str]) -> _RawCalls | None:
+def _react(text: str, tools: Collection[str]) -> RawCalls | None:
     match = REACT.search(text)
     if match is None:
         return None
@@ -220,12 +189,12 @@ def _react(text: str, tools: Collection[str]) -> _RawCalls | None:
     try:
         arguments, num_repaired = _json(match[2].strip() or "{}")
     except ParseError as error:
-        return _RawCalls(content=content, problem=str(error))
+        return RawCalls(content=content, problem=str(error))
     call = {"name": match[1], "arguments": arguments}
-    return _RawCalls(content=content, calls=[call], num_repaired=num_repaired)
+    return RawCalls(content=content, calls=[call], num_repaired=num_repaired)
 
 
-def _code(text: str, tools: Collection[str]) -> _RawCalls | None:
+def _code(text: str, tools: Collection[str]) -> RawCalls | None:
     match = next((call for call in CODE.finditer(text) if call[1] in tools), None)
     if match is None:
         return None
@@ -239,15 +208,15 @@ def _code(text: str, tools: Collection[str]) -> _RawCalls | None:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(arguments)  # rejects Python values without a JSON form, such as {1, 2} and b"x"
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        return _RawCalls(content=content, problem=f"{match[0].strip()} cannot be read: {error}")
-    return _RawCalls(content=content, calls=[{"name": match[1], "arguments": arguments}])
+        return RawCalls(content=content, problem=f"{match[0].strip()} cannot be read: {error}")
+    return RawCalls(content=content, calls=[{"name": match[1], "arguments": arguments}])
 
 
-def _bare_name(text: str, tools: Collection[str]) -> _RawCalls | None:
-    return _RawCalls(calls=[{"name": text, "arguments": {}}]) if text in tools else None
+def _bare_name(text: str, tools: Collection[str]) -> RawCalls | None:
+    return RawCalls(calls=[{"name": text, "arguments": {}}]) if text in tools else None
 
 
-def _parsed(raw: _RawCalls, strategy: Strategy) -> ParsedAnswer:
+def _parsed(raw: RawCalls, strategy: Strategy) -> ParsedAnswer:
     """Parse and check the calls. If a JSON text is invalid, or a call has no name or has invalid JSON as
     arguments, no call is returned.
 
