@@ -230,7 +230,7 @@ async def test_a_cancelled_start_ends_the_worker(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", record)
     async with pool_of(arguments=("hang",)) as pool:
-        start = asyncio.create_task(pool.worker())
+        start = asyncio.create_task(pool.worker(pool.reserve()))
         await is_started.wait()
         await asyncio.sleep(0)  # the pool now waits for the worker's first reply
         start.cancel()

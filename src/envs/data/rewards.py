@@ -196,15 +196,15 @@ class WorkerReward:
         await self._pool.aclose()
 
     async def _is_equal(self, request: Mapping[str, object]) -> bool:
-        while True:
-            worker = await self._pool.worker()
-            worker.num_sessions += 1  # the pool chooses the worker with the fewest sessions
-            try:
+        slot = self._pool.reserve()
+        try:
+            reply = None
+            while reply is None:  # None: another request ended the worker
+                worker = await self._pool.worker(slot)
                 reply = await worker.ask(request, timeout_s=GRADING_TIMEOUT_S)
-            finally:
-                worker.num_sessions -= 1
-            if reply is not None:  # None: another request ended the worker
-                return bool(reply["equal"])
+            return bool(reply["equal"])
+        finally:
+            self._pool.release(slot)
 
 
 class FunctionReward:

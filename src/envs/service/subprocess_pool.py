@@ -62,7 +62,6 @@ class Worker:
     """One worker process. Requests are answered in the order of the `ask` calls."""
 
     def __init__(self, process: asyncio.subprocess.Process, stderr: IO[bytes]) -> None:
-        self.num_sessions = 0
         self.is_lost = False
         self._process = process
         self._stderr = stderr
@@ -152,6 +151,7 @@ class WorkerSession:
     def __init__(self, pool: WorkerPool, close_request: Mapping[str, object]) -> None:
         self._pool = pool
         self._close_request = close_request
+        self._slot: int | None = None  # None before the first request
         self._worker: Worker | None = None
         self._exchanges: list[tuple[Mapping[str, object], WorkerReply]] = []
         self._num_losses = self._num_replay_losses = 0
@@ -184,21 +184,19 @@ class WorkerSession:
 
     async def close(self) -> None:
         """Send the close request to the worker. A closed session must not be used again."""
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.num_sessions -= 1
-        with suppress(SandboxError):
-            await worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
+        if self._slot is not None:
+            self._pool.release(self._slot)
+        if self._worker is not None:
+            with suppress(SandboxError):
+                await self._worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:
         """Return a worker with the state of this episode, or None if the worker is lost in the replay."""
         if self._worker is not None and not self._worker.is_lost:
             return self._worker
-        if self._worker is not None:
-            self._worker.num_sessions -= 1
-        self._worker = worker = await self._pool.worker()
-        worker.num_sessions += 1
+        if self._slot is None:
+            self._slot = self._pool.reserve()
+        self._worker = worker = await self._pool.worker(self._slot)
         for request, reply in self._exchanges:
             try:
                 replayed = await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
@@ -223,14 +221,15 @@ class WorkerSession:
 class WorkerPool:
     """A pool of up to `num_workers` workers, which are started on demand.
 
-    A new session is assigned to the worker with the fewest sessions. `contextlib.aclosing` closes a pool.
+    A new session is assigned to the slot with the fewest sessions. Each slot has one worker, and a new worker
+    takes the slot of a lost one. `contextlib.aclosing` closes a pool.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self._workers: list[Worker | None] = [None] * settings.num_workers
         self._starting = [asyncio.Lock() for _ in self._workers]
-        self._waiting = [0] * settings.num_workers
+        self._num_sessions = [0] * settings.num_workers
         self._is_closed = False
 
     @property
@@ -241,23 +240,27 @@ class WorkerPool:
         """Open the session of one episode. `close` of the session sends `close_request` to its worker."""
         return WorkerSession(self, close_request)
 
-    async def worker(self) -> Worker:
-        """Return the worker with the fewest sessions, after starting it if it is not running. Raises
-        SandboxError if the pool is closed, and the errors of `start_worker`."""
-        number = min(range(len(self._workers)), key=self._load)
-        self._waiting[number] += 1
-        try:
-            async with self._starting[number]:
-                worker = self._workers[number]
-                if worker is None or worker.is_lost:
-                    self._require_open()
-                    worker = self._workers[number] = await start_worker(self.settings)
-                    if self._is_closed:  # `aclose` did not see the new worker
-                        await worker.kill()
+    def reserve(self) -> int:
+        """Return the slot with the fewest sessions for a new session, which then calls `release`."""
+        slot = self._num_sessions.index(min(self._num_sessions))
+        self._num_sessions[slot] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._num_sessions[slot] -= 1
+
+    async def worker(self, slot: int) -> Worker:
+        """Return the worker of a slot, after starting it if it is not running. Raises SandboxError if the
+        pool is closed, and the errors of `start_worker`."""
+        async with self._starting[slot]:
+            worker = self._workers[slot]
+            if worker is None or worker.is_lost:
                 self._require_open()
-                return worker
-        finally:
-            self._waiting[number] -= 1
+                worker = self._workers[slot] = await start_worker(self.settings)
+                if self._is_closed:  # `aclose` did not see the new worker
+                    await worker.kill()
+            self._require_open()
+            return worker
 
     async def aclose(self) -> None:
         """End all workers. No worker is started afterwards."""
@@ -269,10 +272,6 @@ class WorkerPool:
     def _require_open(self) -> None:
         if self._is_closed:
             raise SandboxError("the workers of this environment have ended")
-
-    def _load(self, number: int) -> int:
-        worker = self._workers[number]
-        return self._waiting[number] + (0 if worker is None or worker.is_lost else worker.num_sessions)
 
 
 async def start_worker(settings: WorkerSettings) -> Worker:
