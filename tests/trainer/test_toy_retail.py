@@ -35,7 +35,6 @@ from src.envs.service.toy_retail import (
     call,
     communicates,
     content_hash,
-    read_shop,
     scripted,
 )
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedUserSimulator, ends
@@ -380,7 +379,7 @@ def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
     rows[3]["actions"][0]["arguments"]["order"] = "nobody"
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=f"{rows[3]['id']}: a gold action fails: there is no order nobody"):
-        read_shop(tmp_path)
+        open_toy_retail(parse([*BASE, f"tasks_dir={tmp_path}"]), None)
 
 
 @pytest.mark.parametrize(
@@ -398,4 +397,4 @@ def test_an_invalid_row_is_rejected_when_the_tasks_load(tmp_path, change, messag
     rows = json.loads((DIRECTORY / "tasks.json").read_text())
     (tmp_path / "tasks.json").write_text(json.dumps(change(rows)))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        read_shop(tmp_path)
+        open_toy_retail(parse([*BASE, f"tasks_dir={tmp_path}"]), None)

@@ -121,11 +121,11 @@ def tool_domain(
     model = context.user_model
     make_user = scripted if model is None else played_by(model, user_instructions)
 
-    def task_of(row: Mapping[str, Any]) -> Task:
+    def task_of(row: Mapping[str, Any], *, where: object) -> Task:
         try:
             after_gold(database, row, by_name)
-        except ToolError as error:
-            raise ConfigError(f"{name}: {row['id']}: a gold action fails: {error}; correct it") from error
+        except (ToolError, KeyError, TypeError) as error:
+            raise ConfigError(f"{where}: {row['id']}: a gold action fails: {error}; correct it") from error
         has_writes = any(by_name[action["name"]].writes for action in row["actions"])
         return Task(
             id=f"{prefix}{row['id']}",
@@ -144,12 +144,15 @@ def tool_domain(
                 "scripts": [[definition.instruction]],
                 "actions": definition.actions,
                 "communicate": definition.facts,
-            }
+            },
+            where=name,
         )
 
     def episode(task: Task, seed: int) -> ServiceEpisode:
         user = make_user(task.row, seed)
         return ToyRetailEpisode(task.row, database=database, policy=policy, user=user, tools=by_name)
 
-    splits = {split: [task_of(row) for row in rows if row["split"] == split] for split in (TRAIN, TEST)}
+    splits = {
+        split: [task_of(row, where=path) for row in rows if row["split"] == split] for split in (TRAIN, TEST)
+    }
     return ServiceDomain(name=name, splits=splits, episode=episode, defined=defined)

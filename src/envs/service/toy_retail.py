@@ -271,7 +271,7 @@ class Shop:
 
 
 def read_shop(directory: Path) -> Shop:
-    """Read a domain directory. Raises ConfigError if a file cannot be read or a gold action fails."""
+    """Read a domain directory. Raises ConfigError if a file cannot be read or a row lacks a key."""
     try:
         database: Database = json.loads((directory / "db.json").read_text())
         policy = (directory / "policy.md").read_text().strip()
@@ -287,10 +287,4 @@ def read_shop(directory: Path) -> Shop:
                 f"{directory}/tasks.json: {json.dumps(row):.80} is not an object with "
                 f"{', '.join(sorted(ROW_KEYS))}; correct it"
             )
-        try:
-            after_gold(database, row)
-        except (ToolError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{directory}/tasks.json: {row['id']}: a gold action fails: {error}; correct it"
-            ) from error
     return Shop(database=database, policy=policy, rows=rows)
