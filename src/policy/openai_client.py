@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import batched
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
@@ -102,6 +102,14 @@ class ChatReply:
     was_cut: bool = False  # whether max_tokens or the context of the model ended the reply
     num_prompt_tokens: int = 0  # 0 if the endpoint does not report token counts
     num_completion_tokens: int = 0
+
+
+class ChatModel(Protocol):
+    """A model that replies to conversations. `ChatEndpoint` implements it."""
+
+    async def reply(
+        self, messages: Sequence[Message], *, temperature: float, seed: int | None
+    ) -> ChatReply: ...
 
 
 class ChatEndpoint:

@@ -15,12 +15,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
 from src.policy.chat import Message
-from src.policy.openai_client import ChatReply
+from src.policy.openai_client import ChatModel
 from src.rollouts.options import JudgeOptions
 
 logger = logging.getLogger(__name__)
@@ -58,16 +57,6 @@ INSTRUCTIONS = (
 TEMPERATURE = 0.0
 
 
-class JudgeEndpoint(Protocol):
-    """The part of `ChatEndpoint` that a judge needs."""
-
-    model: str
-
-    async def reply(
-        self, messages: Sequence[Message], *, temperature: float, seed: int | None
-    ) -> ChatReply: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The judge's result for one conversation."""
@@ -80,7 +69,7 @@ class Judge:
     """Judges conversations. Equal conversations share one request and one verdict. After an unusable answer,
     the next equal conversation is judged again."""
 
-    def __init__(self, endpoint: JudgeEndpoint, options: JudgeOptions) -> None:
+    def __init__(self, endpoint: ChatModel, options: JudgeOptions) -> None:
         self._endpoint = endpoint
         self._options = options
         self._verdicts: dict[str, asyncio.Future[Verdict]] = {}
@@ -90,9 +79,7 @@ class Judge:
 
         Raises nothing except cancellation.
         """
-        key = hashlib.sha256(
-            f"{self._endpoint.model}\n{transcript(trajectory.conversation)}".encode()
-        ).hexdigest()
+        key = hashlib.sha256(transcript(trajectory.conversation).encode()).hexdigest()
         pending = self._verdicts.get(key)
         is_new = pending is None or pending.cancelled()
         if pending is None or pending.cancelled():

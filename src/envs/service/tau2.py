@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 from src.core.errors import AgentFault, ConfigError, SandboxError, VerifierError
@@ -35,7 +35,7 @@ from src.envs.service.task_files import TaskDefinition
 from src.envs.service.tool_calls import ToolCall, parse
 from src.envs.service.user_simulator import ScriptedUserSimulator, Tools, UserSimulator
 from src.policy.chat import Message
-from src.policy.openai_client import ChatReply
+from src.policy.openai_client import ChatModel
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,6 @@ SPLITS: dict[str, tuple[str, str | None]] = {  # domain -> the official splits t
 }
 
 
-class AssertionJudge(Protocol):
-    """Judges the natural-language assertions of a task. `ChatEndpoint` implements it."""
-
-    async def reply(
-        self, messages: Sequence[Message], *, temperature: float, seed: int | None
-    ) -> ChatReply: ...
-
-
 # (official instructions, tools of the user, seed) -> user simulator
 UserSimulatorFactory = Callable[[str, Tools, int], UserSimulator]
 
@@ -80,7 +72,9 @@ class Tau2Context:
     pool: WorkerPool
     make_user: UserSimulatorFactory
     grading: Grading
-    judge: AssertionJudge | None = None  # None: tasks that need a judge cannot be graded
+    judge: ChatModel | None = (
+        None  # for natural-language assertions; None: tasks that need a judge cannot be graded
+    )
 
 
 class Tau2Episode:
