@@ -23,7 +23,7 @@ from src.envs.fleet.verifier import verify
 from src.envs.message_env import ResetResult
 from src.envs.options import EnvironmentOptions
 from src.envs.service.service_env import ActionResult, Grade, ServiceEnv, do_nothing
-from src.envs.service.task_sources import require_disjoint
+from src.envs.service.task_files import require_disjoint
 from src.envs.service.tau_bench import number, one_of
 from src.envs.service.tool_calls import ToolCall
 from src.policy.chat import Chat, Message

@@ -1,4 +1,5 @@
-"""Task files of env=tau_bench: one JSON object per line, or a parquet table with the same columns.
+"""The tasks that `train_data` and `test_data` of env=tau_bench name: splits of domains such as `retail:test`,
+and rows of task files. A task file has one JSON object per line, or is a parquet table with the same columns.
 
     {"data_source": "tau_bench/retail", "env_class": "tau_bench", "prompt": [...],
      "reward_spec": {"ground_truth": [...]},
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,38 @@ class DomainProvider:
     close: Callable[[], Awaitable[None]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectedTasks:
+    """The tasks that one value of `train_data` or `test_data` names."""
+
+    domains: Collection[str]
+    tasks: Callable[[Mapping[str, DomainProvider]], list[Task]]  # maps the providers of domains to the tasks
+
+
+def read_selection(text: str, domains: Collection[str], *, may_be_named: bool = False) -> SelectedTasks:
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT`, where DOMAIN is one of `domains`.
+
+    `NAME=` is allowed only with `may_be_named`. It replaces the domain of the tasks in metrics. Raises
+    ConfigError for a file that cannot be read or that has an invalid row.
+    """
+    name, _, place = text.partition("=") if may_be_named and "=" in text else ("", "", text)
+
+    def named(tasks: Sequence[Task]) -> list[Task]:
+        return [replace(task, domain=name or task.domain) for task in tasks]
+
+    domain, _, split = place.partition(":")
+    if domain in domains and split:
+        return SelectedTasks(
+            domains={domain}, tasks=lambda providers: named(providers[domain].official(domain, split))
+        )
+    path = Path(place).expanduser()
+    rows = read_rows(path)
+    return SelectedTasks(
+        domains={row.domain for row in rows},
+        tasks=lambda providers: named(tasks_of(rows, providers, path=path)),
+    )
+
+
 def tasks_of(rows: Sequence[Row], providers: Mapping[str, DomainProvider], *, path: Path) -> list[Task]:
     """Return the task of each row, in order. `providers` maps domains to providers.
 
@@ -84,15 +117,15 @@ def read_rows(path: Path) -> list[Row]:
     return [row_of(record.values, where=record.where) for record in read_records(path)]
 
 
-def row_of(record: object, *, where: str) -> Row:
+def row_of(record: Mapping[str, Any], *, where: str) -> Row:
     """Parse one record. The domain is `extra_info.domain`, or else the last part of `data_source`. The id of
     the task is `extra_info.task_id`, or else `extra_info.index`, or else a hash of the definition.
 
     >>> row_of({"data_source": "tau_bench/airline", "extra_info": {"index": 3}}, where="here")
     Row(domain='airline', task='3', definition=None)
     """
-    info = record.get("extra_info") if isinstance(record, Mapping) else None
-    if not isinstance(record, Mapping) or not isinstance(info, Mapping):
+    info = record.get("extra_info")
+    if not isinstance(info, Mapping):
         raise ConfigError(
             f"{where}: the row has no extra_info; a row must be an object with extra_info.domain and "
             "extra_info.task_id"
@@ -150,3 +183,14 @@ def _as_list(value: object) -> list[Any] | None:
         except ValueError:
             return None
     return value if isinstance(value, list) else None
+
+
+def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Raise ConfigError if a task id occurs in both lists."""
+    training_ids = {task.id for task in tasks}
+    if shared_ids := [task.id for task in held_out if task.id in training_ids]:
+        more = f" (and {len(shared_ids) - 1} more)" if len(shared_ids) > 1 else ""
+        raise ConfigError(
+            f"held-out tasks are also training tasks: {shared_ids[0]}{more}; remove them from train_data or "
+            "test_data"
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -36,13 +37,14 @@ from src.envs.service.domains import (
 )
 from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
-from src.envs.service.task_files import DomainProvider, TaskDefinition
-from src.envs.service.task_sources import read_source, require_disjoint
+from src.envs.service.task_files import DomainProvider, TaskDefinition, read_selection, require_disjoint
 from src.envs.service.user_simulator import (
     EndpointUserModel,
     ModelUserSimulator,
     TinkerUserModel,
+    Tools,
     UserModel,
+    UserSimulator,
 )
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import ChatEndpoint, open_endpoint
@@ -97,9 +99,9 @@ def _spec(config: EnvironmentOptions) -> EnvSpec:
     names = [opened[name].name if name in opened else name for name in names]
     own_domains = {domain.name: domain for domain in opened.values()}
     known_domains = [*SPLITS, *{**own_domains, **registered}]
-    training_sources = [read_source(text, known_domains) for text in config.train_data or ()]
-    held_out = [read_source(text, known_domains, may_be_named=True) for text in config.test_data or ()]
-    domains = {*names, *(domain for source in (*training_sources, *held_out) for domain in source.domains)}
+    training = [read_selection(text, known_domains) for text in config.train_data or ()]
+    held_out = [read_selection(text, known_domains, may_be_named=True) for text in config.test_data or ()]
+    domains = set(names).union(*(selection.domains for selection in (*training, *held_out)))
     _require_known(domains - set(names), known_domains, where="train_data or test_data")
     _require_known(set(names), known_domains, where="environment_kwargs")
     for name in sorted(domains & registered.keys() - own_domains.keys()):
@@ -120,9 +122,9 @@ def _spec(config: EnvironmentOptions) -> EnvSpec:
             f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {option}; remove it"
         )
     tasks = [task for name in names for task in providers[name].official(name, splits[name][0])]
-    tasks += [task for source in training_sources for task in source.tasks(providers)]
+    tasks += [task for selection in training for task in selection.tasks(providers)]
     if held_out:
-        tests = [task for source in held_out for task in source.tasks(providers)]
+        tests = [task for selection in held_out for task in selection.tasks(providers)]
     else:
         tests = [
             task
@@ -234,7 +236,8 @@ def open_tau2(
     )
     is_parallel = one_of(options, "parallel_tool_calls", ("false", "true")) == "true"
     pool = WorkerPool(workers)
-    context = tau2.Tau2Context(pool=pool, make_user=tau2_user_factory(model), grading=grading, judge=judge)
+    make_user = tau2.scripted_user if model is None else partial(_model_user, model)
+    context = tau2.Tau2Context(pool=pool, make_user=make_user, grading=grading, judge=judge)
     return DomainProvider(
         official=lambda domain, split: tau2.with_grading(
             grading, tau2.official_tasks(workers, domain, split)
@@ -271,14 +274,8 @@ def _tau2_home(config: EnvironmentOptions, names: str) -> Path:
     return Path(config.tau2_home).expanduser()
 
 
-def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
-    """Return the function that makes the user simulators of tau2.
-
-    If `model` is None, the user simulators follow a script.
-    """
-    if model is None:
-        return tau2.scripted_user
-    return lambda instructions, tools, seed: ModelUserSimulator(model, instructions, seed=seed, tools=tools)
+def _model_user(model: UserModel, instructions: str, tools: Tools, seed: int) -> UserSimulator:
+    return ModelUserSimulator(model, instructions, seed=seed, tools=tools)
 
 
 def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel | None:
