@@ -131,7 +131,10 @@ async def run_episode(
     """Run one episode to its end and close `env`. Raises nothing except CancelledError."""
     episode = _Episode(env, policy, chat, limits, settings)
     started = time.monotonic()
-    failure: tuple[FailureKind, str] | None = None
+
+    def failure(kind: FailureKind, message: str) -> TrialFailure:
+        return TrialFailure(task_id=task_id, kind=kind, message=message, trial_name=trial_name)
+
     try:
         try:
             await episode.run()
@@ -143,16 +146,14 @@ async def run_episode(
         # JSON.
         json.dumps([episode.conversation, episode.tool_fields])
     except BackendError as error:
-        failure = (FailureKind.BACKEND, str(error))
+        return failure(FailureKind.BACKEND, str(error))
     except EnvServerError as error:
-        failure = (FailureKind.ENV_SERVER, str(error))
+        return failure(FailureKind.ENV_SERVER, str(error))
     except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
         logger.warning("%s: the environment failed", task_id, exc_info=users_exc_info(error))
-        failure = (episode.failure_kind, described(error))
+        return failure(episode.failure_kind, described(error))
     finally:
         await _close(env)
-    if failure is not None:
-        return TrialFailure(task_id=task_id, kind=failure[0], message=failure[1], trial_name=trial_name)
     return episode.trajectory(task_id, trial_name, duration_s=time.monotonic() - started)
 
 
@@ -266,13 +267,13 @@ class _Episode:
         exception that is attributed to the answer."""
         try:
             return await self._env.step(answer)
+        except AgentFault as error:
+            fault = error
         except PromptTooLong as error:
             # The prompt of the user simulator or of the judge, which contains the answers, is too long.
             fault = AgentFault(ZeroReason.ENV_ERROR, str(error))
-        except (TrainerError, ConnectionError, TimeoutError) as error:
-            if not isinstance(error, AgentFault):
-                raise
-            fault = error
+        except (TrainerError, ConnectionError, TimeoutError):
+            raise
         except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
             fault = AgentFault(ZeroReason.ENV_ERROR, described(error))
             fault.__cause__ = error

@@ -156,10 +156,16 @@ def typed(console: Console) -> Policy:
     return AnsweringPolicy(answer)
 
 
-def policy_for_scripted(config: TryConfig) -> PolicyFor:
-    """Return a function from a task to its scripted policy. Raises ConfigError if the file `answers` is empty
-    or unreadable. Without `answers`, the returned function raises ConfigError for a task without a reference
-    answer."""
+def policies(config: TryConfig, console: Console, model_policy: Policy | None) -> PolicyFor:
+    """Return a function from a task to the policy of one trial, which is `model_policy` unless it is None.
+
+    Raises ConfigError if the file `answers` is empty or unreadable. With policy=scripted and without
+    `answers`, the returned function raises ConfigError for a task without a reference answer.
+    """
+    if model_policy is not None:
+        return lambda task: model_policy
+    if config.kind == "typed":
+        return lambda task: typed(console)  # one for each trial, because it remembers the messages it showed
     if config.answers is not None:
         try:
             lines = Path(config.answers).expanduser().read_text().splitlines()
@@ -190,14 +196,11 @@ async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[Ta
     options = config.environment
     await asyncio.to_thread(check_environment, options)
     async with AsyncExitStack() as stack:
-        chat = endpoint_chat()
-        if config.kind == "scripted":
-            policy_for = policy_for_scripted(config)
-        elif config.kind == "typed":
-            policy_for = partial(_new_typed_policy, console)
-        else:
+        if config.kind == "model":
             policy, chat = await model(config, stack)
-            policy_for = partial(_same_policy, policy)
+        else:
+            policy, chat = None, endpoint_chat()
+        policy_for = policies(config, console, policy)
         source = await asyncio.to_thread(open_task_source, options, chat)
         stack.push_async_callback(close_quietly, source)
         yield source, policy_for
@@ -217,15 +220,6 @@ async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]
     limit_s = config.request_timeout_s
     async with deadline(limit_s, BackendError, f"no policy was opened in request_timeout_s={limit_s:g}"):
         return await server.open_policy(checkpoint), chat
-
-
-def _new_typed_policy(console: Console, task: Task) -> Policy:
-    """Return a policy for one trial, because the policy remembers which messages it has shown."""
-    return typed(console)
-
-
-def _same_policy(policy: Policy, task: Task) -> Policy:
-    return policy
 
 
 async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:

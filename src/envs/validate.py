@@ -28,7 +28,7 @@ import chz
 
 from src.cli.command_line import help_for, parse_as
 from src.cli.program import run_program
-from src.core.options import pairs
+from src.core.options import at_least, pairs
 from src.envs.harbor.environment import check_directories, import_harbor, new_run_label, prepare_machine
 from src.envs.harbor.grading_method import write_records
 
@@ -42,16 +42,16 @@ class ValidateConfig:
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
     )
-    n_parallel_envs: int = chz.field(default=4, doc="Number of trials that run at the same time")
+    n_parallel_envs: int = chz.field(
+        default=4, doc="Number of trials that run at the same time", validator=at_least(1)
+    )
     logs_dir: str | None = chz.field(
         default=None, doc="Directory for the files of the trials; None: do not keep them"
     )
 
     @chz.validate
-    def _check_options(self) -> None:
+    def _environment_kwargs_are_pairs(self) -> None:
         pairs(self.environment_kwargs, option="environment_kwargs")
-        if self.n_parallel_envs < 1:
-            raise ValueError(f"n_parallel_envs={self.n_parallel_envs} is less than 1; give a positive number")
 
 
 def run(config: ValidateConfig) -> int:

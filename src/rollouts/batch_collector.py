@@ -8,7 +8,7 @@ end. With `max_staleness`, these groups may have begun during earlier steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -220,7 +220,7 @@ class BatchCollector:
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
-            self._ahead[step] = plan, dict(self._rollouts.kept(plan))
+            self._ahead[step] = plan, dict(self._finished.load("step", step))
         return self._ahead[step]
 
     def _plan(self, purpose: str, step: int) -> RolloutPlan:
@@ -294,17 +294,14 @@ class BatchCollector:
         self._curriculum = self._curriculum.after(groups)
         if self._faults.has_too_many_failures(options):
             raise TooManyFailuresError(diagnosis(self._faults, groups, options))
-        self._report_quarantined(before.quarantined, plan)
-        if all(self._is_quarantined(task) for task in self._source.train):
-            is_graded = not groups or any(group.trajectories for group in groups)
-            reason = "resume the run with other tasks" if is_graded else all_failed(groups, plan)
-            raise TooManyFailuresError(f"every training task is quarantined; {reason}")
-
-    def _report_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
         for task, cause in self._faults.quarantined.items():
-            if task not in before:
+            if task not in before.quarantined:
                 self._journal.quarantined(plan.step, task, cause)
                 num_groups = self._faults.strikes[task]
                 self._events.say(
                     f"{task} is quarantined: {num_groups} groups without a graded trial ({cause})"
                 )
+        if all(self._is_quarantined(task) for task in self._source.train):
+            is_graded = not groups or any(group.trajectories for group in groups)
+            reason = "resume the run with other tasks" if is_graded else all_failed(groups, plan)
+            raise TooManyFailuresError(f"every training task is quarantined; {reason}")

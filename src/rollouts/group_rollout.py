@@ -90,7 +90,7 @@ class Rollouts:
 
         `on_group` is called with each group when the group ends.
         """
-        kept = self.kept(plan)
+        kept = self._finished.load(plan.purpose, plan.step)
 
         async def roll_out(task: Task) -> TimedGroup:
             timed = await self.group(task, policy, plan, kept)
@@ -124,10 +124,6 @@ class Rollouts:
                     error,
                 )
                 self._noop_rewards[task.id] = None
-
-    def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
-        """Return the rollouts of the batch that are on disk and final (see `FinishedRollouts.load`)."""
-        return self._finished.load(plan.purpose, plan.step)
 
     async def group(
         self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[RolloutKey, FinishedRollout]

@@ -39,13 +39,11 @@ class Watchdog:
         Raises ServerLost, BackendError after `request_timeout_s`, or an error of `work`. The messages of
         ServerLost and of this BackendError begin with `action`.
         """
-        return await self._first(work, action, timeout_s=self._options.request_timeout_s)
+        return await self.guard(work, action, timeout_s=self._options.request_timeout_s)
 
-    async def guard[T](self, work: Awaitable[T], action: str) -> T:
-        """Return the result of `work`, which limits its own time. Raises ServerLost or an error of `work`."""
-        return await self._first(work, action, timeout_s=None)
-
-    async def _first[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None) -> T:
+    async def guard[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None = None) -> T:
+        """Return the result of `work`. Without `timeout_s`, `work` limits its own time. Raises ServerLost or
+        an error of `work`."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -108,7 +108,7 @@ def test_a_missing_directory_gives_a_one_line_error(
     ("option", "line"),
     [
         ("environment_kwargs=cpus", "environment_kwargs takes key=value"),
-        ("n_parallel_envs=0", "n_parallel_envs=0 is less than 1"),
+        ("n_parallel_envs=0", "n_parallel_envs must be at least 1, not 0"),
     ],
 )
 def test_an_invalid_option_gives_a_one_line_error(
