@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Callable, Sequence
 
-from src.core.token_ids import TokenIds
-from src.core.trajectory import StopReason, Turn
-from src.policy.openai_client import END, MessageCodec
+from src.core.trajectory import Turn
+from src.policy.openai_client import END, MessageCodec, pseudo_turn
 from src.policy.sampling_policy import Policy, SampleRequest
 
 
@@ -24,14 +22,7 @@ class AnsweringPolicy:
     async def sample(self, request: SampleRequest) -> Turn:
         text = await asyncio.to_thread(self._answer, self._codec.messages(request.prompt_ids))
         ids = self._codec.encode(text.replace(END, "") + END, add_special_tokens=False)
-        completion = ids[: request.max_tokens]
-        return Turn(
-            prompt_ids=TokenIds.wrap(request.prompt_ids),
-            completion_ids=completion,
-            logprobs=[math.nan] * len(completion),
-            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
-            policy_version=0,
-        )
+        return pseudo_turn(request, ids[: request.max_tokens], was_cut=len(ids) > request.max_tokens)
 
 
 def scripted(lines: Sequence[str]) -> Policy:

@@ -308,11 +308,8 @@ class _Episode:
 def native_or_described_tools(
     reset_result: ResetResult, settings: EpisodeSettings
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
-    """Return the first messages, and the tools that the chat template renders.
-
-    The template renders the tools if both the environment and the run enable native tool calling. Otherwise
-    no tools are returned, and the system message describes them in text.
-    """
+    """Return the first messages, and the tools that the chat template renders. If the environment or the run
+    does not enable native tool calling, no tools are returned, and the system message describes them."""
     messages, tools = reset_result.messages, reset_result.tools
     if not tools or (reset_result.use_native_tool_calling and settings.use_native_tool_calling):
         return messages, tools

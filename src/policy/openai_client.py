@@ -204,16 +204,20 @@ class EndpointPolicy:
             top_p=request.top_p,
             seed=request.seed,
         )
-        completion_ids = self._codec.encode(
-            _without_control(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False
-        )
-        return Turn(
-            prompt_ids=TokenIds.wrap(request.prompt_ids),
-            completion_ids=completion_ids,
-            logprobs=[math.nan] * len(completion_ids),
-            stop_reason=StopReason.LENGTH if reply.was_cut else StopReason.STOP,
-            policy_version=0,
-        )
+        text = _without_control(reply.text) + ("" if reply.was_cut else END)
+        completion_ids = self._codec.encode(text, add_special_tokens=False)
+        return pseudo_turn(request, completion_ids, was_cut=reply.was_cut)
+
+
+def pseudo_turn(request: SampleRequest, completion_ids: list[int], *, was_cut: bool) -> Turn:
+    """Return a turn of pseudo tokens. `was_cut`: whether the answer was cut at a length limit."""
+    return Turn(
+        prompt_ids=TokenIds.wrap(request.prompt_ids),
+        completion_ids=completion_ids,
+        logprobs=[math.nan] * len(completion_ids),
+        stop_reason=StopReason.LENGTH if was_cut else StopReason.STOP,
+        policy_version=0,
+    )
 
 
 @asynccontextmanager

@@ -1,8 +1,7 @@
 """Collect the batch of each step.
 
 By default, a step rolls out the groups of its own tasks and waits for all of them. With `max_staleness` or
-`stream_groups`, a pipeline rolls out the groups, and a step takes groups from it in the order in which they
-end. With `max_staleness`, these groups may have begun during earlier steps.
+`stream_groups`, it takes groups from the pipeline (`src/rollouts/pipeline.py`).
 """
 
 from __future__ import annotations
@@ -155,9 +154,8 @@ class BatchCollector:
         return StepBatch(rolled_out=sampled.rolled_out, to_learn=sampled.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """Take as many groups as the batch has tasks, in the order in which the groups end.
-
-        Take fewer groups if the pipeline has no more groups for the step, because tasks are quarantined.
+        """Take as many groups as the batch has tasks, in the order in which the groups end, or fewer if tasks
+        are quarantined and the pipeline therefore has no more groups for the step.
 
         If an earlier process has recorded the groups of this step in the journal, take the same groups.
         """

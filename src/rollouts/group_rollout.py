@@ -1,8 +1,7 @@
 """Roll out groups of trials.
 
-A trial is one execution of a task by the agent. A rollout is the trial of one member of a group, with its
-exact tokens, as the run stores it on disk. One semaphore limits the number of concurrent trials. A trial has
-up to `trial_attempts` attempts, each with a deadline.
+One semaphore limits the number of concurrent trials. A trial has up to `trial_attempts` attempts, each with a
+deadline. A rollout is a trial with its exact tokens, as the run stores it on disk.
 """
 
 from __future__ import annotations

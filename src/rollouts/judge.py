@@ -80,9 +80,9 @@ class Judge:
         Raises nothing except cancellation.
         """
         key = hashlib.sha256(transcript(trajectory.conversation).encode()).hexdigest()
-        pending = self._verdicts.get(key)
-        is_new = pending is None or pending.cancelled()
+        pending, is_new = self._verdicts.get(key), False
         if pending is None or pending.cancelled():
+            is_new = True
             pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
         verdict = await asyncio.shield(pending)
         if verdict.failures is None and self._verdicts.get(key) is pending:

@@ -1,7 +1,5 @@
 """The schedule of tasks, and the pipeline that rolls out groups in the order of the schedule.
 
-With `max_staleness=0`, each batch is rolled out with the weights after the previous step. Otherwise groups
-are rolled out during updates, and each turn is sampled with the newest weights.
 docs/staleness.md explains the rules and the alternatives.
 """
 
@@ -135,7 +133,8 @@ class Pipeline:
     """Rolls out groups in the order of the schedule. Steps take the groups in the order in which they end.
 
     With `max_staleness=0`, only the groups of the current step are rolled out. Otherwise up to
-    `max_groups_in_flight` groups are rolled out at once, and a step does not wait for slow groups. If
+    `max_groups_in_flight` groups are rolled out at once, also during updates, each turn is sampled with the
+    newest weights, and a step does not wait for slow groups. If
     training is slower than the rollouts, fewer groups are rolled out at once, because each group must be
     trained before its tokens are too stale.
     """

@@ -1,11 +1,9 @@
 """`ServiceEnv`, a `MessageEnv` in which the agent calls tools. env=fleet and env=tau_bench use it.
 
-In a service domain, which is a set of tasks of env=tau_bench, the agent also talks to a user simulator. The
-conversation is graded at its end.
-
-`ServiceEnv` parses the agent's answers, counts errors, and ends episodes with too many errors. A
-`ServiceEpisode` supplies the tools, the user simulator and the grading. `ToyRetailEpisode` runs the tools in
-this process, `Tau2Episode` in a worker process, and `FleetEpisode` on an MCP server.
+In service domains (`src/envs/service/domains.py`), the agent also talks to a user simulator. The conversation
+is graded at its end. `ServiceEnv` parses the agent's answers, counts errors, and ends episodes with too many
+errors. A `ServiceEpisode` supplies the tools, the user simulator and the grading. `ToyRetailEpisode` runs the
+tools in this process, `Tau2Episode` in a worker process, and `FleetEpisode` on an MCP server.
 """
 
 from __future__ import annotations

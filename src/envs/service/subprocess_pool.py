@@ -5,7 +5,7 @@ Requests and replies are JSON lines, and every request has a deadline. A worker 
 
 A worker can run many episodes. A worker that exits, hangs or sends an invalid reply is killed and replaced.
 Its episodes are then replayed on another worker, which must give identical replies. An episode fails if its
-new requests end more than `MAX_LOSSES` workers, or if the replays of its requests do.
+new requests end more than `MAX_LOSSES` workers, or if the replays of its requests end more than `MAX_LOSSES`.
 
 The errors distinguish a failure that a request caused (`RequestFailed`), for which an agent can be
 responsible, from a failure of the pool (every other SandboxError), which must not become a reward.
@@ -32,8 +32,6 @@ GRACE_S = 5.0  # added to the time limit that the worker itself enforces
 START_TIMEOUT_S = 180.0
 MAX_LINE_BYTES = 1 << 27
 MAX_LOSSES = 1
-"""The number of workers that the new requests of an episode may end. The replays of its requests may end the
-same number of workers."""
 
 WorkerReply = Mapping[str, Any]
 

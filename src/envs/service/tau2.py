@@ -106,23 +106,19 @@ class Tau2Episode:
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Process one answer of the agent. Raises AgentFault if the worker rejects the calls.
-
-        Calls can end a worker. If requests of this episode have then ended more than
-        `subprocess_pool.MAX_LOSSES` workers, the cause of the last loss decides: if the calls exceeded their
-        deadline, the episode ends with the reward 0. Otherwise this method raises AgentFault.
+        """Process one answer of the agent. Raises AgentFault if the worker rejects the calls, or if the
+        calls end more workers than an episode may end. If the last of these workers exceeded its deadline,
+        the episode ends with the reward 0 instead.
         """
         errors_before = self._num_tool_errors
         try:
             state = await self._send_message(content, calls)
-        except WorkerTimeout:
-            if not calls:
-                raise
-            self._has_timed_out = True
-            return ActionResult(is_done=True)
         except RequestFailed as error:  # the worker rejected the calls, or the calls ended it
             if not calls:
                 raise
+            if isinstance(error, WorkerTimeout):
+                self._has_timed_out = True
+                return ActionResult(is_done=True)
             raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
         num_errors = self._num_tool_errors - errors_before
         state = await self._until_agent(state)
