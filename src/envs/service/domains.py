@@ -24,10 +24,9 @@ from src.envs.service.toy_retail import (
     ToolError,
     ToyRetailEpisode,
     after_gold,
-    played_by,
     scripted,
 )
-from src.envs.service.user_simulator import UserModel
+from src.envs.service.user_simulator import ModelUserSimulator, UserModel
 from src.envs.user_code import load_function
 
 ENTRY_POINTS = "agent_trainer.service_domains"
@@ -118,8 +117,6 @@ def tool_domain(
     """
     by_name = {tool.name: tool for tool in tools}
     prefix = f"{name}/" if id_prefix is None else id_prefix
-    model = context.user_model
-    make_user = scripted if model is None else played_by(model, user_instructions)
 
     def task_of(row: Mapping[str, Any], *, where: object) -> Task:
         try:
@@ -149,7 +146,11 @@ def tool_domain(
         )
 
     def episode(task: Task, seed: int) -> ServiceEpisode:
-        user = make_user(task.row, seed)
+        if context.user_model is None:
+            user = scripted(task.row, seed)
+        else:
+            instructions = user_instructions.format(task.instruction)
+            user = ModelUserSimulator(context.user_model, instructions, seed=seed)
         return ToyRetailEpisode(task.row, database=database, policy=policy, user=user, tools=by_name)
 
     splits = {

@@ -30,9 +30,7 @@ from src.envs.service.service_env import ActionResult, Grade
 from src.envs.service.tool_calls import ToolCall
 from src.envs.service.user_simulator import (
     STOP,
-    ModelUserSimulator,
     ScriptedUserSimulator,
-    UserModel,
     UserSimulator,
     ends,
 )
@@ -253,12 +251,6 @@ class ToyRetailEpisode:
 def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
     """Return a user simulator that follows one script of the task, which the seed selects."""
     return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
-
-
-def played_by(model: UserModel, instructions: str) -> Callable[[Mapping[str, Any], int], UserSimulator]:
-    """Return a factory of user simulators that use a model. The instruction of the task replaces `{}` in
-    `instructions`."""
-    return lambda row, seed: ModelUserSimulator(model, instructions.format(row["instruction"]), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
