@@ -372,6 +372,10 @@ def test_invalid_options_are_rejected_with_one_line(option, message, chat):
             reject(parse([*BASE, option]))
 
 
+def test_the_check_needs_no_tokenizer_of_a_user_simulator():
+    check_environment(parse([*BASE, "environment_kwargs=user_simulator=tinker"]))
+
+
 def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
     for name in ("db.json", "policy.md"):
         (tmp_path / name).write_text((DIRECTORY / name).read_text())

@@ -69,17 +69,20 @@ Options = dict[str, str]  # each function removes the options that it reads; the
 def check_tau_bench(config: EnvironmentOptions) -> None:
     """Raise ConfigError if `environment_kwargs` names an unknown domain, or a domain of tau2-bench without
     `tau2_home`. With toy_retail alone, raise the errors of `open_tau_bench`. Other domains are only opened by
-    `open_tau_bench`, because they need workers of tau2-bench or run code of the user."""
+    `open_tau_bench`, because they need workers of tau2-bench or run code of the user. With
+    user_simulator=tinker, toy_retail is not opened either, because a tokenizer may need a running server."""
     for old, new in RENAMED_OPTIONS.items():
         if old in config.environment_options:
             logger.warning("environment_kwargs: %s is a former name; use %s", old, new)
-    chosen = _domain_names(config, config.environment_options)
+    options = _options_of(config)
+    chosen = _domain_names(config, options)
     names = {name for name in chosen if ":" not in name}
     registered = registered_domains()
     _require_known(names, [*SPLITS, *registered], where="environment_kwargs")
     if benchmark := sorted((names & tau2.SPLITS.keys()) - registered.keys()):
         _tau2_home(config, "+".join(benchmark))
-    if chosen == [toy_retail.NAME] and not (config.train_data or config.test_data):
+    has_files = bool(config.train_data or config.test_data)
+    if chosen == [toy_retail.NAME] and not has_files and options.get("user_simulator") != "tinker":
         split(_spec(config), config)
 
 
@@ -88,9 +91,14 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     return episodes(config, chat, _spec(config))
 
 
-def _spec(config: EnvironmentOptions) -> EnvSpec:
+def _options_of(config: EnvironmentOptions) -> Options:
+    """Return the settings of `environment_kwargs` under their current names."""
     settings = config.environment_options
-    options = {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
+    return {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
+
+
+def _spec(config: EnvironmentOptions) -> EnvSpec:
+    options = _options_of(config)
     names = _domain_names(config, options)
     model = open_user_model(config, options)
     context = DomainContext(options=options, user_model=model)
