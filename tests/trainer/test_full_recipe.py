@@ -23,6 +23,7 @@ from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_d
 from scripts.run_skyrl_tx import check_tokenizer_and_tasks, in_trainer_names, main, trainer_arguments
 from src.cli.command_line import parse
 from src.core.errors import BackendError, ConfigError
+from src.envs.harbor import environment
 from src.policy.backend import check_alive
 from src.policy.running_server import NO_SERVER, ServedModels, find_server
 
@@ -255,6 +256,7 @@ def test_wrong_harbor_tasks_are_refused_before_a_server_starts(
     shutil.copytree(run_skyrl_tx.QUICKSTART / "train", "good")
     monkeypatch.setattr(run_skyrl_tx, "check_tokenizer_and_tasks", check_tokenizer_and_tasks)
     monkeypatch.setattr(run_skyrl_tx, "start_server", lambda *_, **__: pytest.fail("a server was started"))
+    monkeypatch.setattr(environment, "why_no_sandbox", lambda: None)  # this machine may have no sandbox
     monkeypatch.setenv("SKYRL_TX_URL", "http://127.0.0.1:1")
     assert main(["environment_type=sandbox", *options]) == 2
     assert message in capfd.readouterr().err
