@@ -83,7 +83,7 @@ async def run(
         capabilities.require(capabilities.read(config.capabilities), config)
     if config.upload_url is not None:
         await asyncio.to_thread(check_upload_url, config.upload_url)
-    if config.export_path is not None and config.dump_eval_results:
+    if config.export_path is not None:
         await asyncio.to_thread(check_export_path, config.export_path)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     connector = Connector(config, events, connect)

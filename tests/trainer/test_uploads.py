@@ -55,3 +55,5 @@ def test_an_upload_needs_a_url_and_dumps():
         parse([*run, "upload_url=/directory"])
     with pytest.raises(ConfigError, match="upload_url needs dump_eval_results=true"):
         parse([*run, "upload_url=s3://b", "dump_eval_results=false"])
+    with pytest.raises(ConfigError, match="export_path needs dump_eval_results=true; remove one of them"):
+        parse([*run, "export_path=/dumps", "dump_eval_results=false"])
