@@ -34,12 +34,11 @@ from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
 from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
-from src.records.dumps import dump_evaluation, dump_examples
+from src.records.dumps import dump, dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts, graded_rewards
 from src.records.tracking import RunLog
-from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
@@ -100,7 +99,6 @@ class Terminus2RLTrainer:
         self._events = events
         self._wait_notice = WaitNotice(events.say)
         self._log_path = log_path
-        self._dump_directory = config.dump_directory(log_path)
         self._epoch = 0
         self._is_first_update = True  # whether the next update is the first of this trainer
         self._is_update_pending = False  # whether an update has begun and has no result yet
@@ -216,11 +214,10 @@ class Terminus2RLTrainer:
         collected = await self._collector.collect(batch, self._stream_of(batch))
         kept, examples_P_G, dropped = self._examples(collected.to_learn)
         self._record(batch, collected.rolled_out, examples_P_G)
-        if self._dump_directory is not None:
-            await asyncio.to_thread(
-                dump_examples, self._dump_directory, batch.step, collected.rolled_out, self._source.text
-            )
-            await self._upload(upload_examples, batch.step)
+        await self._dump(
+            "training_examples",
+            lambda path: dump_examples(path, batch.step, collected.rolled_out, self._source.text),
+        )
         seconds = time.monotonic() - started
         metrics = group_metrics(collected.rolled_out, group_size=config.group_size) | collected.metrics
         metrics |= zeroed_metrics(collected.rolled_out, config) | {"time/rollouts": seconds}
@@ -362,25 +359,23 @@ class Terminus2RLTrainer:
         evaluation = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         record_groups(self._log_path / "rollouts" / f"eval_{step:06d}.jsonl", evaluation.groups, {})
-        if self._dump_directory is not None:
-            await asyncio.to_thread(
-                dump_evaluation,
-                self._dump_directory,
-                step,
-                evaluation.groups,
-                evaluation.metrics,
-                self._source.text,
-                env_class=config.env,
-            )
-            await self._upload(upload_evaluation, step)
+        await self._dump(
+            f"global_step_{step}",
+            lambda path: dump_evaluation(
+                path, step, evaluation.groups, evaluation.metrics, self._source.text, env_class=config.env
+            ),
+        )
         self._events.evaluation_finished(evaluation, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or evaluation.task_rewards
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
-    async def _upload(self, upload: Upload, step: int) -> None:
-        """Upload a dump of the step if `upload_url` is set."""
-        if self._dump_directory is not None and (url := self._config.upload_url) is not None:
-            await asyncio.to_thread(upload, self._dump_directory, step, url=url, run=self._log_path.name)
+    async def _dump(self, name: str, write: Callable[[Path], Sequence[Path]]) -> None:
+        """Write a dump, unless dumps are off. With `upload_url`, upload it to the directory `name` of the
+        run."""
+        directory, url = self._config.dump_directory(self._log_path), self._config.upload_url
+        if directory is not None:
+            upload_to = None if url is None else f"{url.rstrip('/')}/{self._log_path.name}/{name}"
+            await dump(lambda: write(directory), upload_to=upload_to, say=self._events.say)
 
     def _record(
         self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]

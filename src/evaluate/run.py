@@ -53,7 +53,7 @@ from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy, TopPPolicy
 from src.records.checkpoints import sampler_path
-from src.records.dumps import dump_evaluation
+from src.records.dumps import dump, dump_evaluation
 from src.records.journal import Journal
 from src.records.private_directory import make_private, resolved
 from src.records.rollout_log import record_groups
@@ -205,9 +205,12 @@ async def run_one(
             )
             await asyncio.to_thread(opened.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
-            text = opened.source.text
-            await asyncio.to_thread(
-                dump_evaluation, directory, 0, result.groups, result.metrics, text, env_class=config.env
+            await dump(
+                lambda: dump_evaluation(
+                    directory, 0, result.groups, result.metrics, opened.source.text, env_class=config.env
+                ),
+                upload_to=None,
+                say=events.say,
             )
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
