@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
 
-import chz
-
-from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.evaluate.training_events import TrainingEvents
+from src.evaluate.training_steps import TrainingSteps
 from src.learning.supervised import SupervisedLearner
 from src.loop.connection import Connect, Connector, Dependencies, update_scale
 from src.loop.outcome import agent_trainer, counted, last_lines
-from src.loop.run import journal_of_run, shows_resume_command
+from src.loop.run import recording
 from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
 from src.records import checkpoints
 from src.records.journal import Journal
 from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
-from src.records.tracking import RunLog, open_run_log, recorded
+from src.records.tracking import RunLog, recorded
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
 from src.sft.config import SftConfig, run_name
@@ -67,26 +65,18 @@ async def run(
     if dataset is None:
         dataset = await read_dataset(config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
-    connector = Connector(config, events, connect)
-    async with AsyncExitStack() as lock_stack, AsyncExitStack() as connection_stack:
-        lock_stack.enter_context(lock_run_dir(run_path(config, name=name)))
+    with lock_run_dir(run_path(config, name=name)):
         directory = await in_thread(
             lambda: find_run_directory(config, name=name)
         )  # may prompt at the terminal
         if directory.resumed:
             require_same_batches(Journal(directory.path), schedule(dataset, config))
-        connection = await connector.open(directory, dataset)
-        connection_stack.push_async_exit(connection.stack)
-        directory.create(config)
-        with (
-            logging_to_file(directory.path / "logs.log"),
-            shows_resume_command(directory.path, events),
-            journal_of_run(directory.path) as journal,
-            open_run_log(directory.path, config, name=name, config=chz.asdict(config)) as run_log,
-        ):
-            connection_stack.pop_all()  # `run_with_reconnect` closes the connection
-            training = partial(train, config, journal, run_log, events)
-            await connector.run_with_reconnect(training, connection, directory, journal)
+        async with Connector(config, events, connect) as connector:
+            dependencies = await connector.open(directory, dataset)
+            directory.create(config)
+            with recording(directory.path, config, events, name=name) as (journal, run_log):
+                training = partial(train, config, journal, run_log, events)
+                await connector.run_with_reconnect(training, dependencies, directory, journal)
     for line in report(config, directory, wall_s=time.monotonic() - started):
         events.say(line)
 
@@ -114,9 +104,20 @@ async def train(
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     async with watching(backend.check, config) as watchdog:
-        trainer = SupervisedTrainer(
+        steps = TrainingSteps(
             config,
             backend=backend,
+            watchdog=watchdog,
+            journal=journal,
+            run_log=run_log,
+            events=events,
+            log_path=directory.path,
+            steps_done=steps_done,
+            num_steps=len(batches),
+            has_evaluations=bool(dataset.held_out),
+        )
+        trainer = SupervisedTrainer(
+            config,
             watchdog=watchdog,
             learner=SupervisedLearner(
                 backend.training_client,
@@ -127,10 +128,8 @@ async def train(
             ),
             dataset=dataset,
             journal=journal,
-            run_log=run_log,
+            steps=steps,
             events=events,
-            log_path=directory.path,
-            steps_done=steps_done,
         )
         await trainer.train(batches)
 
