@@ -30,7 +30,6 @@ from rich.text import Text
 
 from src.cli.console import message_text, terminal
 from src.cli.program import run_program
-from src.cli.saved_options import program_of
 from src.core.errors import ConfigError
 from src.core.printable import printable
 from src.core.trajectory import Trajectory, TrialFailure, Turn
@@ -38,7 +37,7 @@ from src.learning.rollout_groups import SOLVED
 from src.records.journal import RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines
 from src.records.rollout_store import find_rollouts
-from src.records.run_directory import CONFIG_FILE
+from src.records.run_directory import SUPERVISED, read_config
 
 FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # the names of the files in rollouts/
 USAGE = "show RUN [STEP | TASK | TRIAL] [STEP]"
@@ -106,10 +105,8 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     Raises ConfigError if there is no such run, step, task or trial.
     """
     directory = Path(run).expanduser().resolve()
-    if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} has no {CONFIG_FILE}; give the directory of a run")
-    trials = recorded_trials(directory)
-    if not trials and program_of(run) == "src.sft":
+    options, trials = read_config(directory), recorded_trials(directory)
+    if not trials and SUPERVISED in options:
         raise ConfigError(
             f"{directory.name} is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"
         )

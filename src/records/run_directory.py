@@ -181,7 +181,12 @@ def _prompt_user(path: Path) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options in the config.json of the directory `path`, under their present names."""
+    """Return the options in the config.json of the directory `path`, under their present names.
+
+    Raises ConfigError if there is no such file or if it is damaged.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"{path} has no {CONFIG_FILE}; give the directory of a run")
     return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
 
 
