@@ -31,7 +31,7 @@ from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
+from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records.dumps import dump, dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
@@ -266,15 +266,14 @@ class Terminus2RLTrainer:
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
             directory=self._finished.job_directory("eval", step),
         )
-        self._events.batch_started(
-            f"evaluation after step {step}", num_groups=len(tasks), group_size=plan.group_size
-        )
         evaluating = evaluate(
             self._rollouts,
             tasks,
-            policy if config.eval_top_p == 1 else TopPPolicy(policy, config.eval_top_p),
+            policy,
             plan,
-            on_group=lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
+            top_p=config.eval_top_p,
+            title=f"evaluation after step {step}",
+            events=self._events,
         )
         evaluation = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)

@@ -51,7 +51,7 @@ from src.evaluate.results import (
 from src.policy.backend import connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
-from src.policy.sampling_policy import Policy, TopPPolicy
+from src.policy.sampling_policy import Policy
 from src.records.checkpoints import sampler_path
 from src.records.dumps import dump, dump_evaluation
 from src.records.journal import Journal
@@ -136,13 +136,13 @@ async def run(
         second = await run_one(
             config, second_path, directory / "compared", events, open_policy_and_tasks=open_policy_and_tasks
         )
-    compare(second, first, events, write_to=directory / "comparison.json")
+    compare(second, first, events.say, write_to=directory / "comparison.json")
 
 
 async def compare_finished(config: CompareConfig, events: RunEvents) -> None:
     """Compare the results of two finished evaluations. The difference is `results` minus `compare_with`."""
     results = read_results(Path(config.results))
-    compare(read_results(Path(config.compare_with)), results, events)
+    compare(read_results(Path(config.compare_with)), results, events.say)
 
 
 async def run_one(
@@ -184,7 +184,6 @@ async def run_one(
                 explanation=None if config.base_url else MAY_COMPILE,
                 is_over=lambda: journal.progress > progress,
             )
-            events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             plan = RolloutPlan(
                 step=0,
@@ -196,9 +195,11 @@ async def run_one(
             evaluating = evaluate(
                 rollouts,
                 tasks,
-                opened.policy if config.top_p == 1 else TopPPolicy(opened.policy, config.top_p),
+                opened.policy,
                 plan,
-                on_group=lambda timed: events.group_finished(timed.group, duration_s=timed.duration_s),
+                top_p=config.top_p,
+                title="evaluation",
+                events=events,
             )
             result = await (
                 opened.watchdog.guard(evaluating, "evaluating") if opened.watchdog else evaluating
@@ -214,8 +215,8 @@ async def run_one(
             )
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
-    report(results, events)
-    require_enough(results, config, directory)
+    report(result, events.say)
+    require_enough(result, config, directory)
     return results
 
 
