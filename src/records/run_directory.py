@@ -63,8 +63,8 @@ class RunDirectory:
     """The directory of a run, and the state from which the run starts."""
 
     path: Path
-    checkpoint: Checkpoint | None  # the run continues from it; None: the run starts from the beginning
-    delete_first: bool  # whether the directory has an old run that is to be deleted
+    checkpoint: Checkpoint | None = None  # the run continues from it; None: it starts from the beginning
+    delete_first: bool = False  # whether the directory has an old run that is to be deleted
     resumed: bool = False  # whether the files of earlier processes are used
 
     @property
@@ -74,9 +74,7 @@ class RunDirectory:
 
     def at_last_checkpoint(self) -> RunDirectory:
         """Return the same run, resumed from its last checkpoint."""
-        return RunDirectory(
-            path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
-        )
+        return RunDirectory(path=self.path, checkpoint=checkpoints.last(self.path), resumed=True)
 
     def changed_options(self, config: RunDirectoryOptions) -> set[str]:
         """Return the options of a resumed run that have another value than in its last process."""
@@ -148,21 +146,21 @@ def find_run_directory(config: RunDirectoryOptions, *, name: str) -> RunDirector
     """
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
-        return RunDirectory(path=path, checkpoint=None, delete_first=False)
+        return RunDirectory(path=path)
     if not path.is_dir():
         raise ConfigError(f"log_path {path} is not a directory; give another log_path")
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
     if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet
-        return RunDirectory(path=path, checkpoint=None, delete_first=False)
+        return RunDirectory(path=path)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
         behavior = _prompt_user(path)
     if behavior == "delete":
-        return RunDirectory(path=path, checkpoint=None, delete_first=True)
+        return RunDirectory(path=path, delete_first=True)
     if behavior == "resume":
         _check_same_run(path, config)
-        return RunDirectory(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
+        return RunDirectory(path=path).at_last_checkpoint()
     raise ConfigError(
         f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
         "or give another log_path"
