@@ -112,7 +112,6 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
 
 
 def read_evaluation(directory: Path) -> list[DumpedTrial]:
-    """Read the dumped trials of one evaluation."""
     trials: list[DumpedTrial] = []
     for path in sorted(directory.glob("*.jsonl")):
         if path.name != AGGREGATED:

@@ -82,7 +82,6 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the selected rollouts and return the exit status."""
     return run_program(argv, _run, lambda words: str(__doc__))
 
 
@@ -180,7 +179,6 @@ def overview(trials: Sequence[RecordedTrial]) -> Table:
 
 
 def trial_table(trials: Sequence[RecordedTrial]) -> Table:
-    """Return a table with a row per trial."""
     table = _table("", "trial", "reward", "advantage", "turns", "tokens", "outcome")
     for trial in trials:
         line = trial.line

@@ -136,7 +136,6 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
-    """Return the record of a trial of an evaluation."""
     data_source = domain_or_task_type(task)
     return _trial_record(task, trajectory, decode, skip_special_tokens=False) | {
         "score": trajectory.turn_rewards or [trajectory.reward],
@@ -148,7 +147,6 @@ def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class
 
 
 def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    """Return the record of a training example."""
     record = {"global_step": step, "uid": task.id, "reward": trajectory.reward}
     return record | _trial_record(task, trajectory, decode, skip_special_tokens=True)
 
@@ -201,7 +199,6 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
 
 
 def _has_role(message: object) -> bool:
-    """Return whether a recorded message is a chat message."""
     return isinstance(message, Mapping) and "role" in message
 
 

@@ -267,7 +267,6 @@ def last_end(log_path: Path) -> End | None:
 
 
 def _end_or_event(record: Mapping[str, Any]) -> End | str:
-    """Return how the process ended, or the name of another event."""
     if record["event"] != "ended":
         return record["event"]
     return End(state=RunState(record["state"]), cause=record.get("cause", ""))

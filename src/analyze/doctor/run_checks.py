@@ -91,7 +91,6 @@ class CheckedRun:
 
 
 def run_findings(run: CheckedRun) -> list[Finding]:
-    """Return the findings of all checks that concern the run."""
     findings = [check(run) for check in CHECKS]
     is_local = run.options.get("environment_type", "auto") in LOCAL
     if run.options.get("env", "harbor") == "harbor" and is_local:
