@@ -80,9 +80,7 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
     `last_step` is a step without a dumped evaluation.
     """
     path = Path(directory).expanduser().resolve()
-    options: Mapping[str, Any] = {}
-    if (path / CONFIG_FILE).is_file():
-        options = read_config(path)
+    options = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
     directories = {

@@ -210,12 +210,11 @@ class Journal:
 
         The states may be large, so they are not kept in memory but read from the file.
         """
-        trained = (
-            record
+        states = {
+            record["step"]: record["state"]
             for record in (read_lines(self._path, LINE) if step else ())
-            if record["event"] == "trained"
-        )
-        states = {record["step"]: record["state"] for record in trained if record["step"] <= step}
+            if record["event"] == "trained" and record["step"] <= step
+        }
         return [states[number] for number in sorted(states)]
 
     def _apply(self, record: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ def find_run_directory(config: RunDirectoryOptions, *, name: str) -> RunDirector
     Raises ConfigError if the directory cannot be used, or has a run that is neither resumed nor deleted.
     """
     path = run_path(config, name=name)
-    if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
+    if not path.exists() or (path.is_dir() and not has_files(path)):
         return RunDirectory(path=path)
     if not path.is_dir():
         raise ConfigError(f"log_path {path} is not a directory; give another log_path")
@@ -176,6 +176,11 @@ def _prompt_user(path: Path) -> str:
     except EOFError:  # Ctrl-D
         return "raise"
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
+
+
+def has_files(path: Path) -> bool:
+    """Return whether `path` is a directory with files that are not hidden."""
+    return path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir())
 
 
 def read_config(path: Path) -> dict[str, Any]:
