@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from src.config import LoopOptions
 from src.core.errors import BackendError, StorageError
@@ -24,6 +23,7 @@ from src.policy.backend import Backend
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.journal import GroupKey, Journal
+from src.records.run_directory import RunDirectory
 from src.records.tracking import RunLog
 from src.rollouts.watchdog import Watchdog
 
@@ -54,12 +54,11 @@ class TrainingSteps:
         journal: Journal,
         run_log: RunLog,
         events: TrainingEvents,
-        log_path: Path,
-        steps_done: int,
+        directory: RunDirectory,
         num_steps: int,
         has_evaluations: bool = True,
     ) -> None:
-        self.done = steps_done
+        self.done = directory.steps_done
         self.epoch = 0
         self._config = config
         self._backend = backend
@@ -67,10 +66,10 @@ class TrainingSteps:
         self._journal = journal
         self._run_log = run_log
         self._events = events
-        self._log_path = log_path
+        self._directory = directory
         self._num_steps = num_steps
         self._has_evaluations = has_evaluations
-        self._saved_step = steps_done or None  # a resumed run starts from the checkpoint of this step
+        self._saved_step = self.done or None  # a resumed run starts from the checkpoint of this step
         self._is_update_pending = False  # whether an update has begun and has no result yet
 
     @property
@@ -78,6 +77,15 @@ class TrainingSteps:
         """Whether the weights after the steps that are done must be evaluated."""
         is_last = self.done == self._num_steps
         return self._has_evaluations and (is_last or _is_due(self.done, self._config.eval_every))
+
+    def begin(self) -> None:
+        """Record and announce the start of this process. Metrics of steps that it repeats are removed."""
+        if self._directory.checkpoint is not None:
+            state_path = self._directory.checkpoint.state_path
+            self._events.say(f"resuming after step {self.done}: {state_path}")
+        self._events.say(f"files: {self._directory.path}")
+        self._run_log.forget_from(self.done + 1 if self.done else 0)
+        self._journal.started(resumed_from=self.done)
 
     async def evaluate_start(
         self, evaluate: Callable[[], Awaitable[dict[str, float]]], *, is_initial_due: bool
@@ -173,7 +181,7 @@ class TrainingSteps:
             return
         paths = await self._watchdog.answer(self._backend.save(name), f"saving checkpoint {name}")
         checkpoints.append(
-            self._log_path,
+            self._directory.path,
             Checkpoint(
                 name=name,
                 batch=step,

@@ -203,22 +203,15 @@ async def train(
     """Train every step after the directory's last checkpoint."""
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
-    steps_done = directory.steps_done
     events.say(
         f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; "
         f"{counted(len(batches), 'step')}; loss_fn={config.loss_fn}"
     )
-    if directory.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
-    events.say(f"files: {directory.path}")
-    run_log.forget_from(steps_done + 1 if steps_done else 0)
-    journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(directory.path, journal)
     learner = Learner(
         backend.training_client, config, num_steps=len(batches), update_scale=dependencies.update_scale
     )
     async with open_judge(config) as judge, watching(backend.check, config) as watchdog:
-        await watchdog.answer(learner.require_loss(), f"checking loss_fn={config.loss_fn}")
         steps = TrainingSteps(
             config,
             backend=backend,
@@ -226,10 +219,11 @@ async def train(
             journal=journal,
             run_log=run_log,
             events=events,
-            log_path=directory.path,
-            steps_done=steps_done,
+            directory=directory,
             num_steps=len(batches),
         )
+        steps.begin()
+        await watchdog.answer(learner.require_loss(), f"checking loss_fn={config.loss_fn}")
         trainer = Terminus2RLTrainer(
             config,
             backend=backend,

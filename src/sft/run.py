@@ -27,7 +27,7 @@ from src.rollouts.watchdog import watching
 from src.sft.config import SftConfig, run_name
 from src.sft.dataset import Dataset, load, schedule
 from src.sft.learning_rate import recommended_rate, size_of
-from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batches
+from src.sft.trainer import HELD_OUT_NLL, require_same_batches, train_batches
 
 
 @asynccontextmanager
@@ -44,12 +44,6 @@ async def open_dependencies(
         yield Dependencies(source=dataset, backend=backend, update_scale=scale)
 
 
-async def read_dataset(config: SftConfig) -> Dataset:
-    """Read and render the chats with the model's chat template."""
-    template = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
-    return await asyncio.to_thread(load, config, template)
-
-
 async def run(
     config: SftConfig,
     events: TrainingEvents,
@@ -63,7 +57,8 @@ async def run(
     """
     started = time.monotonic()
     if dataset is None:
-        dataset = await read_dataset(config)
+        template = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+        dataset = await asyncio.to_thread(load, config, template)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     with lock_run_dir(run_path(config, name=name)):
         directory = await in_thread(
@@ -91,18 +86,12 @@ async def train(
 ) -> None:
     """Train every step after the directory's last checkpoint."""
     dataset, backend = dependencies.source, dependencies.backend
-    batches = schedule(dataset, config)
-    steps_done = directory.steps_done
+    batches, held_out = schedule(dataset, config), [chat.sequence for chat in dataset.held_out]
     rate = config.learning_rate or recommended_rate(*size_of(config.model_name, config.tokenizer))
     events.say(
         f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
-        f"{len(dataset.held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
+        f"{len(held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
     )
-    if directory.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
-    events.say(f"files: {directory.path}")
-    run_log.forget_from(steps_done + 1 if steps_done else 0)
-    journal.started(resumed_from=steps_done)
     async with watching(backend.check, config) as watchdog:
         steps = TrainingSteps(
             config,
@@ -111,27 +100,28 @@ async def train(
             journal=journal,
             run_log=run_log,
             events=events,
-            log_path=directory.path,
-            steps_done=steps_done,
+            directory=directory,
             num_steps=len(batches),
-            has_evaluations=bool(dataset.held_out),
+            has_evaluations=bool(held_out),
         )
-        trainer = SupervisedTrainer(
+        steps.begin()
+        learner = SupervisedLearner(
+            backend.training_client,
             config,
+            highest_rate=rate,
+            num_steps=len(batches),
+            update_scale=dependencies.update_scale,
+        )
+        await train_batches(
+            batches,
+            held_out,
+            learner,
+            steps,
+            batch_size=config.batch_size,
             watchdog=watchdog,
-            learner=SupervisedLearner(
-                backend.training_client,
-                config,
-                highest_rate=rate,
-                num_steps=len(batches),
-                update_scale=dependencies.update_scale,
-            ),
-            dataset=dataset,
             journal=journal,
-            steps=steps,
             events=events,
         )
-        await trainer.train(batches)
 
 
 def report(config: SftConfig, directory: RunDirectory, *, wall_s: float) -> list[str]:

@@ -10,68 +10,53 @@ from src.core.errors import ConfigError
 from src.core.shielding import to_its_end
 from src.evaluate.training_events import TrainingEvents
 from src.evaluate.training_steps import TrainingSteps
-from src.learning.supervised import SupervisedLearner
+from src.learning.supervised import SupervisedLearner, SupervisedSequence
 from src.records.journal import Journal
 from src.rollouts.watchdog import Watchdog
-from src.sft.config import SftConfig
-from src.sft.dataset import Batch, Dataset
+from src.sft.dataset import Batch
 
 HELD_OUT_NLL = "test/nll"
 
 
-class SupervisedTrainer:
-    """Trains on batches and evaluates the weights. `steps` records the steps and saves checkpoints."""
+async def train_batches(
+    batches: Sequence[Batch],
+    held_out: Sequence[SupervisedSequence],
+    learner: SupervisedLearner,
+    steps: TrainingSteps,
+    *,
+    batch_size: int,
+    watchdog: Watchdog,
+    journal: Journal,
+    events: TrainingEvents,
+) -> None:
+    """Train on every batch after the steps that are done, and evaluate the weights on the `held_out` chats.
 
-    def __init__(
-        self,
-        config: SftConfig,
-        *,
-        watchdog: Watchdog,
-        learner: SupervisedLearner,
-        dataset: Dataset,
-        journal: Journal,
-        steps: TrainingSteps,
-        events: TrainingEvents,
-    ) -> None:
-        self._config = config
-        self._watchdog = watchdog
-        self._learner = learner
-        self._held_out = [chat.sequence for chat in dataset.held_out]
-        self._journal = journal
-        self._steps = steps
-        self._events = events
+    If the run is stopped or fails, a checkpoint is saved (`saving_after_failure`).
+    """
 
-    async def train(self, batches: Sequence[Batch]) -> None:
-        """Train on every batch after the steps that are done. If the run is stopped or fails, a checkpoint is
-        saved (`saving_after_failure`)."""
-        async with self._steps.saving_after_failure():
-            await self._steps.evaluate_start(self._evaluate, is_initial_due=bool(self._held_out))
-            for batch in batches[self._steps.done :]:
-                self._steps.epoch = batch.epoch
-                await self._step(batch, num_steps=len(batches))
-
-    async def _step(self, batch: Batch, *, num_steps: int) -> None:
+    async def evaluate() -> dict[str, float]:
         started = time.monotonic()
-        self._journal.batch_fixed(batch.step, batch.keys)
-        updating = self._learner.update([chat.sequence for chat in batch.chats], step=batch.step)
-        update = await to_its_end(self._steps.update(updating, groups=batch.keys, state=dict))
-        with self._steps.logged(update.value, started=started) as line:
-            if update.is_stopped:
-                raise asyncio.CancelledError
-            self._events.step_finished(batch.step, num_steps=num_steps, metrics=line.metrics)
-            if self._steps.is_evaluation_due:
-                line.metrics |= await self._evaluate()
-                line.is_evaluated = True
-        await self._steps.save_if_due()
-
-    async def _evaluate(self) -> dict[str, float]:
-        step, started = self._steps.done, time.monotonic()
-        nll = await self._watchdog.answer(
-            self._learner.nll(self._held_out, batch_size=self._config.batch_size),
-            f"evaluating after step {step}",
+        nll = await watchdog.answer(
+            learner.nll(held_out, batch_size=batch_size), f"evaluating after step {steps.done}"
         )
-        self._events.say(f"held-out NLL after step {step}: {nll:.4f} nats per token")
+        events.say(f"held-out NLL after step {steps.done}: {nll:.4f} nats per token")
         return {HELD_OUT_NLL: nll, "time/evaluation": time.monotonic() - started}
+
+    async with steps.saving_after_failure():
+        await steps.evaluate_start(evaluate, is_initial_due=bool(held_out))
+        for batch in batches[steps.done :]:
+            steps.epoch, started = batch.epoch, time.monotonic()
+            journal.batch_fixed(batch.step, batch.keys)
+            updating = learner.update([chat.sequence for chat in batch.chats], step=batch.step)
+            update = await to_its_end(steps.update(updating, groups=batch.keys, state=dict))
+            with steps.logged(update.value, started=started) as line:
+                if update.is_stopped:
+                    raise asyncio.CancelledError
+                events.step_finished(batch.step, num_steps=len(batches), metrics=line.metrics)
+                if steps.is_evaluation_due:
+                    line.metrics |= await evaluate()
+                    line.is_evaluated = True
+            await steps.save_if_due()
 
 
 def require_same_batches(journal: Journal, batches: Sequence[Batch]) -> None:
