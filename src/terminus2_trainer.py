@@ -4,8 +4,6 @@ Each step is `collect -> prepare -> update -> report`. Collect: the groups of th
 filtered and given advantages. Prepare: the datums of these groups are made. Update: the weights are updated.
 Report: the held-out tasks are evaluated if an evaluation is due, and the metrics are logged. If a checkpoint
 is due, it is saved last, so that the metrics of its step are always logged.
-
-This file is long because it contains the whole loop with its evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -19,29 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src.config import TrainerConfig
-from src.core.errors import BackendError, StorageError
 from src.core.event_loop import LagMeter
-from src.core.shielding import run_to_its_end, to_its_end
+from src.core.shielding import to_its_end
 from src.core.trajectory import TrajectoryGroup
 from src.core.wait_notice import MAY_COMPILE, WaitNotice
 from src.envs.base import TaskSource
 from src.evaluate.evaluation import TaskRewards, evaluate
 from src.evaluate.training_events import TrainingEvents
+from src.evaluate.training_steps import TrainingSteps
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
-from src.records.dumps import dump_evaluation, dump_examples
+from src.policy.sampling_policy import Policy, ReferenceModel
+from src.records.dumps import dump, dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts, graded_rewards
-from src.records.tracking import RunLog
-from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
-from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
@@ -67,10 +62,7 @@ class Collected:
 
 
 class Terminus2RLTrainer:
-    """Trains on batches, evaluates the weights and saves checkpoints.
-
-    `steps_done` is the number of training steps that produced the weights on the server.
-    """
+    """Trains on batches and evaluates the weights. `steps` records the steps and saves checkpoints."""
 
     def __init__(
         self,
@@ -82,12 +74,11 @@ class Terminus2RLTrainer:
         source: TaskSource,
         rollouts: Rollouts,
         finished: FinishedRollouts,
-        run_log: RunLog,
+        steps: TrainingSteps,
         events: TrainingEvents,
         log_path: Path,
-        steps_done: int,
     ) -> None:
-        self.steps_done = steps_done
+        self._steps = steps
         self._config = config
         self._backend = backend
         self._watchdog = watchdog
@@ -96,14 +87,10 @@ class Terminus2RLTrainer:
         self._rollouts = rollouts
         self._finished = finished
         self._journal = finished.journal
-        self._run_log = run_log
         self._events = events
         self._wait_notice = WaitNotice(events.say)
         self._log_path = log_path
-        self._dump_directory = config.dump_directory(log_path)
-        self._epoch = 0
         self._is_first_update = True  # whether the next update is the first of this trainer
-        self._is_update_pending = False  # whether an update has begun and has no result yet
         self._gaps = LagMeter()
         self._collector = BatchCollector(
             config,
@@ -112,16 +99,7 @@ class Terminus2RLTrainer:
             finished=finished,
             watchdog=watchdog,
             events=events,
-            steps_done=steps_done,
-        )
-        self._saver = CheckpointSaver(
-            backend,
-            watchdog,
-            self._journal,
-            events,
-            log_path=log_path,
-            steps_done=steps_done,
-            stop_timeout_s=config.stop_timeout_s,
+            steps_done=steps.done,
         )
         self._first_evaluation: TaskRewards | None = None
         # Models with fixed weights that score the sampled tokens. `train` opens them.
@@ -129,86 +107,56 @@ class Terminus2RLTrainer:
         self._teacher: ReferenceModel | None = None  # for distillation; None without a teacher
 
     async def train(self, batches: Sequence[Batch]) -> None:
-        """Train on every batch after `steps_done`.
-
-        If the run is stopped or fails, a checkpoint is saved. No checkpoint is saved after a BackendError or
-        a StorageError, or while an update is pending, because the state of the weights or files is unknown.
-        """
+        """Train on every batch after the steps that are done. If the run is stopped or fails, a checkpoint is
+        saved (`saving_after_failure`)."""
         progress = self._journal.progress
         self._wait_notice.start(
             "the first trials", explanation=MAY_COMPILE, is_over=lambda: self._journal.progress > progress
         )
         try:
-            policy = await self._policy()
-            if self._config.kl_penalty_coef > 0:
-                self._reference = await self._scorer(None)
-            if self._config.teacher is not None:
-                self._teacher = await self._scorer(self._config.teacher)
-            await self._evaluate_start(policy, num_steps=len(batches))
-            async with self._gaps, self._collector.running(batches, policy):
-                for batch in batches[self.steps_done :]:
-                    self._epoch = batch.epoch
-                    await self._step(batch, num_steps=len(batches))
-        except (BackendError, StorageError):
-            raise
-        except BaseException:
-            final = self.steps_done == len(batches)
-            await run_to_its_end(
-                self._saver.save_after_failure(
-                    self.steps_done, epoch=self._epoch, final=final, is_update_pending=self._is_update_pending
+            async with self._steps.saving_after_failure():
+                policy = await self._policy()
+                if self._config.kl_penalty_coef > 0:
+                    self._reference = await self._scorer(None)
+                if self._config.teacher is not None:
+                    self._teacher = await self._scorer(self._config.teacher)
+                await self._read_first_evaluation()
+                await self._steps.evaluate_start(
+                    lambda: self._evaluate(policy), is_initial_due=self._config.eval_before_train
                 )
-            )
-            raise
+                async with self._gaps, self._collector.running(batches, policy):
+                    for batch in batches[self._steps.done :]:
+                        self._steps.epoch = batch.epoch
+                        await self._step(batch, num_steps=len(batches))
         finally:
             self._wait_notice.stop()
 
-    async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the weights with which this process starts, if this evaluation is due.
-
-        An evaluation in the journal is not repeated, except at step 0: a process that starts from step 0 has
-        removed all earlier metrics, so it logs the metrics of step 0 again.
-        """
-        step = self.steps_done
+    async def _read_first_evaluation(self) -> None:
+        """Read the rewards of the first evaluation that an earlier process of the run has recorded."""
+        step = self._steps.done
         if step > 0 and (first := self._journal.first_evaluation(until=step)) is not None:
             rewards = await asyncio.to_thread(graded_rewards, self._log_path, "eval", first)
             self._first_evaluation = TaskRewards(step=first, rewards=rewards) if rewards else None
-        if step == 0:
-            if self._config.eval_before_train:
-                self._run_log.log(0, await self._evaluate(policy))
-                self._journal.evaluated(0)
-        elif not self._journal.is_evaluated(step):
-            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process stopped before evaluating
-                self._run_log.amend(step, await self._evaluate(policy))
-                self._journal.evaluated(step)
-            else:
-                # An earlier process, with options that made this evaluation due, may have logged the line of
-                # this step without sending it to wandb and trackio. `amend` sends it.
-                self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, *, num_steps: int) -> None:
         started = time.monotonic()
         collected = await self._collect(batch)
         update = await to_its_end(self._update(collected))
-        metrics = collected.metrics | update.value
-        evaluation: dict[str, float] | None = None
-        try:  # the metrics of the step are logged even if its evaluation fails
-            if update.is_stopped:
-                raise asyncio.CancelledError
-            self._events.step_finished(batch.step, num_steps=num_steps, metrics=metrics)
-            syncing = time.monotonic()
-            policy = await self._policy()
-            metrics["time/sync_weights"] = time.monotonic() - syncing
-            self._collector.update_ended(policy)
-            if self._is_evaluation_due(num_steps=num_steps):
-                evaluation = await self._evaluate(policy)
-        finally:
-            metrics |= evaluation or {}
-            self._report(
-                batch, metrics, num_steps=num_steps, started=started, is_evaluated=evaluation is not None
-            )
-        if batch.step == num_steps or _is_due(batch.step, self._config.save_every):
-            saving = self._saver.save(batch.step, epoch=batch.epoch, final=batch.step == num_steps)
-            await run_to_its_end(saving)
+        with self._steps.logged(collected.metrics | update.value, started=started) as line:
+            try:
+                if update.is_stopped:
+                    raise asyncio.CancelledError
+                self._events.step_finished(batch.step, num_steps=num_steps, metrics=line.metrics)
+                syncing = time.monotonic()
+                policy = await self._policy()
+                line.metrics["time/sync_weights"] = time.monotonic() - syncing
+                self._collector.update_ended(policy)
+                if self._steps.is_evaluation_due:
+                    line.metrics |= await self._evaluate(policy)
+                    line.is_evaluated = True
+            finally:
+                line.metrics["time/max_event_loop_gap_s"] = self._gaps.take()
+        await self._steps.save_if_due()
 
     async def _collect(self, batch: Batch) -> Collected:
         """Roll out the groups of one step, and give them advantages."""
@@ -216,11 +164,10 @@ class Terminus2RLTrainer:
         collected = await self._collector.collect(batch, self._stream_of(batch))
         kept, examples_P_G, dropped = self._examples(collected.to_learn)
         self._record(batch, collected.rolled_out, examples_P_G)
-        if self._dump_directory is not None:
-            await asyncio.to_thread(
-                dump_examples, self._dump_directory, batch.step, collected.rolled_out, self._source.text
-            )
-            await self._upload(upload_examples, batch.step)
+        await self._dump(
+            "training_examples",
+            lambda path: dump_examples(path, batch.step, collected.rolled_out, self._source.text),
+        )
         seconds = time.monotonic() - started
         metrics = group_metrics(collected.rolled_out, group_size=config.group_size) | collected.metrics
         metrics |= zeroed_metrics(collected.rolled_out, config) | {"time/rollouts": seconds}
@@ -241,7 +188,7 @@ class Terminus2RLTrainer:
             _, examples_P_G, _ = self._examples([group])
             for examples in examples_P_G:
                 datums = stream_datums(
-                    examples, self._config, version=self.steps_done, num_groups=len(batch.tasks)
+                    examples, self._config, version=self._steps.done, num_groups=len(batch.tasks)
                 )
                 self._learner.add(datums)
 
@@ -258,30 +205,23 @@ class Terminus2RLTrainer:
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
     async def _update(self, collected: Collected) -> dict[str, float]:
-        """Prepare the datums of a step and update the weights. Return the metrics of both.
-
-        A stop must not interrupt this method, so that `steps_done` and the weights on the server agree.
-        """
-        step, started = collected.batch.step, time.monotonic()
+        """Prepare the datums of a step and update the weights. Return the metrics of both."""
         self._collector.update_begins()
-        self._is_update_pending = True
         if self._is_first_update:
             self._wait_notice.start("the first update", explanation=MAY_COMPILE)
         else:
-            self._wait_notice.start(f"the update of step {step}")
+            self._wait_notice.start(f"the update of step {collected.batch.step}")
         try:
-            metrics = await self._watchdog.answer(
-                self._prepare_and_update(collected), f"training step {step}"
+            metrics = await self._steps.update(
+                self._prepare_and_update(collected), groups=collected.trained, state=self._collector.state
             )
         finally:
             self._wait_notice.stop()
-        self._journal.trained(step, groups=collected.trained, state=self._collector.state())
-        self.steps_done += 1
-        self._is_update_pending = self._is_first_update = False
-        return metrics | {"time/update": time.monotonic() - started}
+        self._is_first_update = False
+        return metrics
 
     async def _prepare_and_update(self, collected: Collected) -> dict[str, float]:
-        config, version = self._config, self.steps_done
+        config, version = self._config, self._steps.done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
         if config.stream_groups:  # `_stream_of` has sent the datums to the server
             metrics = stream_metrics(examples_P_G, dropped, config, version=version)
@@ -301,29 +241,9 @@ class Terminus2RLTrainer:
         # trainer, and the metrics of `prepare` replace those in `update`.
         return update | prepared.metrics
 
-    def _report(
-        self, batch: Batch, metrics: dict[str, float], *, num_steps: int, started: float, is_evaluated: bool
-    ) -> None:
-        """Log one step.
-
-        If an evaluation is due and failed or was not run, the line is completed when the run is resumed.
-        """
-        line = {
-            "progress/batch": float(batch.step),
-            "progress/epoch": float(batch.epoch),
-            "progress/done_frac": batch.step / num_steps,
-            **metrics,
-            "time/total": time.monotonic() - started,
-            "time/max_event_loop_gap_s": self._gaps.take(),
-        }
-        is_whole = is_evaluated or not self._is_evaluation_due(num_steps=num_steps)
-        self._run_log.log(batch.step, line, is_whole=is_whole)
-        if is_evaluated:
-            self._journal.evaluated(batch.step)
-
     async def _policy(self) -> Policy:
         policy = await self._watchdog.answer(
-            self._backend.policy(self.steps_done), "preparing the weights for sampling"
+            self._backend.policy(self._steps.done), "preparing the weights for sampling"
         )
         return WatchedPolicy(policy, self._watchdog)
 
@@ -333,12 +253,9 @@ class Terminus2RLTrainer:
         )
         return WatchedReference(await opening, self._watchdog)
 
-    def _is_evaluation_due(self, *, num_steps: int) -> bool:
-        return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)
-
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
         """Evaluate `policy` on the held-out tasks and return the metrics; {} if there are no such tasks."""
-        tasks, config, step = self._source.eval, self._config, self.steps_done
+        tasks, config, step = self._source.eval, self._config, self._steps.done
         if not tasks:
             return {}
         started = time.monotonic()
@@ -349,38 +266,35 @@ class Terminus2RLTrainer:
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
             directory=self._finished.job_directory("eval", step),
         )
-        self._events.batch_started(
-            f"evaluation after step {step}", num_groups=len(tasks), group_size=plan.group_size
-        )
         evaluating = evaluate(
             self._rollouts,
             tasks,
-            policy if config.eval_top_p == 1 else TopPPolicy(policy, config.eval_top_p),
+            policy,
             plan,
-            on_group=lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
+            top_p=config.eval_top_p,
+            title=f"evaluation after step {step}",
+            events=self._events,
         )
         evaluation = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         record_groups(self._log_path / "rollouts" / f"eval_{step:06d}.jsonl", evaluation.groups, {})
-        if self._dump_directory is not None:
-            await asyncio.to_thread(
-                dump_evaluation,
-                self._dump_directory,
-                step,
-                evaluation.groups,
-                evaluation.metrics,
-                self._source.text,
-                env_class=config.env,
-            )
-            await self._upload(upload_evaluation, step)
+        await self._dump(
+            f"global_step_{step}",
+            lambda path: dump_evaluation(
+                path, step, evaluation.groups, evaluation.metrics, self._source.text, env_class=config.env
+            ),
+        )
         self._events.evaluation_finished(evaluation, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or evaluation.task_rewards
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
-    async def _upload(self, upload: Upload, step: int) -> None:
-        """Upload a dump of the step if `upload_url` is set."""
-        if self._dump_directory is not None and (url := self._config.upload_url) is not None:
-            await asyncio.to_thread(upload, self._dump_directory, step, url=url, run=self._log_path.name)
+    async def _dump(self, name: str, write: Callable[[Path], Sequence[Path]]) -> None:
+        """Write a dump, unless dumps are off. With `upload_url`, upload it to the directory `name` of the
+        run."""
+        directory, url = self._config.dump_directory(self._log_path), self._config.upload_url
+        if directory is not None:
+            upload_to = None if url is None else f"{url.rstrip('/')}/{self._log_path.name}/{name}"
+            await dump(lambda: write(directory), upload_to=upload_to, say=self._events.say)
 
     def _record(
         self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]
@@ -392,7 +306,3 @@ class Terminus2RLTrainer:
             if example.sequences
         }
         record_groups(self._log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

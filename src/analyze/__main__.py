@@ -26,7 +26,6 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the analysis and return the exit status."""
     return run_program(argv, _run, lambda words: help_for(AnalyzeConfig, title=TITLE, words=words))
 
 

@@ -140,10 +140,8 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
     """Return a table with a row for each of COMPARED_METRICS that both runs recorded in at least one common
-    step. The table is empty if there is no such metric.
-
-    A row has the number of common steps, the mean of each run, the mean difference (second run minus first
-    run), and the largest absolute difference.
+    step. A difference is the value of the second run minus that of the first. The table is empty if there is
+    no such metric.
     """
     if first.metrics_file is None or second.metrics_file is None:
         return []

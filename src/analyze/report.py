@@ -62,7 +62,6 @@ class Signal:
 
 
 def run_section(run: AnalyzedRun) -> list[str]:
-    """Return the lines of the analysis of a run."""
     options = [f"{name}={run.options[name]}" for name in SHOWN_OPTIONS if run.options.get(name) is not None]
     lines = [f"## {run.name}", ""]
     if options:

@@ -80,9 +80,7 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
     `last_step` is a step without a dumped evaluation.
     """
     path = Path(directory).expanduser().resolve()
-    options: Mapping[str, Any] = {}
-    if (path / CONFIG_FILE).is_file():
-        options = read_config(path)
+    options = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     exported = Path(options["export_path"]).expanduser() if options.get("export_path") else path
     metrics_file = path / METRICS_FILE if (path / METRICS_FILE).is_file() else None
     directories = {
@@ -112,7 +110,6 @@ def read_run(directory: str, *, first_step: int | None = None, last_step: int | 
 
 
 def read_evaluation(directory: Path) -> list[DumpedTrial]:
-    """Read the dumped trials of one evaluation."""
     trials: list[DumpedTrial] = []
     for path in sorted(directory.glob("*.jsonl")):
         if path.name != AGGREGATED:

@@ -30,7 +30,6 @@ from rich.text import Text
 
 from src.cli.console import message_text, terminal
 from src.cli.program import run_program
-from src.cli.saved_options import program_of
 from src.core.errors import ConfigError
 from src.core.printable import printable
 from src.core.trajectory import Trajectory, TrialFailure, Turn
@@ -38,7 +37,7 @@ from src.learning.rollout_groups import SOLVED
 from src.records.journal import RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines
 from src.records.rollout_store import find_rollouts
-from src.records.run_directory import CONFIG_FILE
+from src.records.run_directory import SUPERVISED, read_config
 
 FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # the names of the files in rollouts/
 USAGE = "show RUN [STEP | TASK | TRIAL] [STEP]"
@@ -83,7 +82,6 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the selected rollouts and return the exit status."""
     return run_program(argv, _run, lambda words: str(__doc__))
 
 
@@ -106,10 +104,8 @@ def shown(run: str, selected: str | None = None, step: str | None = None) -> Ite
     Raises ConfigError if there is no such run, step, task or trial.
     """
     directory = Path(run).expanduser().resolve()
-    if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} has no {CONFIG_FILE}; give the directory of a run")
-    trials = recorded_trials(directory)
-    if not trials and program_of(run) == "src.sft":
+    options, trials = read_config(directory), recorded_trials(directory)
+    if not trials and SUPERVISED in options:
         raise ConfigError(
             f"{directory.name} is a run of supervised fine-tuning and has no trials; read its metrics.jsonl"
         )
@@ -183,7 +179,6 @@ def overview(trials: Sequence[RecordedTrial]) -> Table:
 
 
 def trial_table(trials: Sequence[RecordedTrial]) -> Table:
-    """Return a table with a row per trial."""
     table = _table("", "trial", "reward", "advantage", "turns", "tokens", "outcome")
     for trial in trials:
         line = trial.line

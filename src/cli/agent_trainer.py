@@ -78,7 +78,6 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
 
 
 def help_text() -> str:
-    """Return the commands with their meanings."""
     lines = ["agent-trainer COMMAND [key=value ...]", ""]
     commands = {name: text for name, (_, text) in MODULES.items()} | {"resume": RESUME}
     lines += [f"  {name:10} {text}" for name, text in commands.items()]

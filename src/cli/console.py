@@ -66,10 +66,6 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """Print the result of a group: task, solved trials, turns, time and failures.
-
-        The mean reward is printed too if a reward is neither 0 nor 1. `_show_first_failures` adds lines.
-        """
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
@@ -110,11 +106,7 @@ class Display:
         self._show(table)
 
     def evaluation_finished(self, evaluation: Evaluation, first: TaskRewards | None) -> None:
-        """Print a table with a row per held-out task, and the success rate.
-
-        One column shows `first`, the first evaluation of the run, and one column shows `evaluation`.
-        `first` is None if `evaluation` is the first evaluation.
-        """
+        """Print a table with a row per held-out task, and the success rate."""
         table = Table(box=None, padding=(0, 1))
         table.add_column("held-out task", no_wrap=True)
         if first is not None:

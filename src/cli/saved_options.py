@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import chz
 
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
-from src.core.option_aliases import present_options
 from src.envs.options import WITHOUT_TAU2
 from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
-from src.records.run_directory import CONFIG_FILE, SUPERVISED, require_run
+from src.records.run_directory import SUPERVISED, read_config, require_run
 from src.sft.config import SftConfig
 
 NOT_SHARED = {"train_data", "log_path"}  # options of the trainer that mean something else in an evaluation
@@ -129,12 +127,7 @@ def _pairs(changes: list[str], command: str) -> dict[str, str]:
 
 
 def _saved(run: str) -> dict[str, Any]:
-    path = Path(run).expanduser().resolve() / CONFIG_FILE
-    try:
-        options = present_options(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
-        raise ConfigError(f"{path}: {reason}; give the directory of a run") from error
+    options = read_config(Path(run).expanduser().resolve())
     if options.get("env") in WITHOUT_TAU2:  # version 0.1 saved TAU2_HOME for every environment
         options.pop("tau2_home", None)
     return options

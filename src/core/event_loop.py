@@ -7,7 +7,6 @@ Each step logs the longest lag as `time/max_event_loop_gap_s`.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 PERIOD_S = 0.1
 
@@ -30,9 +29,7 @@ class LagMeter:
         self._schedule()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

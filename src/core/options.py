@@ -68,7 +68,6 @@ share = field_validator(lambda value: 0 < value <= 1, "must be above 0 and at mo
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
@@ -102,7 +101,6 @@ def is_http_address(text: str) -> bool:
 
 
 def is_default(options: Options, name: str) -> bool:
-    """Return whether the option `name` has its default value."""
     return _value(options, name) == inspect.signature(type(options)).parameters[name].default
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -106,29 +106,21 @@ async def in_thread[T](function: Callable[[], T]) -> T:
     Unlike a thread of `asyncio.to_thread`, this thread does not delay the end of the process, and a function
     that never returns occupies no thread of a pool. A StopIteration becomes a RuntimeError.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_outcome: Callable[[], None]) -> None:
-        if not future.done():  # otherwise the caller was cancelled
-            set_outcome()
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # so that a cancelled caller does not cancel it
 
     def call() -> None:
         try:
-            value = function()
-        except StopIteration as error:  # a future cannot have this exception
+            future.set_result(function())
+        except StopIteration as error:  # an asyncio future cannot have this exception
             stopped = RuntimeError("the function raised StopIteration")
             stopped.__cause__ = error
-            set_outcome = lambda: future.set_exception(stopped)  # noqa: E731
+            future.set_exception(stopped)
         except BaseException as error:
-            set_outcome = lambda error=error: future.set_exception(error)  # noqa: E731
-        else:
-            set_outcome = lambda: future.set_result(value)  # noqa: E731
-        with suppress(RuntimeError):  # the loop may be closed
-            loop.call_soon_threadsafe(settle, set_outcome)
+            future.set_exception(error)
 
     start_daemon(partial(contextvars.copy_context().run, call))
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def start_daemon(call: Callable[[], None]) -> None:

@@ -176,7 +176,6 @@ def skyrl_name(name: str, option_names: Collection[str], refused: Collection[str
 
 
 def reason_against(name: str, refused: Mapping[str, str]) -> str:
-    """Return why an option of SkyRL is refused."""
     last_part = name.rpartition(".")[2]
     parts = name.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))

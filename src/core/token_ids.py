@@ -31,7 +31,6 @@ class TokenIds(Sequence[int]):
         return ids if isinstance(ids, TokenIds) else cls(ids)
 
     def extended(self, added: Iterable[int]) -> TokenIds:
-        """Return a new sequence with `added` at the end."""
         longer = TokenIds(())
         longer._ids = self._ids if self._length == len(self._ids) else self._ids[: self._length]
         longer._ids.extend(added)

@@ -48,7 +48,6 @@ class WaitNotice:
             self._timer = loop.call_at(started + SLOW_S, explain)
 
     def stop(self) -> None:
-        """End the reports of the current wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -29,7 +29,6 @@ def evaluation_help(words: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an evaluation or a comparison, and return the exit status."""
     return run_program(argv, _run, evaluation_help)
 
 

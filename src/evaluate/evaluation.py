@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -11,8 +11,9 @@ from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_at_k, pass_
 from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import held_out_metrics
 from src.learning.rollout_groups import SOLVED, by_domain_or_task_type
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, TopPPolicy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
+from src.rollouts.run_events import RunEvents
 
 MAX_DOMAINS = 5  # reports show each domain if there are 2 to MAX_DOMAINS domains
 
@@ -71,10 +72,21 @@ async def evaluate(
     policy: Policy,
     plan: RolloutPlan,
     *,
-    on_group: Callable[[TimedGroup], None],
+    top_p: float,
+    title: str,
+    events: RunEvents,
 ) -> Evaluation:
-    """Roll out all tasks and compute their rates. Raises TooManyFailuresError if no trial could be graded."""
-    groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
+    """Roll out all tasks and compute their rates. `title` names the evaluation in `events`.
+
+    Raises TooManyFailuresError if no trial could be graded.
+    """
+
+    def on_group(timed: TimedGroup) -> None:
+        events.group_finished(timed.group, duration_s=timed.duration_s)
+
+    events.batch_started(title, num_groups=len(tasks), group_size=plan.group_size)
+    timed_groups = await rollouts.groups(tasks, TopPPolicy(policy, top_p), plan, on_group)
+    groups = [timed.group for timed in timed_groups]
     require_some_graded(groups, plan)
     noop_rewards = await rollouts.noop_rewards(tasks)
     whole = section_of(groups, noop_rewards, group_size=plan.group_size)
@@ -136,9 +148,7 @@ def reward_pass_rates(prefix: str, groups: Sequence[TrajectoryGroup], *, group_s
 
 
 def section_metrics(prefix: str, section: EvalSection) -> dict[str, float]:
-    """Return the rates with their intervals, the success rate of an agent that does nothing and, for each
-    failure pattern, the share of the failed trials that show it.
-    """
+    """Return the metrics of a section. Those of failure patterns are shares of the failed trials."""
     values: dict[str, float] = {}
     for name, rate in section.rates.items():
         values |= {

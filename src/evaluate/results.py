@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from pydantic import TypeAdapter
 
@@ -17,7 +17,7 @@ from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import RESULTS_FILE, EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired, mean_difference
-from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
+from src.evaluate.evaluation import MAX_DOMAINS, EvalSection, Evaluation, tally
 from src.records.atomic_io import RUN_AGAIN, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document
@@ -25,10 +25,7 @@ from src.records.reading import Count, read_document
 SUCCESS_SPLIT = {"success_write": "need a writing action", "success_nowrite": "need none"}
 
 
-class Printer(Protocol):
-    """Prints the lines of a report."""
-
-    def say(self, text: str) -> None: ...
+Say = Callable[[str], None]  # prints one line of a report
 
 
 class TaskResult(TypedDict):
@@ -78,78 +75,71 @@ def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> di
     return record | ({"noop_reward": noop_rewards[task_id]} if task_id in noop_rewards else {})
 
 
-def report(results: Mapping[str, Any], printer: Printer) -> None:
+def report(evaluation: Evaluation, say: Say) -> None:
     """Print the results over all tasks, the results of each domain if there are 2 to MAX_DOMAINS domains, and
     statistics of the trials."""
-    metrics = results["metrics"]
-    is_partial = has_partial_rewards(results)
-    report_section(results, "test/env/all", metrics, printer, has_partial_rewards=is_partial)
-    for name, section in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
-        printer.say(f"{name}:")
+    metrics, domains = evaluation.metrics, evaluation.domains
+    is_partial = any(reward not in (0, 1) for group in evaluation.groups for reward in group.rewards)
+    report_section(evaluation.whole, "test/env/all", metrics, say, has_partial_rewards=is_partial)
+    for name, section in domains.items() if 1 < len(domains) <= MAX_DOMAINS else ():
+        say(f"{name}:")
         prefix = f"test/env/{name}"
-        report_section(section, prefix, metrics, printer, has_partial_rewards=is_partial, indent="  ")
+        report_section(section, prefix, metrics, say, has_partial_rewards=is_partial, indent="  ")
     prefix = "test/env/all/stop_reason/"
     stops = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
     calls = metrics.get("test/env/all/tool_calls")
-    printer.say(
+    say(
         f"per trial: {metrics['test/env/all/turns']:.1f} turns"
         + ("" if calls is None else f", {calls:.1f} tool calls")
         + "; stop reasons: "
         + ", ".join(f"{name} {share:.0%}" for name, share in stops.items())
     )
-    failed = sum((Counter(task["failures"]) for task in results["tasks"]), Counter())
+    failed = Counter(failure.kind for group in evaluation.groups for failure in group.failures)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
-    graded = sum(task["graded"] for task in results["tasks"])
-    printer.say(
-        f"trials: {graded} graded"
+    say(
+        f"trials: {evaluation.num_graded} graded"
         + (f", {failed.total()} ungraded and not in the rates above: {kinds}" if failed else "")
     )
 
 
 def report_section(
-    section: Mapping[str, Any],
+    section: EvalSection,
     prefix: str,
     metrics: Mapping[str, float],
-    printer: Printer,
+    say: Say,
     *,
     has_partial_rewards: bool,
     indent: str = "",
 ) -> None:
-    """Print the mean reward (only with partial rewards), the success rates, the success rate of an agent that
-    does nothing, the success on tasks that need a writing action and on tasks that need none, and the failure
-    patterns.
+    """Print the results of one section.
 
     Most failure patterns describe the tool calls of an agent, so the patterns are printed only if the
     environment reports `tool_calls`.
     """
     if has_partial_rewards:
-        printer.say(f"{indent}mean reward: {metrics[f'{prefix}/reward/total']:.3f}")
+        say(f"{indent}mean reward: {metrics[f'{prefix}/reward/total']:.3f}")
     for part, sign in (("_at_", "@"), ("_hat_", "^")):
-        rates = {
-            name.replace(part, sign): Estimate(**rate)
-            for name, rate in section["rates"].items()
-            if part in name
-        }
+        rates = {name.replace(part, sign): rate for name, rate in section.rates.items() if part in name}
         if rates:
-            printer.say(f"{indent}{formatted_rates(rates)}")
-    if section["noop_success"] is not None:
-        printer.say(f"{indent}an agent that does nothing: {formatted(Estimate(**section['noop_success']))}")
+            say(f"{indent}{formatted_rates(rates)}")
+    if section.noop_success is not None:
+        say(f"{indent}an agent that does nothing: {formatted(section.noop_success)}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
         f"{value:.1%} of trials of tasks that {text}" for text, value in split.items() if value is not None
     ]
     if parts:
-        printer.say(f"{indent}solved: {', '.join(parts)}")
-    counts = sorted(((count, name) for name, count in section["patterns"].items() if count), reverse=True)
+        say(f"{indent}solved: {', '.join(parts)}")
+    counts = sorted(((count, name) for name, count in section.patterns.items() if count), reverse=True)
     if counts and f"{prefix}/tool_calls" in metrics:
         listed = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in counts)
-        printer.say(f"{indent}of {section['num_failed']} failed trials: {listed}")
+        say(f"{indent}of {section.num_failed} failed trials: {listed}")
 
 
-def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory: Path) -> None:
+def require_enough(evaluation: Evaluation, config: EvaluateConfig, directory: Path) -> None:
     """Raise TooManyFailuresError if more trials are ungraded than `max_failure_rate` allows."""
-    num_ungraded = sum(sum(task["failures"].values()) for task in results["tasks"])
-    total = num_ungraded + sum(task["graded"] for task in results["tasks"])
+    num_ungraded = sum(len(group.failures) for group in evaluation.groups)
+    total = num_ungraded + evaluation.num_graded
     if num_ungraded > config.max_failure_rate * total:
         raise TooManyFailuresError(
             f"{num_ungraded} of {total} trials are ungraded, more than "
@@ -159,7 +149,7 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
 
 
 def compare(
-    first: Mapping[str, Any], second: Mapping[str, Any], printer: Printer, *, write_to: Path | None = None
+    first: Mapping[str, Any], second: Mapping[str, Any], say: Say, *, write_to: Path | None = None
 ) -> Comparison:
     """Compare two evaluations task by task. Tasks with equal content hashes are the same task.
 
@@ -177,15 +167,15 @@ def compare(
     if write_to is not None:
         names = {"first_name": first["evaluated"], "second_name": second["evaluated"]}
         write_json(write_to, names | asdict(comparison))
-    printer.say(
+    say(
         f"{first['evaluated']} -> {second['evaluated']}, paired over {_tasks(len(common))}; "
         "differences are the second (this evaluation) minus the first (compare_with)"
     )
     left_out = len(before) + len(after) - 2 * len(common)
     if left_out:
-        printer.say(f"left out: {left_out} tasks that only one evaluation has graded")
+        say(f"left out: {left_out} tasks that only one evaluation has graded")
     difference = comparison.difference
-    printer.say(
+    say(
         f"success {comparison.first:.1%} -> {comparison.second:.1%}, "
         f"difference {100 * difference.value:+.1f} points "
         f"[{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]; "
@@ -198,7 +188,7 @@ def compare(
     ):
         a, b = ([means[content] for content in common] for means in rewards)
         change = mean_difference([after - before for before, after in zip(a, b, strict=True)])
-        printer.say(
+        say(
             f"mean reward {fmean(a):.3f} -> {fmean(b):.3f}, "
             f"difference {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
         )

@@ -4,7 +4,7 @@ compare.
 The directory of an evaluation has results.json, rollouts/, dumped_evals/ and, with env=harbor, jobs/ for
 `harbor view`. With `compare_with`, it also has comparison.json and, if the other policy is evaluated too, the
 directory compared/ of that evaluation. An interrupted evaluation is resumed if it is started again with the
-same directory and options; `prepare_directory` lists the options that may differ.
+same directory and options; the options in MAY_DIFFER may differ.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from src.evaluate.results import (
 from src.policy.backend import connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
-from src.policy.sampling_policy import Policy, TopPPolicy
+from src.policy.sampling_policy import Policy
 from src.records.checkpoints import sampler_path
-from src.records.dumps import dump_evaluation
+from src.records.dumps import dump, dump_evaluation
 from src.records.journal import Journal
 from src.records.private_directory import make_private, resolved
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_directory import CONFIG_FILE, EVALUATED, lock_run_dir, read_config
+from src.records.run_directory import CONFIG_FILE, EVALUATED, has_files, lock_run_dir, read_config
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
@@ -76,6 +76,11 @@ class PolicyAndTasks:
 # `environment_of` takes these options from the config of a run. Together with the other options of the
 # environment, they determine which tasks the run holds out.
 SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
+# Options that may differ in a resumed evaluation. A saved file may contain `results`, which is not an option.
+MAY_DIFFER = {
+    *("results", "log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint"),
+    *("skyrl_tx_url", "tau2_home"),
+}
 OpenPolicyAndTasks = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[PolicyAndTasks]]
 
 
@@ -136,13 +141,13 @@ async def run(
         second = await run_one(
             config, second_path, directory / "compared", events, open_policy_and_tasks=open_policy_and_tasks
         )
-    compare(second, first, events, write_to=directory / "comparison.json")
+    compare(second, first, events.say, write_to=directory / "comparison.json")
 
 
 async def compare_finished(config: CompareConfig, events: RunEvents) -> None:
     """Compare the results of two finished evaluations. The difference is `results` minus `compare_with`."""
     results = read_results(Path(config.results))
-    compare(read_results(Path(config.compare_with)), results, events)
+    compare(read_results(Path(config.compare_with)), results, events.say)
 
 
 async def run_one(
@@ -184,7 +189,6 @@ async def run_one(
                 explanation=None if config.base_url else MAY_COMPILE,
                 is_over=lambda: journal.progress > progress,
             )
-            events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             plan = RolloutPlan(
                 step=0,
@@ -196,23 +200,28 @@ async def run_one(
             evaluating = evaluate(
                 rollouts,
                 tasks,
-                opened.policy if config.top_p == 1 else TopPPolicy(opened.policy, config.top_p),
+                opened.policy,
                 plan,
-                on_group=lambda timed: events.group_finished(timed.group, duration_s=timed.duration_s),
+                top_p=config.top_p,
+                title="evaluation",
+                events=events,
             )
             result = await (
                 opened.watchdog.guard(evaluating, "evaluating") if opened.watchdog else evaluating
             )
             await asyncio.to_thread(opened.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
-            text = opened.source.text
-            await asyncio.to_thread(
-                dump_evaluation, directory, 0, result.groups, result.metrics, text, env_class=config.env
+            await dump(
+                lambda: dump_evaluation(
+                    directory, 0, result.groups, result.metrics, opened.source.text, env_class=config.env
+                ),
+                upload_to=None,
+                say=events.say,
             )
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
-    report(results, events)
-    require_enough(results, config, directory)
+    report(result, events.say)
+    require_enough(result, config, directory)
     return results
 
 
@@ -281,34 +290,14 @@ def evaluation_directory(config: EvaluateConfig) -> Path:
 def prepare_directory(directory: Path, name: str, config: EvaluateConfig) -> None:
     """Create the directory, or accept the directory of the same evaluation. Raises ConfigError for the
     directory of another evaluation, and for a directory that has files but no evaluation."""
-    identity = {EVALUATED: name, **chz.asdict(config)}
-    path = directory / CONFIG_FILE
-    saved = read_config(directory) if path.is_file() else None
-    # These options may differ in a resumed evaluation. A saved file may contain `results`, which is not an
-    # option of EvaluateConfig.
-    for option in (
-        "results",
-        "log_path",
-        "logs_dir",
-        "compare_with",
-        "n_parallel_envs",
-        "train_data",
-        "checkpoint",
-        "skyrl_tx_url",
-        "tau2_home",
-    ):
-        identity.pop(option, None)
-        if saved is not None:
-            saved.pop(option, None)
+    options = {EVALUATED: name, **chz.asdict(config)}
+    identity = {name: value for name, value in options.items() if name not in MAY_DIFFER}
     identity = json.loads(json.dumps(identity))
-    # An option that the saved file does not contain is not compared.
-    if saved is not None and identity | saved != identity:
-        raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
-    if (
-        saved is None
-        and directory.is_dir()
-        and any(not child.name.startswith(".") for child in directory.iterdir())
-    ):
+    if (directory / CONFIG_FILE).is_file():
+        saved = {name: value for name, value in read_config(directory).items() if name not in MAY_DIFFER}
+        if identity | saved != identity:  # an option that the saved file does not contain is not compared
+            raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
+    elif has_files(directory):
         raise ConfigError(f"log_path {directory} is not empty and has no evaluation; give another log_path")
     make_private(directory)
-    write_json(path, identity)
+    write_json(directory / CONFIG_FILE, identity)

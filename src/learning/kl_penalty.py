@@ -1,6 +1,11 @@
-"""KL penalty towards a reference model.
+"""KL penalty towards a reference model, and on-policy distillation from a teacher.
 
-The penalty is part of the advantages because the server's losses have no KL term.
+Both change the advantages, because the server's losses have no such terms.
+
+Distillation adds `teacher_coef * (teacher logprob - sampler logprob)` to the advantage of each sampled token.
+The mean of `teacher logprob - sampler logprob` estimates the negative reverse KL divergence. As in
+tinker-cookbook, no mean is subtracted from the term. If the teacher gives every token of a batch a lower
+logprob than the sampler, the term therefore decreases the probability of every token.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example, all_sequences, with_advantages
-from src.learning.penalty_options import KlOptions
+from src.learning.penalty_options import DistillationOptions, KlOptions
 from src.policy.sampling_policy import ReferenceModel
 
 
@@ -40,6 +45,25 @@ async def apply_kl_penalty(
     advantages = [
         sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32)
         for sequence, values in zip(sequences, penalties, strict=True)
+    ]
+    return KlResult(
+        examples=with_advantages(examples, advantages), mean_kl=mean_of_sampled(differences, sequences)
+    )
+
+
+async def apply_teacher(
+    examples: Sequence[Example], teacher: ReferenceModel, options: DistillationOptions
+) -> KlResult:
+    """Return the examples with new advantages. The advantage of each sampled token becomes
+    `reward_coef * advantage + teacher_coef * (teacher logprob - sampler logprob)`.
+
+    `KlResult.mean_kl` is the mean of `sampler logprob - teacher logprob` over the sampled tokens, in nats.
+    """
+    sequences = all_sequences(examples)
+    differences = await differences_from(teacher, sequences)
+    advantages = [
+        (options.reward_coef * sequence.advantages - options.teacher_coef * values).astype(np.float32)
+        for sequence, values in zip(sequences, differences, strict=True)
     ]
     return KlResult(
         examples=with_advantages(examples, advantages), mean_kl=mean_of_sampled(differences, sequences)

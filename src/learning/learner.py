@@ -151,7 +151,6 @@ def adam_params(options: OptimizerOptions, rate: float, *, update_scale: float) 
 
 
 def require_finite(logprobs: Sequence[np.ndarray], *, step: int) -> None:
-    """Raise TrainerError if a logprob of the trainer is not finite."""
     if not all(np.isfinite(values).all() for values in logprobs):
         raise TrainerError(
             f"step {step}: the logprobs are not finite, so the weights have diverged; resume from the "

@@ -107,7 +107,6 @@ def token_metrics(num_tokens: Sequence[int], rewards: Sequence[float]) -> dict[s
 def batch_metrics(
     examples_per_substep: Sequence[Sequence[Example]], dropped: Counter[DropReason]
 ) -> dict[str, float]:
-    """Return the metrics of the examples that an update trains on."""
     examples = [example for substep in examples_per_substep for example in substep]
     return measure(BATCH_METRICS, TrainingBatch(examples=examples, dropped=dropped))
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import tinker
 
 from src.learning.datums import scale_advantages, to_datums
-from src.learning.distillation import apply_teacher
 from src.learning.examples import Example, all_sequences, apply_loss_reduction, split_substeps
 from src.learning.filters import DropReason
 from src.learning.importance import apply_tis
-from src.learning.kl_penalty import KlResult, apply_kl_penalty
+from src.learning.kl_penalty import KlResult, apply_kl_penalty, apply_teacher
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
 from src.learning.options import PreparationOptions

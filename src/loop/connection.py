@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import chz
 
@@ -77,35 +78,34 @@ def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents)
     return scale
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Connection[Source]:
-    """The open dependencies of a run. `stack` closes them, except for the source."""
-
-    dependencies: Dependencies[Source]
-    stack: AsyncExitStack
-
-
 class Connector[Config: LoopOptions, Source]:
-    """Opens the dependencies of one run, and opens them again after the server was lost."""
+    """Opens the dependencies of one run, and opens them again after the server was lost.
+
+    At the end of its `async with` block, it closes the dependencies, except for the source.
+    """
 
     def __init__(self, config: Config, events: RunEvents, connect: Connect[Config, Source]) -> None:
         self._config = config
         self._events = events
         self._connect = connect
+        self._stack = AsyncExitStack()  # closes the dependencies that are open
 
-    async def open(self, directory: RunDirectory, source: Source | None = None) -> Connection[Source]:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.__aexit__(*error)  # pyright: ignore[reportArgumentType]
+
+    async def open(self, directory: RunDirectory, source: Source | None = None) -> Dependencies[Source]:
         """Open the dependencies. If the directory has a checkpoint, load its weights and optimizer state."""
         config = self._config
         if directory.checkpoint is not None:
             state_path = directory.checkpoint.state_path
             config = chz.replace(config, load_checkpoint_path=state_path, load_optimizer=True)
-        async with AsyncExitStack() as stack:
-            context = self._connect(config, self._events, source)
-            dependencies = await stack.enter_async_context(context)
-            return Connection(dependencies=dependencies, stack=stack.pop_all())
+        return await self._stack.enter_async_context(self._connect(config, self._events, source))
 
-    async def reopen(self, directory: RunDirectory, source: Source) -> Connection[Source]:
-        """Wait until the server answers again and open a connection.
+    async def reopen(self, directory: RunDirectory, source: Source) -> Dependencies[Source]:
+        """Wait until the server answers again and open the dependencies.
 
         Raises ServerLost after `reconnect_timeout_s`.
         """
@@ -126,11 +126,12 @@ class Connector[Config: LoopOptions, Source]:
     async def run_with_reconnect(
         self,
         train: Callable[[Dependencies[Source], RunDirectory], Awaitable[None]],
-        connection: Connection[Source],
+        dependencies: Dependencies[Source],
         directory: RunDirectory,
         journal: Journal,
     ) -> None:
-        """Run the training. After each loss of the server, call `train` again from the last checkpoint.
+        """Run the training, and then close the dependencies. After each loss of the server, call `train`
+        again from the last checkpoint.
 
         If the run has made no progress since the previous loss of the server, raises the BackendError of this
         loss. A graded trial and a step that is trained for the first time count as progress. If
@@ -139,8 +140,8 @@ class Connector[Config: LoopOptions, Source]:
         progress = -1
         while True:
             try:
-                async with connection.stack:
-                    await train(connection.dependencies, directory)
+                async with self._stack:
+                    await train(dependencies, directory)
                 return
             except BackendError as error:
                 if self._config.reconnect_timeout_s == 0:
@@ -150,4 +151,4 @@ class Connector[Config: LoopOptions, Source]:
                 progress = journal.progress
                 self._events.say(f"server lost: {error}")
             directory = directory.at_last_checkpoint()
-            connection = await self.reopen(directory, connection.dependencies.source)
+            dependencies = await self.reopen(directory, dependencies.source)

@@ -30,6 +30,7 @@ from src.evaluate.contamination import (
 )
 from src.evaluate.probe import capabilities
 from src.evaluate.training_events import TrainingEvents
+from src.evaluate.training_steps import TrainingSteps
 from src.learning.learner import Learner
 from src.learning.options import DynamicSamplingOptions, FilterOptions, LearnerOptions, PreparationOptions
 from src.loop import outcome
@@ -39,6 +40,7 @@ from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.dumps import check_export_path
 from src.records.journal import Journal, RunState
+from src.records.options import TrackingOptions
 from src.records.rollout_store import FinishedRollouts, discard_rollouts
 from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
 from src.records.tracking import RunLog, open_run_log
@@ -83,19 +85,17 @@ async def run(
         capabilities.require(capabilities.read(config.capabilities), config)
     if config.upload_url is not None:
         await asyncio.to_thread(check_upload_url, config.upload_url)
-    if config.export_path is not None and config.dump_eval_results:
+    if config.export_path is not None:
         await asyncio.to_thread(check_export_path, config.export_path)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
-    connector = Connector(config, events, connect)
-    async with AsyncExitStack() as source_stack, AsyncExitStack() as connection_stack:
-        source_stack.enter_context(lock_run_dir(run_path(config, name=name)))
+    async with AsyncExitStack() as stack, Connector(config, events, connect) as connector:
+        stack.enter_context(lock_run_dir(run_path(config, name=name)))
         directory = await in_thread(
             lambda: find_run_directory(config, name=name)
         )  # may prompt at the terminal
-        connection = await connector.open(directory)
-        connection_stack.push_async_exit(connection.stack)
-        source = connection.dependencies.source
-        source_stack.push_async_callback(close_quietly, source)
+        dependencies = await connector.open(directory)
+        source = dependencies.source
+        stack.push_async_callback(close_quietly, source)
         trained, held_out = await checked_tasks(config, source)
         hashes = {task.task_id: task.content for task in trained}
         contents = {task.task_id: task.trial_content for task in (*trained, *held_out)}
@@ -105,21 +105,12 @@ async def run(
         directory.create(config)
         write_hashes(directory.path, hashes)
         write_contents(directory.path, contents)
-        with (
-            logging_to_file(directory.path / "logs.log"),
-            shows_resume_command(directory.path, events),
-            journal_of_run(directory.path) as journal,
-            open_run_log(
-                directory.path,
-                config,
-                name=name,
-                config=chz.asdict(config),
-                is_judged=config.taxonomy_feedback,
-            ) as run_log,
+        with recording(directory.path, config, events, name=name, is_judged=config.taxonomy_feedback) as (
+            journal,
+            run_log,
         ):
-            connection_stack.pop_all()  # from here on, `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
-            await connector.run_with_reconnect(training, connection, directory, journal)
+            await connector.run_with_reconnect(training, dependencies, directory, journal)
             outcome.require_trained(directory.path, group_size=config.group_size)
     for line in outcome.report(
         directory.path,
@@ -212,21 +203,26 @@ async def train(
     """Train every step after the directory's last checkpoint."""
     source, backend = dependencies.source, dependencies.backend
     batches = schedule(source.train, config)
-    steps_done = directory.steps_done
     events.say(
         f"tasks: {len(source.train)} to train on, {len(source.eval)} held out; "
         f"{counted(len(batches), 'step')}; loss_fn={config.loss_fn}"
     )
-    if directory.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
-    events.say(f"files: {directory.path}")
-    run_log.forget_from(steps_done + 1 if steps_done else 0)
-    journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(directory.path, journal)
     learner = Learner(
         backend.training_client, config, num_steps=len(batches), update_scale=dependencies.update_scale
     )
     async with open_judge(config) as judge, watching(backend.check, config) as watchdog:
+        steps = TrainingSteps(
+            config,
+            backend=backend,
+            watchdog=watchdog,
+            journal=journal,
+            run_log=run_log,
+            events=events,
+            directory=directory,
+            num_steps=len(batches),
+        )
+        steps.begin()
         await watchdog.answer(learner.require_loss(), f"checking loss_fn={config.loss_fn}")
         trainer = Terminus2RLTrainer(
             config,
@@ -236,10 +232,9 @@ async def train(
             source=source,
             rollouts=Rollouts(source, config, finished, judge),
             finished=finished,
-            run_log=run_log,
+            steps=steps,
             events=events,
             log_path=directory.path,
-            steps_done=steps_done,
         )
         await trainer.train(batches)
 
@@ -263,26 +258,27 @@ async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
 
 
 @contextmanager
-def shows_resume_command(log_path: Path, events: RunEvents) -> Generator[None]:
-    """If the block is cancelled, show the command that continues the run."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        events.say(f"continue: {outcome.resume_command(log_path)}")
-        raise
+def recording(
+    log_path: Path, settings: TrackingOptions, events: RunEvents, *, name: str, is_judged: bool = False
+) -> Generator[tuple[Journal, RunLog]]:
+    """Open the log file, the journal and the metrics of a run. `is_judged` is that of `open_run_log`.
 
-
-@contextmanager
-def journal_of_run(log_path: Path) -> Generator[Journal]:
-    """Open the journal of the run. When the block ends, record the end state and the error in the journal."""
-    journal = Journal(log_path)
-    try:
-        yield journal
-    except BaseException as error:
-        with suppress(StorageError):  # a full disk may have caused `error`
-            journal.ended(end_state(error), str(error))
-        raise
-    journal.ended(RunState.DONE)
+    When the block ends, record the end state and the error in the journal. If the block is cancelled, show
+    the command that continues the run.
+    """
+    config = chz.asdict(settings)
+    with logging_to_file(log_path / "logs.log"):
+        journal = Journal(log_path)
+        try:
+            with open_run_log(log_path, settings, name=name, config=config, is_judged=is_judged) as run_log:
+                yield journal, run_log
+        except BaseException as error:
+            with suppress(StorageError):  # a full disk may have caused `error`
+                journal.ended(end_state(error), str(error))
+            if isinstance(error, asyncio.CancelledError):
+                events.say(f"continue: {outcome.resume_command(log_path)}")
+            raise
+        journal.ended(RunState.DONE)
 
 
 def end_state(error: BaseException) -> RunState:

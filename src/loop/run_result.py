@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.core.errors import ConfigError
 from src.loop.outcome import Success, success_of
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.journal import RunState, last_end
-from src.records.run_directory import CONFIG_FILE, METRICS_FILE, read_config, require_run
+from src.records.run_directory import METRICS_FILE, read_config, require_run
 from src.records.tracking import records
 
 
@@ -40,8 +39,6 @@ def read_result(directory: str | Path) -> RunResult:
     Raises ConfigError if the directory has no run or a damaged file.
     """
     directory = Path(directory).expanduser()
-    if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} has no run; give a directory that contains {CONFIG_FILE}")
     require_run(directory, read_config(directory))
     lines = records(directory / METRICS_FILE)
     end = last_end(directory)

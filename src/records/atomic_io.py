@@ -115,7 +115,6 @@ def storage_boundary(path: Path, *, advice: str = RESUME) -> Generator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory or a file."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

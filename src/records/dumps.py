@@ -26,27 +26,28 @@ Only evaluations have `score`, `env_class`, `data_source` and `domain`, and only
 `reward`. In dumps of evaluations, the prompt and the response include the special tokens, because programs
 that read these dumps count them. In training examples, the special tokens are left out.
 
-If a dump fails, a warning is logged and the step continues.
+A dump or an upload that fails is reported, and the run continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, TrainerError
 from src.core.token_ids import starts_with
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.rollout_groups import domain_or_task_type
 from src.records.atomic_io import readable, replace_text
 from src.records.metrics_table import with_aliases
 from src.records.tracking import finite
+from src.records.uploads import upload
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,23 @@ def check_export_path(path: str) -> None:
         ) from error
 
 
+async def dump(
+    write: Callable[[], Sequence[Path]], *, upload_to: str | None, say: Callable[[str], None]
+) -> None:
+    """Write files with `write`, and upload them to the directory `upload_to`, an fsspec URL; None: no upload.
+
+    An error is logged and reported with `say`.
+    """
+    try:
+        files = await asyncio.to_thread(write)
+        if upload_to is not None and files:
+            await upload(files, upload_to)
+    except Exception as error:
+        reason = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+        logger.warning("the dump failed: %s", reason)
+        say(f"the dump failed: {reason}")
+
+
 def dump_evaluation(
     path: Path,
     step: int,
@@ -82,80 +100,67 @@ def dump_evaluation(
     decode: Decode,
     *,
     env_class: str,
-) -> None:
-    """Write one file per domain or task type, and the metrics.
+) -> list[Path]:
+    """Write one file per domain or task type, and the metrics. Return the files.
 
     Domains share a file if their names differ only in characters that become `_` in file names.
     """
-    with _never_fatal():
-        directory = path / "dumped_evals" / f"global_step_{step}_evals"
-        by_file: dict[str, list[str]] = {}
-        for group in groups:
-            lines = [
-                _line(eval_record(group.task, trajectory, decode, env_class=env_class))
-                for trajectory in group.trajectories
-            ]
-            name = f"{re.sub(r'[^\w.-]', '_', domain_or_task_type(group.task))}.jsonl"
-            by_file.setdefault(name, []).extend(lines)
-        for name, lines in by_file.items():
-            replace_text(directory / name, "".join(lines), advice=ADVICE)
-        replace_text(directory / AGGREGATED, _line(finite(with_aliases(metrics))), advice=ADVICE)
-
-
-def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
-    """Write the examples of steps 1, 11, 21, ... Tasks without a graded trial are left out."""
-    if step % EXAMPLES_EVERY != 1:
-        return
-    with _never_fatal():
-        chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][
-            :NUM_EXAMPLES
+    directory = path / "dumped_evals" / f"global_step_{step}_evals"
+    by_file: dict[Path, list[str]] = {}
+    for group in groups:
+        lines = [
+            _line(eval_record(group.task, trajectory, decode, env_class=env_class))
+            for trajectory in group.trajectories
         ]
-        examples = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
-        for record in examples:
-            logger.info(
-                "example of step %d, %s: %s",
-                step,
-                record["uid"],
-                str(record["output_response"])[:SHOWN_CHARACTERS],
-            )
-        if examples:
-            replace_text(
-                path / "training_examples" / f"step_{step}_examples.jsonl",
-                "".join(map(_line, examples)),
-                advice=ADVICE,
-            )
+        name = f"{re.sub(r'[^\w.-]', '_', domain_or_task_type(group.task))}.jsonl"
+        by_file.setdefault(directory / name, []).extend(lines)
+    by_file[directory / AGGREGATED] = [_line(finite(with_aliases(metrics)))]
+    for file, lines in by_file.items():
+        replace_text(file, "".join(lines), advice=ADVICE)
+    return list(by_file)
+
+
+def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> list[Path]:
+    """Write the examples of steps 1, 11, 21, ..., and return the files. Tasks without a graded trial are left
+    out."""
+    chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][:NUM_EXAMPLES]
+    if step % EXAMPLES_EVERY != 1 or not chosen:
+        return []
+    examples = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
+    for record in examples:
+        response = str(record["output_response"])[:SHOWN_CHARACTERS]
+        logger.info("example of step %d, %s: %s", step, record["uid"], response)
+    file = path / "training_examples" / f"step_{step}_examples.jsonl"
+    replace_text(file, "".join(map(_line, examples)), advice=ADVICE)
+    return [file]
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
-    """Return the record of a trial of an evaluation."""
-    data_source, messages = domain_or_task_type(task), conversation(trajectory, decode)
-    return {
-        "input_prompt": decode(prompt_ids(trajectory), False),
-        "output_response": decode(response_ids(trajectory), False),
-        "conversation": messages,
-        "conversation_history": messages,
+    data_source = domain_or_task_type(task)
+    return _trial_record(task, trajectory, decode, skip_special_tokens=False) | {
         "score": trajectory.turn_rewards or [trajectory.reward],
-        "stop_reason": trajectory.stop_reason,
         "env_class": env_class,
-        "env_extras": env_extras(task, trajectory),
         "data_source": data_source,
-        "timestamp": datetime.now(UTC).isoformat(),
         "domain": data_source,
         "turns": len(trajectory.turns),
     }
 
 
 def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    """Return the record of a training example."""
+    record = {"global_step": step, "uid": task.id, "reward": trajectory.reward}
+    return record | _trial_record(task, trajectory, decode, skip_special_tokens=True)
+
+
+def _trial_record(
+    task: Task, trajectory: Trajectory, decode: Decode, *, skip_special_tokens: bool
+) -> dict[str, object]:
+    """Return the fields that both kinds of records have."""
     messages = conversation(trajectory, decode)
     return {
-        "global_step": step,
-        "uid": task.id,
+        "input_prompt": decode(prompt_ids(trajectory), skip_special_tokens),
+        "output_response": decode(response_ids(trajectory), skip_special_tokens),
         "conversation": messages,
         "conversation_history": messages,
-        "input_prompt": decode(prompt_ids(trajectory), True),
-        "output_response": decode(response_ids(trajectory), True),
-        "reward": trajectory.reward,
         "stop_reason": trajectory.stop_reason,
         "env_extras": env_extras(task, trajectory),
         "timestamp": datetime.now(UTC).isoformat(),
@@ -194,7 +199,6 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
 
 
 def _has_role(message: object) -> bool:
-    """Return whether a recorded message is a chat message."""
     return isinstance(message, Mapping) and "role" in message
 
 
@@ -224,11 +228,3 @@ def response_ids(trajectory: Trajectory) -> list[int]:
 
 def _line(record: Mapping[str, object]) -> str:
     return json.dumps(readable(record), ensure_ascii=False) + "\n"
-
-
-@contextmanager
-def _never_fatal() -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        logger.warning("the dump failed: %s: %s", type(error).__name__, error)

@@ -210,12 +210,11 @@ class Journal:
 
         The states may be large, so they are not kept in memory but read from the file.
         """
-        trained = (
-            record
+        states = {
+            record["step"]: record["state"]
             for record in (read_lines(self._path, LINE) if step else ())
-            if record["event"] == "trained"
-        )
-        states = {record["step"]: record["state"] for record in trained if record["step"] <= step}
+            if record["event"] == "trained" and record["step"] <= step
+        }
         return [states[number] for number in sorted(states)]
 
     def _apply(self, record: Mapping[str, Any]) -> None:
@@ -267,7 +266,6 @@ def last_end(log_path: Path) -> End | None:
 
 
 def _end_or_event(record: Mapping[str, Any]) -> End | str:
-    """Return how the process ended, or the name of another event."""
     if record["event"] != "ended":
         return record["event"]
     return End(state=RunState(record["state"]), cause=record.get("cause", ""))

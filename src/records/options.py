@@ -46,7 +46,11 @@ class DumpOptions(RunDirectoryOptions):
     )
 
     @chz.validate
-    def _dumps_can_be_uploaded(self) -> None:
+    def _dump_options_agree(self) -> None:
+        require(
+            self.dump_eval_results or self.export_path is None,
+            "export_path needs dump_eval_results=true; remove one of them",
+        )
         if self.upload_url is not None:
             require(
                 "://" in self.upload_url,

@@ -45,7 +45,6 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
 
 
 def failure_record(failure: TrialFailure) -> dict[str, object]:
-    """Return the line of a trial that could not be graded."""
     return {
         "task": failure.task_id,
         "trial": failure.trial_name,

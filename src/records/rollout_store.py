@@ -17,8 +17,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -40,8 +39,6 @@ PACKINGS = ("<i4", "<i8", "<f4", "<f8")
 
 
 class TurnFields(TypedDict):
-    """A turn on disk."""
-
     prompt_ids: str
     completion_ids: str
     logprobs: str
@@ -69,8 +66,6 @@ class TrajectoryFields(TypedDict):
 
 
 class FailureFields(TypedDict):
-    """A failure on disk."""
-
     task_id: str
     kind: FailureKind
     message: str
@@ -78,8 +73,6 @@ class FailureFields(TypedDict):
 
 
 class FinishedLine(TypedDict):
-    """One rollout on disk."""
-
     task: str
     member: Count
     seed: Whole
@@ -167,10 +160,9 @@ def find_rollouts(log_path: Path, trial_name: str) -> list[tuple[RolloutKey, Tra
     """
     results: list[tuple[RolloutKey, Trajectory | TrialFailure]] = []
     written_name = json.dumps(trial_name).encode()
-    for path in (log_path / "finished").glob("*_*.jsonl"):
-        purpose, _, step = path.stem.rpartition("_")
-        if step.isdecimal() and written_name in path.read_bytes():
-            rollouts = read_rollouts(path, purpose, int(step))
+    for path, purpose, step in _stored_files(log_path):
+        if written_name in path.read_bytes():
+            rollouts = read_rollouts(path, purpose, step)
             results += [
                 (key, rollout.result)
                 for key, rollout in rollouts.items()
@@ -186,9 +178,8 @@ def discard_rollouts(
     `is_discarded(purpose, record)` is true. Return their number.
     """
     num_discarded = 0
-    for path in (log_path / "finished").glob("*_*.jsonl"):
-        purpose, _, step = path.stem.rpartition("_")
-        if not step.isdecimal() or int(step) < (evals_from if purpose == "eval" else after + 1):
+    for path, purpose, step in _stored_files(log_path):
+        if step < (evals_from if purpose == "eval" else after + 1):
             continue
         records = list(read_lines(path, LINE))
         kept = [
@@ -203,7 +194,6 @@ def discard_rollouts(
 
 
 def any_graded(log_path: Path) -> bool:
-    """Return whether the run has a graded rollout."""
     return any(
         "turns" in record["result"]
         for path in (log_path / "finished").glob("*.jsonl")
@@ -224,16 +214,21 @@ def graded_rewards(log_path: Path, purpose: str, step: int) -> dict[str, list[fl
 
 def trained_trajectories(log_path: Path) -> list[Trajectory]:
     """Return the graded rollouts of the run's training steps, without those of its evaluations."""
-    trajectories: dict[tuple[str, str, int], Trajectory] = {}
+    return [
+        rollout.result
+        for path, purpose, step in _stored_files(log_path)
+        if purpose != "eval"
+        for rollout in read_rollouts(path, purpose, step).values()
+        if isinstance(rollout.result, Trajectory)
+    ]
 
-    def add(record: dict[str, Any]) -> None:
-        if isinstance(result := decoded(record["result"]), Trajectory):
-            trajectories[path.name, record["task"], record["member"]] = result
 
-    for path in sorted((log_path / "finished").glob("*.jsonl")):
-        if not path.name.startswith("eval_"):
-            deque(read_lines(path, LINE, add), maxlen=0)
-    return list(trajectories.values())
+def _stored_files(log_path: Path) -> Iterator[tuple[Path, str, int]]:
+    """Yield the files of `finished/` in the order of their names, with purpose and step."""
+    for path in sorted((log_path / "finished").glob("*_*.jsonl")):
+        purpose, _, step = path.stem.rpartition("_")
+        if step.isdecimal():
+            yield path, purpose, int(step)
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:

@@ -63,8 +63,8 @@ class RunDirectory:
     """The directory of a run, and the state from which the run starts."""
 
     path: Path
-    checkpoint: Checkpoint | None  # the run continues from it; None: the run starts from the beginning
-    delete_first: bool  # whether the directory has an old run that is to be deleted
+    checkpoint: Checkpoint | None = None  # the run continues from it; None: it starts from the beginning
+    delete_first: bool = False  # whether the directory has an old run that is to be deleted
     resumed: bool = False  # whether the files of earlier processes are used
 
     @property
@@ -74,9 +74,7 @@ class RunDirectory:
 
     def at_last_checkpoint(self) -> RunDirectory:
         """Return the same run, resumed from its last checkpoint."""
-        return RunDirectory(
-            path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
-        )
+        return RunDirectory(path=self.path, checkpoint=checkpoints.last(self.path), resumed=True)
 
     def changed_options(self, config: RunDirectoryOptions) -> set[str]:
         """Return the options of a resumed run that have another value than in its last process."""
@@ -147,22 +145,22 @@ def find_run_directory(config: RunDirectoryOptions, *, name: str) -> RunDirector
     Raises ConfigError if the directory cannot be used, or has a run that is neither resumed nor deleted.
     """
     path = run_path(config, name=name)
-    if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
-        return RunDirectory(path=path, checkpoint=None, delete_first=False)
+    if not path.exists() or (path.is_dir() and not has_files(path)):
+        return RunDirectory(path=path)
     if not path.is_dir():
         raise ConfigError(f"log_path {path} is not a directory; give another log_path")
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
     if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet
-        return RunDirectory(path=path, checkpoint=None, delete_first=False)
+        return RunDirectory(path=path)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
         behavior = _prompt_user(path)
     if behavior == "delete":
-        return RunDirectory(path=path, checkpoint=None, delete_first=True)
+        return RunDirectory(path=path, delete_first=True)
     if behavior == "resume":
         _check_same_run(path, config)
-        return RunDirectory(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
+        return RunDirectory(path=path).at_last_checkpoint()
     raise ConfigError(
         f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
         "or give another log_path"
@@ -180,8 +178,18 @@ def _prompt_user(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
+def has_files(path: Path) -> bool:
+    """Return whether `path` is a directory with files that are not hidden."""
+    return path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir())
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options in the config.json of the directory `path`, under their present names."""
+    """Return the options in the config.json of the directory `path`, under their present names.
+
+    Raises ConfigError if there is no such file or if it is damaged.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"{path} has no {CONFIG_FILE}; give the directory of a run")
     return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
 
 

@@ -23,7 +23,6 @@ TITLE = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the training and return the exit status."""
     return run_program(argv, _run, lambda words: help_for(SftConfig, title=TITLE, words=words))
 
 

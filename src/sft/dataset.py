@@ -26,7 +26,6 @@ class Dataset:
 
     @property
     def num_trained_tokens(self) -> int:
-        """The number of trained tokens of one epoch."""
         return sum(chat.sequence.num_trained for chat in self.train)
 
 

@@ -77,7 +77,6 @@ def render(
 
 
 def trained_messages(chat: Chat, train_on: TrainOn) -> set[int]:
-    """Return the indices of the assistant messages that are trained."""
     roles = [message["role"] for message in chat.messages]
     answers = [index for index, role in enumerate(roles) if role == ASSISTANT]
     match train_on:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
 
-import chz
-
-from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.evaluate.training_events import TrainingEvents
+from src.evaluate.training_steps import TrainingSteps
 from src.learning.supervised import SupervisedLearner
 from src.loop.connection import Connect, Connector, Dependencies, update_scale
 from src.loop.outcome import agent_trainer, counted, last_lines
-from src.loop.run import journal_of_run, shows_resume_command
+from src.loop.run import recording
 from src.policy.backend import base_url, connect
 from src.policy.chat import load_chat
 from src.records import checkpoints
 from src.records.journal import Journal
 from src.records.run_directory import RunDirectory, find_run_directory, lock_run_dir, run_path
-from src.records.tracking import RunLog, open_run_log, recorded
+from src.records.tracking import RunLog, recorded
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import watching
 from src.sft.config import SftConfig, run_name
 from src.sft.dataset import Dataset, load, schedule
 from src.sft.learning_rate import recommended_rate, size_of
-from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batches
+from src.sft.trainer import HELD_OUT_NLL, require_same_batches, train_batches
 
 
 @asynccontextmanager
@@ -46,12 +44,6 @@ async def open_dependencies(
         yield Dependencies(source=dataset, backend=backend, update_scale=scale)
 
 
-async def read_dataset(config: SftConfig) -> Dataset:
-    """Read and render the chats with the model's chat template."""
-    template = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
-    return await asyncio.to_thread(load, config, template)
-
-
 async def run(
     config: SftConfig,
     events: TrainingEvents,
@@ -65,28 +57,21 @@ async def run(
     """
     started = time.monotonic()
     if dataset is None:
-        dataset = await read_dataset(config)
+        template = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+        dataset = await asyncio.to_thread(load, config, template)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
-    connector = Connector(config, events, connect)
-    async with AsyncExitStack() as lock_stack, AsyncExitStack() as connection_stack:
-        lock_stack.enter_context(lock_run_dir(run_path(config, name=name)))
+    with lock_run_dir(run_path(config, name=name)):
         directory = await in_thread(
             lambda: find_run_directory(config, name=name)
         )  # may prompt at the terminal
         if directory.resumed:
             require_same_batches(Journal(directory.path), schedule(dataset, config))
-        connection = await connector.open(directory, dataset)
-        connection_stack.push_async_exit(connection.stack)
-        directory.create(config)
-        with (
-            logging_to_file(directory.path / "logs.log"),
-            shows_resume_command(directory.path, events),
-            journal_of_run(directory.path) as journal,
-            open_run_log(directory.path, config, name=name, config=chz.asdict(config)) as run_log,
-        ):
-            connection_stack.pop_all()  # `run_with_reconnect` closes the connection
-            training = partial(train, config, journal, run_log, events)
-            await connector.run_with_reconnect(training, connection, directory, journal)
+        async with Connector(config, events, connect) as connector:
+            dependencies = await connector.open(directory, dataset)
+            directory.create(config)
+            with recording(directory.path, config, events, name=name) as (journal, run_log):
+                training = partial(train, config, journal, run_log, events)
+                await connector.run_with_reconnect(training, dependencies, directory, journal)
     for line in report(config, directory, wall_s=time.monotonic() - started):
         events.say(line)
 
@@ -101,38 +86,42 @@ async def train(
 ) -> None:
     """Train every step after the directory's last checkpoint."""
     dataset, backend = dependencies.source, dependencies.backend
-    batches = schedule(dataset, config)
-    steps_done = directory.steps_done
+    batches, held_out = schedule(dataset, config), [chat.sequence for chat in dataset.held_out]
     rate = config.learning_rate or recommended_rate(*size_of(config.model_name, config.tokenizer))
     events.say(
         f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
-        f"{len(dataset.held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
+        f"{len(held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
     )
-    if directory.checkpoint is not None:
-        events.say(f"resuming after step {steps_done}: {directory.checkpoint.state_path}")
-    events.say(f"files: {directory.path}")
-    run_log.forget_from(steps_done + 1 if steps_done else 0)
-    journal.started(resumed_from=steps_done)
     async with watching(backend.check, config) as watchdog:
-        trainer = SupervisedTrainer(
+        steps = TrainingSteps(
             config,
             backend=backend,
             watchdog=watchdog,
-            learner=SupervisedLearner(
-                backend.training_client,
-                config,
-                highest_rate=rate,
-                num_steps=len(batches),
-                update_scale=dependencies.update_scale,
-            ),
-            dataset=dataset,
             journal=journal,
             run_log=run_log,
             events=events,
-            log_path=directory.path,
-            steps_done=steps_done,
+            directory=directory,
+            num_steps=len(batches),
+            has_evaluations=bool(held_out),
         )
-        await trainer.train(batches)
+        steps.begin()
+        learner = SupervisedLearner(
+            backend.training_client,
+            config,
+            highest_rate=rate,
+            num_steps=len(batches),
+            update_scale=dependencies.update_scale,
+        )
+        await train_batches(
+            batches,
+            held_out,
+            learner,
+            steps,
+            batch_size=config.batch_size,
+            watchdog=watchdog,
+            journal=journal,
+            events=events,
+        )
 
 
 def report(config: SftConfig, directory: RunDirectory, *, wall_s: float) -> list[str]:

@@ -5,7 +5,6 @@ The condition selects the trials by their reward. The chats have the exact token
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from src.core.errors import ConfigError
 from src.learning.datums import sequences_of
 from src.records.rollout_store import trained_trajectories
-from src.records.run_directory import CONFIG_FILE
+from src.records.run_directory import CONFIG_FILE, read_config
 from src.sft.config import SftConfig
 from src.sft.rendering import TokenizedChat, tokenized_chat
 
@@ -107,12 +106,8 @@ def chats_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Tok
 def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
     """Raise ConfigError if `run` used a tokenizer with another name than this fine-tuning, or if its
     configuration cannot be read."""
-    path = run / CONFIG_FILE
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        run_tokenizer = saved.get("tokenizer") or saved["model_name"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read; give the directory of a run in data=") from error
+    saved = read_config(run)
+    run_tokenizer = saved.get("tokenizer") or saved.get("model_name")
     tokenizer = config.tokenizer or config.model_name
     if run_tokenizer != tokenizer:
         raise ConfigError(

@@ -253,7 +253,7 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     total = run_in_child(directory / "uninterrupted", None, *MODES[mode], *options)
     uninterrupted = outcome(directory / "uninterrupted")
     rng = random.Random(seed)
-    points = sorted(rng.sample(range(1, total + 1), num_points))
+    points = sorted(rng.sample(range(1, total + 1), min(num_points, total)))
     faults = {
         kill_point: faults_of(directory / f"kill-{kill_point}", [kill_point], uninterrupted, mode, *options)
         for kill_point in points

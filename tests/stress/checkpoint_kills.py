@@ -12,6 +12,7 @@ AssertionError; otherwise the program prints one line and its exit status is 0.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -128,5 +129,16 @@ def main(directory: Path, every: int) -> int:
     return 0
 
 
+def count(text: str) -> int:
+    """Return a number of at least 1. Raises ValueError for any other text."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.checkpoint_kills")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument("every", type=count, nargs="?", default=1, metavar="EVERY")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.directory, arguments.every))

@@ -11,14 +11,26 @@ program prints every fault and a summary. The exit status is 1 if there is a fau
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.fakes.killable import main
+from tests.fakes.killable import MODES, main
+
+
+def count(text: str) -> int:
+    """Return a number of at least 1. Raises ValueError for any other text."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
 
 if __name__ == "__main__":
-    arguments = [*sys.argv[1:], *("50", "0", "synchronous")[len(sys.argv) - 1 :]]
-    points, seed = int(arguments[0]), int(arguments[1])
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.kill_points")
+    parser.add_argument("points", type=count, nargs="?", default=50, metavar="POINTS")
+    parser.add_argument("seed", type=int, nargs="?", default=0, metavar="SEED")
+    parser.add_argument("mode", choices=MODES, nargs="?", default="synchronous", metavar="MODE")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        sys.exit(main(Path(directory), points, seed, arguments[2]))
+        sys.exit(main(Path(directory), arguments.points, arguments.seed, arguments.mode))

@@ -6,7 +6,7 @@ import pytest
 
 from src.core.errors import ConfigError
 from src.core.trajectory import TrajectoryGroup
-from src.records.dumps import check_export_path, conversation, dump_evaluation, dump_examples
+from src.records.dumps import check_export_path, conversation, dump, dump_evaluation, dump_examples
 from tests.fakes.trials import failure, task, trajectory, turn
 
 TURNS = [turn([9, 1], [2, 9]), turn([9, 1, 2, 9, 3], [4, 9])]
@@ -177,11 +177,17 @@ def test_an_export_path_that_is_a_file_is_refused(tmp_path):
 
 
 @pytest.mark.seed_behaviour(33)
-def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        dump_examples(tmp_path / "file", 1, [group("a")], decode)
-        dump_evaluation(tmp_path / "file", 1, [group("a")], {}, decode, env_class="harbor")
-    assert caplog.text.count("the dump failed") == 2
-    assert caplog.text.count("the run continues without this file") == 2
-    assert "resume" not in caplog.text
+async def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    path, shown = tmp_path / "file", []
+    path.write_text("")
+    writes = (
+        lambda: dump_examples(path, 1, [group("a")], decode),
+        lambda: dump_evaluation(path, 1, [group("a")], {}, decode, env_class="harbor"),
+    )
+    for write in writes:
+        await dump(write, upload_to=None, say=shown.append)
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == shown
+    assert len(shown) == 2
+    for line in shown:
+        assert line.startswith(f"the dump failed: cannot write {path}")
+        assert line.endswith("the run continues without this file")

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.distillation import apply_teacher
 from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, split_substeps
-from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
+from src.learning.kl_penalty import apply_kl_penalty, apply_teacher, kl_estimates
 from src.learning.options import AdvantageOptions, FilterOptions, PreparationOptions
 from src.learning.penalty_options import DistillationOptions, KlOptions
 from src.learning.preparation import prepare

@@ -62,7 +62,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "evaluation" / "config.json").write_text('{"evaluated": "m"}')
     with pytest.raises(ConfigError, match="is the directory of an evaluation"):
         read_result(tmp_path / "evaluation")
-    with pytest.raises(ConfigError, match=r"has no run; give a directory that contains config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of a run"):
         read_result(tmp_path)
 
 

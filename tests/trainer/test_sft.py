@@ -417,7 +417,7 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
             r"selects messages of chats, but .*rl is a run directory",
         ),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the sequence has 6 tokens, more than"),
-        ("none,reward>=1", (), r"none/config.json cannot be read; give the directory of a run in data="),
+        ("none,reward>=1", (), r"none has no config.json; give the directory of a run"),
     ],
 )
 def test_a_mistake_in_a_run_gives_a_one_line_error(

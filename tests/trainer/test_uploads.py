@@ -8,7 +8,8 @@ import pytest
 
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
-from src.records.uploads import check_upload_url, upload
+from src.records.dumps import dump
+from src.records.uploads import check_upload_url
 from tests.trainer.test_episodes import EpisodesRun
 
 
@@ -33,9 +34,12 @@ async def test_evaluations_and_examples_of_a_run_are_uploaded(tmp_path, memory):
     assert memory.exists(f"{root}/training_examples/step_1_examples.jsonl")
 
 
-def test_a_failed_upload_is_a_warning(tmp_path, caplog):
-    upload([tmp_path / "missing.jsonl"], "memory://evals/run")
-    assert "the upload to memory://evals/run failed: FileNotFoundError" in caplog.text
+async def test_a_failed_upload_is_a_warning(tmp_path, caplog):
+    shown = []
+    await dump(lambda: [tmp_path / "missing.jsonl"], upload_to="memory://evals/run", say=shown.append)
+    assert len(shown) == 1
+    assert "the upload to memory://evals/run failed: FileNotFoundError" in shown[0]
+    assert shown[0] in caplog.text
 
 
 def test_storage_that_cannot_be_reached_is_refused_at_the_start(monkeypatch):
@@ -55,3 +59,5 @@ def test_an_upload_needs_a_url_and_dumps():
         parse([*run, "upload_url=/directory"])
     with pytest.raises(ConfigError, match="upload_url needs dump_eval_results=true"):
         parse([*run, "upload_url=s3://b", "dump_eval_results=false"])
+    with pytest.raises(ConfigError, match="export_path needs dump_eval_results=true; remove one of them"):
+        parse([*run, "export_path=/dumps", "dump_eval_results=false"])

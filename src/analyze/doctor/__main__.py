@@ -61,7 +61,6 @@ def findings_of(config: DoctorConfig) -> list[Finding]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings and return the exit status."""
     return run_program(argv, _run, lambda words: str(__doc__))
 
 

@@ -32,7 +32,7 @@ from src.analyze.show import RecordedTrial, recorded_trials
 from src.core.errors import ConfigError
 from src.core.trajectory import StopReason
 from src.records.journal import RunState, last_end
-from src.records.run_directory import CONFIG_FILE, METRICS_FILE, read_config
+from src.records.run_directory import METRICS_FILE, read_config
 from src.records.tracking import recorded
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
@@ -50,8 +50,6 @@ class CheckedRun:
 
     def __init__(self, directory: str, *, server_log: str | None = None) -> None:
         self.path = Path(directory).expanduser().resolve()
-        if not (self.path / CONFIG_FILE).is_file():
-            raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the directory of a run")
         self.options = read_config(self.path)
         self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
         server_directory = self.path.with_name(f"{self.path.name}.server")
@@ -93,7 +91,6 @@ class CheckedRun:
 
 
 def run_findings(run: CheckedRun) -> list[Finding]:
-    """Return the findings of all checks that concern the run."""
     findings = [check(run) for check in CHECKS]
     is_local = run.options.get("environment_type", "auto") in LOCAL
     if run.options.get("env", "harbor") == "harbor" and is_local:

@@ -80,7 +80,6 @@ def chat(config: ChatConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the chat and return the exit status."""
     return run_program(argv, _run, lambda words: help_for(ChatConfig, title=TITLE, words=words))
 
 

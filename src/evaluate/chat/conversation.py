@@ -35,7 +35,6 @@ class Conversation:
         self._num_answers = 0
 
     def reset(self) -> None:
-        """Forget all messages."""
         self._last = None
 
     async def answer(self, text: str) -> Answer:

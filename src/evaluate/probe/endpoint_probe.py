@@ -46,8 +46,7 @@ class Probe:
         return self.service.create_lora_training_client(self.model_name, rank=RANK, seed=seed).result()
 
     def logprobs(self, client: tinker.TrainingClient, text: Sequence[int] = TEXT) -> np.ndarray:
-        output = client.forward([cross_entropy(text)], "cross_entropy").result()
-        return output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
+        return logprobs_of(client.forward([cross_entropy(text)], "cross_entropy").result())
 
     def mean(self, client: tinker.TrainingClient) -> float:
         """Return the mean logprob of TEXT."""
@@ -65,7 +64,7 @@ class Probe:
         ]
         options = {"learning_rate": self.rate * HUGE, "eps": HUGE, "beta1": 0.0, "beta2": 0.5} | adam
         client.optim_step(tinker.AdamParams(**options)).result()
-        return float(outputs[0].loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).mean())
+        return float(logprobs_of(outputs[0]).mean())
 
     def change(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
         """Return the change of the mean logprob of TEXT by one step."""
@@ -107,6 +106,11 @@ class Probe:
             .result()
             .sequences[0]
         )
+
+
+def logprobs_of(output: tinker.ForwardBackwardOutput) -> np.ndarray:
+    """Return the logprobs of the first text in double precision."""
+    return output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
 
 
 def cross_entropy(text: Sequence[int], weight: float = 1.0) -> tinker.Datum:

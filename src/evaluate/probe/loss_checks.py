@@ -7,7 +7,16 @@ from __future__ import annotations
 import numpy as np
 import tinker
 
-from src.evaluate.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy, datum, expect, near
+from src.evaluate.probe.endpoint_probe import (
+    TEXT,
+    Defect,
+    Probe,
+    cross_entropy,
+    datum,
+    expect,
+    logprobs_of,
+    near,
+)
 
 
 def policy_loss(
@@ -37,10 +46,8 @@ def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[f
     data = datum(TEXT, logprobs=sampled.tolist(), advantages=advantages.tolist())
     output = client.forward_backward([data], name, config).result()  # type: ignore[arg-type]
     reported = output.metrics.get("loss:sum", float("nan"))
-    trained = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
-    return reported, policy_loss(
-        name, config or {}, trained, np.asarray(sampled, np.float32).astype(np.float64), advantages
-    )
+    rounded = np.asarray(sampled, np.float32).astype(np.float64)
+    return reported, policy_loss(name, config or {}, logprobs_of(output), rounded, advantages)
 
 
 def expect_loss(reported: float, expected: float, *, label: str = "") -> str:
@@ -59,7 +66,7 @@ def check_loss(probe: Probe, *, name: str) -> str:
 def check_cross_entropy(probe: Probe) -> str:
     client = probe.client()
     output = client.forward_backward([cross_entropy(TEXT, 0.5)], "cross_entropy").result()
-    expected = -0.5 * float(output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).sum())
+    expected = -0.5 * float(logprobs_of(output).sum())
     return expect_loss(output.metrics.get("loss:sum", float("nan")), expected)
 
 

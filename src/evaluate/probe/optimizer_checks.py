@@ -52,23 +52,20 @@ def check_is_cleared(probe: Probe) -> str:
 
 
 def check_learning_rate(probe: Probe) -> str:
-    one_step = probe.one_step()
-    half_step = probe.change(probe.client(), [1.0], learning_rate=0.5 * probe.rate * HUGE)
-    expect(
-        0.4 <= half_step / one_step <= 0.6,
-        f"with half the learning rate the step was {half_step / one_step:.2f} times as large, not 0.5",
-    )
-    return f"half the learning rate gives {half_step / one_step:.2f} of the step"
+    probe.one_step()
+    return halved(probe, "half the learning rate", learning_rate=0.5 * probe.rate * HUGE)
 
 
 def check_eps(probe: Probe) -> str:
+    return halved(probe, "twice the epsilon", eps=2 * HUGE)
+
+
+def halved(probe: Probe, change: str, **adam: float) -> str:
+    """Check that `change`, which is described by `adam`, halves a step."""
     one_step = probe.one_step()
-    half_step = probe.change(probe.client(), [1.0], eps=2 * HUGE)
-    expect(
-        0.4 <= half_step / one_step <= 0.6,
-        f"with twice the epsilon the step was {half_step / one_step:.2f} times as large, not 0.5",
-    )
-    return f"twice the epsilon gives {half_step / one_step:.2f} of the step"
+    ratio = probe.change(probe.client(), [1.0], **adam) / one_step
+    expect(0.4 <= ratio <= 0.6, f"with {change} the step was {ratio:.2f} times as large, not 0.5")
+    return f"{change} gives {ratio:.2f} of the step"
 
 
 def check_beta1(probe: Probe) -> str:
@@ -162,10 +159,8 @@ def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple
 
 
 def check_load_with_optimizer(probe: Probe) -> str:
-    service = probe.service
-    kept, restored, gap = resumed(
-        probe, lambda path: service.create_training_client_from_state_with_optimizer(path).result()
-    )
+    load = probe.service.create_training_client_from_state_with_optimizer
+    kept, restored, gap = resumed(probe, lambda path: load(path).result())
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         near(restored, kept, 0.05 * abs(kept) + 1e-5),
@@ -176,10 +171,8 @@ def check_load_with_optimizer(probe: Probe) -> str:
 
 
 def check_load_without_optimizer(probe: Probe) -> str:
-    service = probe.service
-    with_old_moments, with_new_moments, gap = resumed(
-        probe, lambda path: service.create_training_client_from_state(path).result()
-    )
+    load = probe.service.create_training_client_from_state
+    with_old_moments, with_new_moments, gap = resumed(probe, lambda path: load(path).result())
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         abs(with_new_moments) > 3 * abs(with_old_moments),
