@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
@@ -63,53 +62,28 @@ class BodyBudget:
     order."""
 
     def __init__(self) -> None:
-        self._used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.used_bytes = 0
+        self._first_in_line = asyncio.Lock()  # serves the waiting requests in order
+        self._released = asyncio.Event()
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
         """Wait until `num_bytes` are free, and reserve them until the block ends. Raise CapacityError if the
         wait takes longer than `timeout_s`. A body larger than `capacity` reserves the whole capacity."""
         num_bytes = min(num_bytes, capacity)
-        if self._waiting or self._used + num_bytes > capacity:
-            await self._wait(num_bytes, capacity, timeout_s)
-        else:
-            self._used += num_bytes
+        try:
+            async with asyncio.timeout(timeout_s), self._first_in_line:
+                while self.used_bytes + num_bytes > capacity:
+                    self._released.clear()
+                    await self._released.wait()
+                self.used_bytes += num_bytes
+        except TimeoutError:
+            raise CapacityError("too many large requests are being received; try again later") from None
         try:
             yield
         finally:
-            self._used -= num_bytes
-            self._admit(capacity)
-
-    async def _wait(self, num_bytes: int, capacity: int, timeout_s: float) -> None:
-        admitted = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, admitted))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await admitted
-        except BaseException as error:
-            # The request may have been admitted in the iteration of the event loop that ended the wait.
-            if admitted.done() and not admitted.cancelled():
-                self._used -= num_bytes
-            admitted.cancel()
-            self._admit(capacity)
-            if isinstance(error, TimeoutError):
-                raise CapacityError("too many large requests are being received; try again later") from None
-            raise
-
-    def _admit(self, capacity: int) -> None:
-        while self._waiting:
-            num_bytes, admitted = self._waiting[0]
-            if not admitted.done():
-                if self._used + num_bytes > capacity:
-                    return
-                self._used += num_bytes
-                admitted.set_result(None)
-            self._waiting.popleft()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used
+            self.used_bytes -= num_bytes
+            self._released.set()
 
 
 async def read_parsed[T](
