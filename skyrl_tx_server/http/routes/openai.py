@@ -25,6 +25,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
+from skyrl_tx_server.http.routes.sampling import check_sampler_checkpoint, weights_of
 from skyrl_tx_server.http.routes.weights import free_changed
 from skyrl_tx_server.http.streaming import stream_tokens, unless_disconnected, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
@@ -115,19 +116,9 @@ async def _weights(state: AppState, name: str) -> str | None:
     if name == state.base_model:
         return None
     if is_on_disk(name):
-        info = await asyncio.to_thread(state.checkpoints.info, name)
-        if info.kind is not CheckpointKind.SAMPLER:
-            raise UserError(
-                f"{name} is not a sampler checkpoint; use the path that save_weights_for_sampler returns"
-            )
-        state.check_base_model(info.base_model)
-        return name
-    sampler = state.registry.find_sampler(name)
-    if sampler is not None:
-        if sampler.model_path is not None:
-            # The checkpoint may have been unpublished since the sampler was created.
-            state.checkpoints.check_readable(sampler.model_path)
-        return sampler.weights
+        return await asyncio.to_thread(check_sampler_checkpoint, state, name)
+    if (sampler := state.registry.find_sampler(name)) is not None:
+        return weights_of(state, sampler)
     raise NotFoundError(_no_such_model(state, name))
 
 
