@@ -55,7 +55,7 @@ def check_sampler_checkpoint(state: AppState, path: str) -> str:
 
 
 def weights_of(state: AppState, sampler: Sampler) -> str | None:
-    """Return the weights of a sampler. Raise NotFoundError if another tenant has unpublished its checkpoint."""
+    """Return the weights of a sampler. Raise NotFoundError if another tenant unpublished its checkpoint."""
     if sampler.model_path is not None:
         state.checkpoints.check_readable(sampler.model_path)
     return sampler.weights
