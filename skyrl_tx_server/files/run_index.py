@@ -32,6 +32,7 @@ from typing import Any
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.engine.tenants import owner_of
 from skyrl_tx_server.errors import StorageError
+from skyrl_tx_server.files.checkpoint_record import parse_lora_spec, parse_metadata, parse_time, typed
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class RunIndex:
                 self._apply_public(path, bool(fact["public"]), len(line))
                 return
             expires_at, generation = fact["expires_at"], fact.get("generation")
-            expires_at = None if expires_at is None else _aware(expires_at)
+            expires_at = None if expires_at is None else parse_time(expires_at)
             self._apply_expiry(
                 path, expires_at, generation if isinstance(generation, str) else None, len(line)
             )
@@ -318,21 +319,14 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
     """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
-    metadata = fact.get("user_metadata", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(text, str) for item in metadata.items() for text in item
-    ):
-        raise TypeError("user_metadata: not text")
+    metadata = parse_metadata(fact.get("user_metadata", {}))
     if metadata_bytes(metadata) > MAX_METADATA_BYTES:
         logger.warning("dropped the metadata of %s, which are too large", str(fact["run_id"])[:80])
         metadata = {}
-    lora = LoraSpec(**fact["lora"])
-    texts, rank = (fact["run_id"], fact["base_model"]), fact["lora"]["rank"]
-    if not (all(isinstance(text, str) for text in texts) and isinstance(rank, int)):
-        raise TypeError("run_id, base_model or rank: wrong type")
-    created_at = _aware(fact["created_at"])
-    fields: dict[str, Any] = fact | {"lora": lora, "created_at": created_at, "user_metadata": metadata}
-    return TrainingRun(**fields)
+    for name in ("run_id", "base_model"):
+        typed(fact, name, str)
+    parsed = {"lora": parse_lora_spec(fact["lora"]), "created_at": parse_time(fact["created_at"])}
+    return TrainingRun(**{**fact, **parsed, "user_metadata": metadata})
 
 
 def _is_json(line: bytes) -> bool:
@@ -341,10 +335,3 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _aware(text: object) -> datetime:
-    when = datetime.fromisoformat(str(text))
-    if when.utcoffset() is None:
-        raise ValueError(f"{str(text)[:40]}: without a time zone")
-    return when
