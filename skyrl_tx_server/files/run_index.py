@@ -325,8 +325,12 @@ def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
         metadata = {}
     for name in ("run_id", "base_model"):
         typed(fact, name, str)
-    parsed = {"lora": parse_lora_spec(fact["lora"]), "created_at": parse_time(fact["created_at"])}
-    return TrainingRun(**{**fact, **parsed, "user_metadata": metadata})
+    fields = fact | {
+        "lora": parse_lora_spec(fact["lora"]),
+        "created_at": parse_time(fact["created_at"]),
+        "user_metadata": metadata,
+    }
+    return TrainingRun(**fields)
 
 
 def _is_json(line: bytes) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +33,11 @@ from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
     ChatFormat,
     Choices,
-    Header,
     ReplyFormat,
     TextFormat,
     error_json,
     new_header,
+    prompt_fields,
     usage,
 )
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
@@ -172,10 +172,15 @@ async def _reply(
 
 
 def _complete_response(
-    header: Header, reply_format: ReplyFormat, ops: Sequence[Sample], results: Sequence[SampleResult]
+    header: Mapping[str, object],
+    reply_format: ReplyFormat,
+    ops: Sequence[Sample],
+    results: Sequence[SampleResult],
 ) -> Response:
     choices: list[dict[str, object]] = []
+    reply_prompt, _ = prompt_fields(reply_format, ops[0])
     for op, result in zip(ops, results, strict=True):
+        _, choice_prompt = prompt_fields(reply_format, op)
         for sequence in result.sequences:
             answer, ids = reply_format.answer(), sequence.tokens.tolist()
             choices.append(
@@ -187,12 +192,10 @@ def _complete_response(
                     else None,
                     "finish_reason": answer.finish_reason(sequence.stop_reason),
                     **({"token_ids": ids} if reply_format.sampling.token_ids else {}),
-                    **reply_format.choice_prompt(op),
+                    **choice_prompt,
                 }
             )
-    return JSONResponse(
-        header.with_choices(choices) | {"usage": usage(ops, results)} | reply_format.reply_prompt(ops[0])
-    )
+    return JSONResponse({**header, "choices": choices, "usage": usage(ops, results), **reply_prompt})
 
 
 async def _streamed_reply(
@@ -209,7 +212,7 @@ async def _streamed_reply(
     async def events() -> AsyncIterator[str]:
         try:
             async with contextlib.aclosing(deltas):
-                for chunk in _opening_chunks(header, reply_format, op):
+                for chunk in choices.opening_chunks():
                     yield _event(chunk)
                 for chunk in choices.chunks(first_delta):
                     yield _event(chunk)
@@ -217,7 +220,7 @@ async def _streamed_reply(
                     for chunk in choices.chunks(delta):
                         yield _event(chunk)
             if reply_format.sampling.include_usage:
-                yield _event(header.with_choices([]) | {"usage": usage([op], results)})
+                yield _event({**header, "choices": [], "usage": usage([op], results)})
             yield "data: [DONE]\n\n"
         except ServerError as error:
             yield _event(error_json(error))
@@ -225,15 +228,6 @@ async def _streamed_reply(
     header = new_header(reply_format.prefix, reply_format.chunk_object, reply_format.sampling.model)
     choices = Choices(header, reply_format, op)
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _opening_chunks(header: Header, reply_format: ReplyFormat, op: Sample) -> Iterable[dict[str, object]]:
-    opening = reply_format.opening()
-    if opening is not None:
-        for index in range(op.num_samples):
-            choice = {"index": index, **opening, "logprobs": None, "finish_reason": None}
-            chunk = header.with_choices([choice | reply_format.choice_prompt(op)])
-            yield chunk | reply_format.reply_prompt(op)
 
 
 def _event(body: Mapping[str, object]) -> str:
