@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from starlette.requests import Request
 
+from skyrl_tx_server.config.http_options import is_loopback
 from skyrl_tx_server.errors import ForbiddenError
 
 _CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-site"})
@@ -44,7 +45,7 @@ def access_policy(
     """Return the policy of a server that listens on `host`. With a key every host name is accepted: web pages
     do not have the key, and the `Host` header may contain the name of a reverse proxy."""
     host = host.lower().removesuffix(".")
-    names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
+    names = HostNames.LOOPBACK if is_loopback(host) else HostNames.ADDRESSES
     machine_names = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
     return AccessPolicy(
         host_names=HostNames.ANY if has_key else names,
@@ -102,23 +103,17 @@ def host_name(host: str) -> str:
 @lru_cache(maxsize=256)
 def _is_served(policy: AccessPolicy, host: bytes) -> bool:
     name = host_name(host.decode("latin-1"))
-    if name in policy.allowed_hosts or _is_loopback(name):
+    if name in policy.allowed_hosts or is_loopback(name):
         return True
-    return policy.host_names is HostNames.ADDRESSES and _address(name) is not None
+    return policy.host_names is HostNames.ADDRESSES and _is_address(name)
 
 
-def _is_loopback(name: str) -> bool:
-    address = _address(name)
-    return name == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _is_address(name: str) -> bool:
     try:
-        address = ipaddress.ip_address(name)
+        ipaddress.ip_address(name)
     except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped
+        return False
+    return True
 
 
 def _quoted(value: bytes) -> str:
