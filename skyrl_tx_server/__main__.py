@@ -258,7 +258,7 @@ async def _serve_until_stopped(
     state = _app_state(config, run_index, keys, result.engine, result.model_dir)
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
-    startup.state = state
+    startup.begin(state)
     try:
         print(_ready_line(config, result.engine, listener), flush=True)
     except OSError as error:  # for example a full disk; the server does not need its standard output

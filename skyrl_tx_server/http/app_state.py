@@ -20,6 +20,9 @@ from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
 from skyrl_tx_server.http.wire.limits import Limits
 
+type RequestCounts = Counter[tuple[str, str, int]]
+"""Number of replies by method, route and status."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
@@ -55,8 +58,7 @@ class AppState:
     checkpoints: CheckpointStore
     run_index: RunIndex
     settings: HttpSettings
-    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Number of replies by method, route and status."""
+    requests: RequestCounts = field(default_factory=Counter)
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
     # tenant -> state of the tenant; a tenant has no state before its first request

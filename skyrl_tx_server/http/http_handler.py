@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ from skyrl_tx_server.errors import (
 )
 from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
-from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.app_state import AppState, HttpSettings, RequestCounts
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
@@ -53,6 +54,16 @@ class StartupState:
     """Holds the application state after the engine has started. A request before the start gets a 503."""
 
     state: AppState | None = None
+    requests: RequestCounts = field(default_factory=Counter)  # the requests before the start
+
+    def begin(self, state: AppState) -> None:
+        """Serve requests with `state`."""
+        state.requests.update(self.requests)
+        self.state = state
+
+    def count(self, method: str, route: str, status: int) -> None:
+        requests = self.requests if self.state is None else self.state.requests
+        requests[method, route, status] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +85,7 @@ async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> 
     started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
-    if startup.state is not None:
-        startup.state.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    startup.count(endpoint.method, endpoint.path, response.status_code)
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
