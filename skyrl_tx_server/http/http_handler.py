@@ -25,7 +25,6 @@ from skyrl_tx_server.errors import (
     UnauthorizedError,
     UserError,
 )
-from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings, RequestCounts
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
@@ -160,18 +159,9 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_parsed[T](
-    state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
-) -> T:
-    """Return `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint."""
-    return await bodies.read_parsed(
-        request,
-        parse,
-        limits or request.scope.get(_LIMITS, CONTROL_BODY),
-        budget=state.bodies,
-        max_bytes=state.settings.max_request_bytes,
-        stalled_s=state.settings.stalled_s,
-    )
+async def read_parsed[T](state: AppState, request: Request, parse: Callable[[bytes], T]) -> T:
+    """Return `parse(body)`. Apply the limits of the request's endpoint to the body."""
+    return await state.bodies.read(request, parse, request.scope[_LIMITS])
 
 
 async def read_body(state: AppState, request: Request) -> bytes:
@@ -184,10 +174,11 @@ async def read_parsed_json[T](
     parse: Callable[[object, Limits], T],
     limits: BodyLimits | None = None,
 ) -> T:
-    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `read_parsed`."""
-    bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
-    return await read_parsed(
-        state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits
+    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` to the body, by default the limits of
+    the request's endpoint."""
+    applied: BodyLimits = limits or request.scope[_LIMITS]
+    return await state.bodies.read(
+        request, lambda body: parse(parse_json(body, applied.json), state.limits), applied
     )
 
 
