@@ -75,7 +75,7 @@ class Endpoint:
     handler: Handler
     needs_key: bool = True  # has no effect if the server has no key
     for_operator: bool = False  # tenants get the status 403
-    log_level: int = field(default=logging.INFO)
+    log_level: int = logging.INFO
     body: BodyLimits = CONTROL_BODY
 
 

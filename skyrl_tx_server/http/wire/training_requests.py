@@ -190,15 +190,15 @@ def parse_loss_fn(name: str) -> LossFn:
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
     options = LOSSES[loss_fn].options
+    values: dict[str, float] = {}
     for name, value in config.items():
         if name not in options:
             allowed = f"it takes {', '.join(sorted(options))}" if options else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
-        if not is_finite_number(value) or not isinstance(value, int | float) or value not in options[name]:
+        if not is_finite_number(value) or value not in options[name]:
             raise UserError(f"loss_fn_config: {name} must be {options[name]}, got {quoted(value)}")
-    settings = LossSettings(
-        **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
-    )
+        values[name] = float(value)
+    settings = LossSettings(**values)
     low, high = settings.clip_low_threshold, settings.clip_high_threshold
     if low > high:
         raise UserError(
