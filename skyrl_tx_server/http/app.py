@@ -114,7 +114,6 @@ async def housekeep(state: AppState) -> None:
             generation = await weights.delete(state, path, only=generation)
             if generation is None:
                 continue  # the checkpoint was saved again; that save records the new expiry
-            weights.free_deleted(state, path)
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)

@@ -361,25 +361,24 @@ async def list_checkpoints(state: AppState, request: Request) -> Reply:
 async def delete_checkpoint(state: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await delete(state, path)
-    free_deleted(state, path)
     state.run_index.forget(path, generation)
     return None
 
 
 async def delete(state: AppState, path: str, *, only: str | None = None) -> str | None:
-    """Call `CheckpointStore.delete` in the thread for deletions. The call waits while a checkpoint is
-    written, so in the shared thread pool it would occupy threads that other requests need."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_DELETER, partial(state.checkpoints.delete, path, only=only))
-
-
-def free_deleted(state: AppState, path: str) -> None:
-    """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before this
-    call still use it, because the engine frees it after them."""
-    # `has_changed` records that the checkpoint is deleted, so it does not report this deletion again.
-    state.checkpoints.has_changed(path)
-    if parse_path(path)[1] is CheckpointKind.SAMPLER:
-        state.engine.submit(DropSnapshot(weights=path))
+    """Call `CheckpointStore.delete`, free the copy of a deleted sampler checkpoint on the device, and return
+    the deleted generation. Requests that were submitted before this call still use the copy, because the
+    engine frees it after them."""
+    # In a thread of its own, because `CheckpointStore.delete` waits while a checkpoint is written. In the
+    # shared thread pool it would occupy threads that other requests need.
+    delete_files = partial(state.checkpoints.delete, path, only=only)
+    generation = await asyncio.get_running_loop().run_in_executor(_DELETER, delete_files)
+    if generation is not None:
+        # `has_changed` records that the checkpoint is deleted, so it does not report this deletion again.
+        state.checkpoints.has_changed(path)
+        if parse_path(path)[1] is CheckpointKind.SAMPLER:
+            state.engine.submit(DropSnapshot(weights=path))
+    return generation
 
 
 def free_changed(state: AppState, weights: str | None) -> None:
