@@ -62,6 +62,7 @@ from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import access_policy
 from skyrl_tx_server.http.app import build_app
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.bodies import BodyReader
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.listening import StoppableServer, connection_limit, raise_file_limit
 from skyrl_tx_server.http.sockets import open_socket, tls_files
@@ -258,7 +259,7 @@ async def _serve_until_stopped(
     state = _app_state(config, run_index, keys, result.engine, result.model_dir)
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
-    startup.state = state
+    startup.begin(state)
     try:
         print(_ready_line(config, result.engine, listener), flush=True)
     except OSError as error:  # for example a full disk; the server does not need its standard output
@@ -346,9 +347,9 @@ def _app_state(
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(config.checkpoints_path, config.alias),
         run_index=run_index,
+        bodies=BodyReader(max_bytes=config.max_request_mb << 20),
         settings=HttpSettings(
             model_dir=model_dir,
-            max_request_bytes=config.max_request_mb << 20,
             api_key=config.api_key,
             access=access_policy(
                 host=config.host,

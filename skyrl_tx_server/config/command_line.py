@@ -61,20 +61,17 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     if options is ServerConfig:
         argv = _without_flags(argv)
     argv = [_with_present_name(argument, names) for argument in argv]
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        if name in names and equals:
-            continue
-        similar = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.5)
-        suggestion = f"did you mean {similar[0]}=...?" if similar else "see --help"
-        raise ConfigError(
-            f"unknown option {argument!r}; {suggestion}"
-            if equals
-            else f"{argument!r} is not of the form key=value; {suggestion}"
-        )
     arguments: list[str] = []
     for argument in argv:
-        name, _, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
+        if name not in names or not equals:
+            similar = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.5)
+            suggestion = f"did you mean {similar[0]}=...?" if similar else "see --help"
+            raise ConfigError(
+                f"unknown option {argument!r}; {suggestion}"
+                if equals
+                else f"{argument!r} is not of the form key=value; {suggestion}"
+            )
         is_none = value.lower() in _NONE
         if is_none and chz.chz_fields(options)[name].final_type is str:
             raise ConfigError(f"{argument}: expected text; this option cannot be None")

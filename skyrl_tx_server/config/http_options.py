@@ -84,7 +84,7 @@ class HttpOptions(TenantOptions):
             self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):
             raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
-        if not self.has_api_key and not self.allow_anyone and not _is_loopback(self.host):
+        if not self.has_api_key and not self.allow_anyone and not is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: every client that reaches this machine could use and delete all models; "
                 "pass api_key=tml-... or allow_anyone=true"
@@ -99,10 +99,12 @@ class HttpOptions(TenantOptions):
                 raise ConfigError(f"{name}={path}: no such file")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`. The result is False for names other than localhost,
     because they may resolve to any address."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

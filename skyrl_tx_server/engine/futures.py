@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tx_server.engine.operations import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
-from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
+from skyrl_tx_server.errors import FutureLostError, ServerError, StorageError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,8 @@ class FutureStore:
         self._bytes += entry.size
         self._waiting[request_id] = None
         if error is not None:
-            logger.info("%s failed (%s): %s", entry.kind, error.category, error)
+            level = logging.WARNING if isinstance(error, StorageError) else logging.INFO
+            logger.log(level, "%s failed (%s): %s", entry.kind, error.category, error)
         if when_done is not None:
             try:
                 when_done(entry.outcome)

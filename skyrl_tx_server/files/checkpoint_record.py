@@ -47,6 +47,8 @@ class CheckpointInfo:
     size_bytes: int  # the size of the arrays file
     step: int  # number of optimizer steps taken
     generation: str  # identifies the arrays; every save creates a new generation
+    sha256: str  # of the arrays file
+    base_model_hash: str | None  # the `fingerprint` of the base weights; None: unknown
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -98,27 +100,24 @@ def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
     """Parse a record. Raise UserError if a field is missing or has the wrong type."""
     run_id, kind, name = parse_path(path)
     try:
-        arrays = ARRAYS_NAME.fullmatch(_typed(record, "arrays", str))
+        arrays = ARRAYS_NAME.fullmatch(typed(record, "arrays", str))
         if arrays is None:
             raise ValueError("arrays: not a file name of the form arrays-<hex digits>.safetensors")
-        created_at = datetime.fromisoformat(_typed(record, "created_at", str))
-        if created_at.utcoffset() is None:
-            raise ValueError("created_at: without a time zone")
-        user_metadata = _typed(record, "user_metadata", dict)
-        if not all(isinstance(text, str) for item in user_metadata.items() for text in item):
-            raise ValueError("user_metadata: not text")
+        base_model_hash = record.get("base_model_hash")
         return CheckpointInfo(
             path=path,
             run_id=run_id,
             kind=kind,
             name=name,
-            base_model=_typed(record, "base_model", str),
-            lora=_lora(_typed(record, "lora", dict)),
-            created_at=created_at,
-            size_bytes=_typed(record, "size_bytes", int),
-            step=_typed(record, "step", int),
+            base_model=typed(record, "base_model", str),
+            lora=parse_lora_spec(typed(record, "lora", dict)),
+            created_at=parse_time(record["created_at"]),
+            size_bytes=typed(record, "size_bytes", int),
+            step=typed(record, "step", int),
             generation=arrays[1],
-            user_metadata=dict(user_metadata),
+            sha256=str(record.get("sha256")),
+            base_model_hash=None if base_model_hash is None else str(base_model_hash),
+            user_metadata=parse_metadata(record["user_metadata"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -127,14 +126,31 @@ def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
         ) from None
 
 
-def _typed[T](record: Mapping[str, object], name: str, kind: type[T]) -> T:
+def typed[T](record: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """Return a field. Raise KeyError if it is missing, and ValueError if it has the wrong type."""
     value = record[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name}: {kind.__name__} expected")
     return value
 
 
-def _lora(fields: Mapping[str, object]) -> LoraSpec:
+def parse_time(text: object) -> datetime:
+    """Return a time in ISO format. Raise ValueError if it is invalid or has no time zone."""
+    time = datetime.fromisoformat(str(text))
+    if time.utcoffset() is None:
+        raise ValueError(f"{time}: without a time zone")
+    return time
+
+
+def parse_metadata(metadata: object) -> dict[str, str]:
+    """Return user metadata. Raise ValueError if `metadata` is not an object with text values."""
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("user_metadata: not text")
+    return dict(metadata)
+
+
+def parse_lora_spec(fields: Mapping[str, object]) -> LoraSpec:
+    """Return the LoRA settings of a record. Raise TypeError or ValueError if they are invalid."""
     lora = LoraSpec(**fields)  # type: ignore[arg-type]
     integers = (lora.rank, lora.seed)
     flags = (lora.train_attn, lora.train_mlp, lora.train_unembed)

@@ -142,7 +142,20 @@ class CheckpointStore:
         """Return the parsed record. Raise NotFoundError if there is no accessible checkpoint, and UserError
         if its record is invalid."""
         self.check_readable(path)
-        return checkpoint_info(path, self._record(path))
+        record_file = self._directory(path) / RECORD_NAME
+        try:
+            self._check_inside(path, record_file)
+            return checkpoint_info(path, read_record(path, record_file))
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(f"no checkpoint {path}") from None
+        except OSError as error:
+            raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(
+                f"checkpoint {path} is damaged: {RECORD_NAME} cannot be parsed ({str(error)[:200]})"
+            ) from None
 
     def owned_info(self, path: str) -> CheckpointInfo:
         """Return `info` of a checkpoint that the tenant owns, and may therefore change. Raise NotFoundError
@@ -172,13 +185,11 @@ class CheckpointStore:
         """Return the record and arrays of one generation, even while the checkpoint is overwritten. Raise
         NotFoundError if there is no checkpoint, and UserError if it is invalid or belongs to another base
         model."""
-        self.check_readable(path)
         while True:
-            record = self._record(path)
-            info = checkpoint_info(path, record)
-            self._check_base_model(info, record)
+            info = self.info(path)
+            self._check_base_model(info)
             try:
-                return info, self._arrays(path, info, str(record.get("sha256")))
+                return info, self._arrays(info)
             except UserError:
                 if self.info(path).generation == info.generation:
                     raise  # otherwise the checkpoint was overwritten: read the new generation
@@ -319,7 +330,7 @@ class CheckpointStore:
         """
         self._check_own(path)
         with _WRITE_LOCK:
-            generation = checkpoint_info(path, self._record(path)).generation
+            generation = self.info(path).generation
             if only not in (None, generation):
                 return None
             try:
@@ -375,14 +386,14 @@ class CheckpointStore:
                 option="tenant_checkpoint_quota_gb",
             )
 
-    def _check_base_model(self, info: CheckpointInfo, record: Mapping[str, object]) -> None:
+    def _check_base_model(self, info: CheckpointInfo) -> None:
         if info.base_model != self._base_model:
             raise UserError(
                 f"{info.path} was made from base model {info.base_model}, this server runs {self._base_model}"
                 f"; start a server with {info.base_model}"
             )
-        base_model_hash = record.get("base_model_hash")
-        if None not in (base_model_hash, self._base_model_hash) and base_model_hash != self._base_model_hash:
+        hashes = {info.base_model_hash, self._base_model_hash}
+        if None not in hashes and len(hashes) > 1:
             raise UserError(
                 f"{info.path} was made from other weights with the name {info.base_model}: its "
                 "base_model_hash differs; set base_model to the directory of those weights"
@@ -390,38 +401,21 @@ class CheckpointStore:
 
     # --- files
 
-    def _arrays(self, path: str, info: CheckpointInfo, sha256: str) -> dict[str, np.ndarray]:
-        file = self._directory(path) / f"arrays-{info.generation}.safetensors"
+    def _arrays(self, info: CheckpointInfo) -> dict[str, np.ndarray]:
+        file = self._directory(info.path) / f"arrays-{info.generation}.safetensors"
         damaged = UserError(
-            f"checkpoint {path} is damaged: {file.name} is missing or differs from its record; save it again"
+            f"checkpoint {info.path} is damaged: {file.name} is missing or differs from its record; save it "
+            "again"
         )
-        self._check_inside(path, file)
+        self._check_inside(info.path, file)
         try:
             status = file.lstat()
             is_valid = stat.S_ISREG(status.st_mode) and status.st_size == info.size_bytes
-            if not is_valid or _sha256(file) != sha256:
+            if not is_valid or _sha256(file) != info.sha256:
                 raise damaged
             return load_file(file)
         except (OSError, SafetensorError, KeyError, TypeError):  # also if the file is deleted during the call
             raise damaged from None
-
-    def _record(self, path: str) -> dict[str, object]:
-        """Return the record of a checkpoint. Raise NotFoundError if there is none, and UserError if it cannot
-        be read."""
-        record_file = self._directory(path) / RECORD_NAME
-        try:
-            self._check_inside(path, record_file)
-            return read_record(path, record_file)
-        except (FileNotFoundError, NotADirectoryError):
-            raise NotFoundError(f"no checkpoint {path}") from None
-        except OSError as error:
-            raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(
-                f"checkpoint {path} is damaged: {RECORD_NAME} cannot be parsed ({str(error)[:200]})"
-            ) from None
 
 
 def _used(infos: Iterable[CheckpointInfo], path: str) -> int:

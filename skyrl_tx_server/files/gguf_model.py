@@ -38,12 +38,6 @@ _FLOATS = {
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-"""Hugging Face name -> GGUF name of the tensors outside the layers."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's scaling, see gguf_config
 
 
@@ -173,10 +167,10 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str | list[str], str, 
     """
     hidden, width = config["hidden_size"], config["head_dim"]
     q_width, kv_width = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    shapes = {name: (config["vocab_size"], hidden) for name in _TOP} | {"model.norm.weight": (hidden,)}
-    for name, stored in _TOP.items():
-        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
-            yield name, stored, shapes[name]
+    yield "model.embed_tokens.weight", "token_embd.weight", (config["vocab_size"], hidden)
+    yield "model.norm.weight", "output_norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", "output.weight", (config["vocab_size"], hidden)
     layer: dict[str, tuple[str, tuple[int, ...]]] = {
         "input_layernorm.weight": ("attn_norm.weight", (hidden,)),
         "post_attention_layernorm.weight": ("ffn_norm.weight", (hidden,)),

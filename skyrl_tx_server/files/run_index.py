@@ -32,6 +32,7 @@ from typing import Any
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.engine.tenants import owner_of
 from skyrl_tx_server.errors import StorageError
+from skyrl_tx_server.files.checkpoint_record import parse_lora_spec, parse_metadata, parse_time, typed
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ MAX_METADATA_BYTES = 16 << 10
 """`JsonReader.metadata` refuses larger metadata of a request, and the index drops them when it is read."""
 MAX_RUN_BYTES = 16 << 20
 COMPACTION_SLACK = 1 << 20
-"""The file is rewritten when its size exceeds twice the bytes of its current lines plus this many bytes."""
+"""The file is rewritten when its size exceeds twice the bytes of its current lines plus this number."""
 MAX_HEADER_BYTES = 256
 """The number of bytes of the first line that are compared. The first line of a compacted file is shorter."""
 
@@ -57,9 +58,8 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    file: int = 0  # bytes of the whole file
-    current: int = 0  # bytes of the lines that compaction would keep
     read: int = 0  # bytes of the lines that `_refresh` has applied
+    current: int = 0  # bytes of the lines that compaction would keep, when they were last counted
     # inode and first line of the file that `_refresh` has read; a new file can get the inode of a deleted one
     identity: tuple[int, bytes] = (0, b"")
 
@@ -75,8 +75,6 @@ class RunIndex:
         self._tenant: str | None = None  # None: the runs of all tenants
         self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # owner -> runs by id, oldest first
         self._run_bytes: dict[str, int] = {}  # owner -> bytes of the lines of the owner's runs
-        # (kind of the fact: "run", "expiry" or "public"; run id or path) -> bytes of its newest line
-        self._line_bytes: dict[tuple[str, str], int] = {}
         self._sizes = _Sizes()
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete the checkpoint
         self._expiring: dict[str, str] = {}  # tinker:// path -> the only generation that expires
@@ -159,8 +157,8 @@ class RunIndex:
             status = os.fstat(lines.fileno())
             identity = status.st_ino, lines.readline(MAX_HEADER_BYTES)
             if identity != sizes.identity or status.st_size < sizes.read:
-                sizes.identity, sizes.file, sizes.current, sizes.read = identity, 0, 0, 0
-                for facts in (self._runs, self._run_bytes, self._line_bytes, self.expiries, self._expiring):
+                sizes.identity, sizes.read, sizes.current = identity, 0, 0
+                for facts in (self._runs, self._run_bytes, self.expiries, self._expiring):
                     facts.clear()
                 self.public.clear()
             lines.seek(sizes.read)
@@ -168,7 +166,6 @@ class RunIndex:
                 if not line.endswith(b"\n") and not _is_json(line):
                     break  # another server is writing this line, or a crash left it incomplete
                 sizes.read += len(line)
-                sizes.file += len(line)
                 if line.strip():
                     self._replay(line)
 
@@ -178,41 +175,34 @@ class RunIndex:
             if not isinstance(fact, dict):
                 raise TypeError("not an object")
             if "run_id" in fact:
-                run = _run_from_json(fact)
-                self._apply_run(run, len(json.dumps(_run_to_json(run))))
+                self._apply_run(_run_from_json(fact))
                 return
             path = fact["path"]
             if not isinstance(path, str):
                 raise TypeError("path: not text")
             if "public" in fact:
-                self._apply_public(path, bool(fact["public"]), len(line))
+                (self.public.add if fact["public"] else self.public.discard)(path)
                 return
             expires_at, generation = fact["expires_at"], fact.get("generation")
-            expires_at = None if expires_at is None else _aware(expires_at)
-            self._apply_expiry(
-                path, expires_at, generation if isinstance(generation, str) else None, len(line)
-            )
+            expires_at = None if expires_at is None else parse_time(expires_at)
+            self._apply_expiry(path, expires_at, generation if isinstance(generation, str) else None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s: skipped a damaged line (%s): %s", self._file, str(error)[:100], line[:80])
 
-    def _apply_run(self, run: TrainingRun, num_bytes: int) -> None:
+    def _apply_run(self, run: TrainingRun) -> None:
         owner = owner_of(run.run_id)
         runs = self._runs.setdefault(owner, OrderedDict())
         self._forget_run(owner, run.run_id)
         runs[run.run_id] = run
-        self._run_bytes[owner] = self._run_bytes.get(owner, 0) + num_bytes
-        self._count("run", run.run_id, num_bytes)
+        self._run_bytes[owner] = self._run_bytes.get(owner, 0) + _num_bytes(_run_to_json(run))
         while self._run_bytes[owner] > MAX_RUN_BYTES:
             self._forget_run(owner, next(iter(runs)))
 
     def _forget_run(self, owner: str, run_id: str) -> None:
-        if self._runs[owner].pop(run_id, None) is not None:
-            self._run_bytes[owner] -= self._line_bytes["run", run_id]
-            self._count("run", run_id, 0)
+        if (run := self._runs[owner].pop(run_id, None)) is not None:
+            self._run_bytes[owner] -= _num_bytes(_run_to_json(run))
 
-    def _apply_expiry(
-        self, path: str, expires_at: datetime | None, generation: str | None, num_bytes: int
-    ) -> None:
+    def _apply_expiry(self, path: str, expires_at: datetime | None, generation: str | None) -> None:
         self._expiring.pop(path, None)
         if expires_at is None:
             self.expiries.pop(path, None)
@@ -220,17 +210,6 @@ class RunIndex:
             self.expiries[path] = expires_at
             if generation is not None:
                 self._expiring[path] = generation
-        self._count("expiry", path, 0 if expires_at is None else num_bytes)
-
-    def _apply_public(self, path: str, public: bool, num_bytes: int) -> None:
-        (self.public.add if public else self.public.discard)(path)
-        self._count("public", path, num_bytes if public else 0)
-
-    def _count(self, kind: str, name: str, num_bytes: int) -> None:
-        """Record the bytes of the newest line about a run or path; 0: no line is needed."""
-        self._sizes.current += num_bytes - self._line_bytes.pop((kind, name), 0)
-        if num_bytes:
-            self._line_bytes[kind, name] = num_bytes
 
     # --- on disk
 
@@ -257,7 +236,10 @@ class RunIndex:
         self._compact_if_due()
 
     def _compact_if_due(self) -> None:
-        if self._sizes.file <= 2 * self._sizes.current + COMPACTION_SLACK:
+        if not self._is_compaction_due():
+            return
+        self._sizes.current = sum(_num_bytes(fact) for fact in self._facts())
+        if not self._is_compaction_due():
             return
         new_file = self._file.with_name(f".{self._file.name}.new")
         try:
@@ -273,9 +255,12 @@ class RunIndex:
         except OSError as error:
             logger.warning("%s cannot be compacted: %s", self._file, error)
             new_file.unlink(missing_ok=True)
-            self._sizes.file = self._sizes.current  # try again when the file has grown
+            self._sizes.current = self._sizes.read  # try again when the file has grown
         else:
             self._refresh()
+
+    def _is_compaction_due(self) -> bool:
+        return self._sizes.read > 2 * self._sizes.current + COMPACTION_SLACK
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -306,6 +291,10 @@ def metadata_bytes(metadata: dict[str, str]) -> int:
     return sum(len(name.encode()) + len(text.encode()) for name, text in metadata.items())
 
 
+def _num_bytes(fact: dict[str, object]) -> int:
+    return len(json.dumps(fact))
+
+
 def _run_to_json(run: TrainingRun) -> dict[str, object]:
     return {**asdict(run), "created_at": run.created_at.isoformat()}
 
@@ -318,20 +307,17 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
     """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
-    metadata = fact.get("user_metadata", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(text, str) for item in metadata.items() for text in item
-    ):
-        raise TypeError("user_metadata: not text")
+    metadata = parse_metadata(fact.get("user_metadata", {}))
     if metadata_bytes(metadata) > MAX_METADATA_BYTES:
         logger.warning("dropped the metadata of %s, which are too large", str(fact["run_id"])[:80])
         metadata = {}
-    lora = LoraSpec(**fact["lora"])
-    texts, rank = (fact["run_id"], fact["base_model"]), fact["lora"]["rank"]
-    if not (all(isinstance(text, str) for text in texts) and isinstance(rank, int)):
-        raise TypeError("run_id, base_model or rank: wrong type")
-    created_at = _aware(fact["created_at"])
-    fields: dict[str, Any] = fact | {"lora": lora, "created_at": created_at, "user_metadata": metadata}
+    for name in ("run_id", "base_model"):
+        typed(fact, name, str)
+    fields: dict[str, Any] = fact | {
+        "lora": parse_lora_spec(fact["lora"]),
+        "created_at": parse_time(fact["created_at"]),
+        "user_metadata": metadata,
+    }
     return TrainingRun(**fields)
 
 
@@ -341,10 +327,3 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _aware(text: object) -> datetime:
-    when = datetime.fromisoformat(str(text))
-    if when.utcoffset() is None:
-        raise ValueError(f"{str(text)[:40]}: without a time zone")
-    return when

@@ -13,28 +13,22 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 from starlette.requests import Request
 
+from skyrl_tx_server.config.http_options import is_loopback
 from skyrl_tx_server.errors import ForbiddenError
 
 _CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-site"})
 
 
-class HostNames(Enum):
-    """Which `Host` headers are accepted besides `allowed_hosts`."""
-
-    ANY = "any"  # every name, because an API key protects the server
-    ADDRESSES = "addresses"  # `localhost` and every IP address; DNS rebinding works only with other names
-    LOOPBACK = "loopback"  # only `localhost` and loopback addresses
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccessPolicy:
-    host_names: HostNames = HostNames.ANY
-    allowed_hosts: frozenset[str] = frozenset()  # lower case, without port
+    """The accepted `Host` and `Origin` headers. The names of loopback addresses are always accepted."""
+
+    allowed_hosts: frozenset[str] | None = None  # lower case, without port; None: every host
+    allows_addresses: bool = False  # also every IP address; DNS rebinding works only with names
     allowed_origins: frozenset[str] = frozenset()  # lower case, as in https://example.org
 
 
@@ -44,11 +38,11 @@ def access_policy(
     """Return the policy of a server that listens on `host`. With a key every host name is accepted: web pages
     do not have the key, and the `Host` header may contain the name of a reverse proxy."""
     host = host.lower().removesuffix(".")
-    names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
-    machine_names = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
+    machine_names = [] if is_loopback(host) else [socket.gethostname().lower()]
+    hosts = frozenset({host, *machine_names, *map(host_name, _split(allowed_hosts))})
     return AccessPolicy(
-        host_names=HostNames.ANY if has_key else names,
-        allowed_hosts=frozenset({host, *machine_names, *map(host_name, _split(allowed_hosts))}),
+        allowed_hosts=None if has_key else hosts,
+        allows_addresses=not is_loopback(host),
         allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
     )
 
@@ -64,7 +58,7 @@ def check_access(policy: AccessPolicy, request: Request) -> None:
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) < len(headers):
         _check_page(policy, dict(headers))
-    if policy.host_names is not HostNames.ANY and (len(hosts) != 1 or not _is_served(policy, hosts[0])):
+    if policy.allowed_hosts is not None and (len(hosts) != 1 or not _is_served(policy, hosts[0])):
         raise ForbiddenError(
             f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with "
             f"allowed_hosts=NAME, or with an API key"
@@ -102,23 +96,17 @@ def host_name(host: str) -> str:
 @lru_cache(maxsize=256)
 def _is_served(policy: AccessPolicy, host: bytes) -> bool:
     name = host_name(host.decode("latin-1"))
-    if name in policy.allowed_hosts or _is_loopback(name):
+    if name in (policy.allowed_hosts or ()) or is_loopback(name):
         return True
-    return policy.host_names is HostNames.ADDRESSES and _address(name) is not None
+    return policy.allows_addresses and _is_address(name)
 
 
-def _is_loopback(name: str) -> bool:
-    address = _address(name)
-    return name == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _is_address(name: str) -> bool:
     try:
-        address = ipaddress.ip_address(name)
+        ipaddress.ip_address(name)
     except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped
+        return False
+    return True
 
 
 def _quoted(value: bytes) -> str:

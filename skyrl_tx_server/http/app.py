@@ -45,6 +45,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *metrics.ENDPOINTS,
 )
 
+UNKNOWN_ROUTE = "unknown"
+"""The label of requests that match no route, in the metric `requests_total`."""
+
 
 def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
     """Return the application. It replies 503 until `startup` contains an `AppState`."""
@@ -63,15 +66,17 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
             for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,
-        exception_handlers={404: _no_route, 405: _no_route},
+        exception_handlers=dict.fromkeys((404, 405), partial(_no_route, startup)),
     )
 
 
-async def _no_route(request: Request, error: Exception) -> JSONResponse:
+async def _no_route(startup: StartupState, request: Request, error: Exception) -> JSONResponse:
     logger.warning("no route %s %s", request.method, request.url.path[:200])
     apis = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
     path = request.url.path
-    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {apis}"))
+    reply = refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {apis}"))
+    startup.count(request.method, UNKNOWN_ROUTE, reply.status_code)
+    return reply
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
@@ -109,7 +114,6 @@ async def housekeep(state: AppState) -> None:
             generation = await weights.delete(state, path, only=generation)
             if generation is None:
                 continue  # the checkpoint was saved again; that save records the new expiry
-            weights.free_deleted(state, path)
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)

@@ -16,9 +16,12 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
-from skyrl_tx_server.http.bodies import BodyBudget
+from skyrl_tx_server.http.bodies import BodyReader
 from skyrl_tx_server.http.shares import EngineShare
 from skyrl_tx_server.http.wire.limits import Limits
+
+type RequestCounts = Counter[tuple[str, str, int]]
+"""Number of replies by method, route and status."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +31,6 @@ class HttpSettings:
     model_dir: Path | None
     """The directory of the tokenizer, for OpenAI's routes and for clients on this machine. None: OpenAI's
     routes for completions refuse every request, and clients find the tokenizer by the name of the model."""
-    max_request_bytes: int = 64 << 20
-    stalled_s: float = 120.0  # how long a body may pause, or wait for `BodyBudget`, before it is rejected
     sample_max_concurrent_requests: int = 256
     api_key: str | None = None  # the key of the operator; see `_check_key` in `http_handler`
     access: AccessPolicy = field(default_factory=AccessPolicy)  # the accepted `Host` and `Origin` headers
@@ -55,9 +56,8 @@ class AppState:
     checkpoints: CheckpointStore
     run_index: RunIndex
     settings: HttpSettings
-    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Number of replies by method, route and status."""
-    bodies: BodyBudget = field(default_factory=BodyBudget)
+    requests: RequestCounts = field(default_factory=Counter)
+    bodies: BodyReader = field(default_factory=BodyReader)
     tenant: str = DEFAULT_TENANT
     # tenant -> state of the tenant; a tenant has no state before its first request
     tenants: dict[str, AppState] = field(default_factory=dict)

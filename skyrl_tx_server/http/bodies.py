@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
@@ -21,7 +20,7 @@ PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
 """An uncompressed body up to this size is parsed on the event loop. If its content-length is known, the body
-reserves no bytes of the `BodyBudget`. The limit on connections also limits the number of such bodies."""
+reserves no memory. The limit on connections also limits the number of such bodies."""
 DISCARD_AT_MOST = 1 << 30
 """A rejected body that is larger than this is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
@@ -58,92 +57,58 @@ CHAT_BODY = BodyLimits(max_bytes=8 << 20, json=CHAT_BOUNDS)
 """The text of a context of a million tokens fits into these limits."""
 
 
-class BodyBudget:
-    """Limits the bytes of bodies that are received and parsed at the same time. Requests are admitted in
-    order."""
+class BodyReader:
+    """Receives and parses request bodies. Limits the bytes of the bodies that are in memory at the same time.
+    Large requests are admitted in order."""
 
-    def __init__(self) -> None:
-        self._used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+    def __init__(self, *, max_bytes: int = 64 << 20, stalled_s: float = 120.0) -> None:
+        """`max_bytes` is the option `max_request_mb`. A body is rejected if it pauses, or waits for free
+        memory, longer than `stalled_s`."""
+        self.used_bytes = 0
+        self._max_bytes = max_bytes
+        self._capacity = BODIES_IN_FLIGHT * max_bytes
+        self._stalled_s = stalled_s
+        self._first_in_line = asyncio.Lock()  # serves the waiting requests in order
+        self._released = asyncio.Event()
+
+    async def read[T](self, request: Request, parse: Callable[[bytes], T], limits: BodyLimits) -> T:
+        """Return `parse(body)` of the decompressed body. Large and compressed bodies are decompressed and
+        parsed in a thread. Raise UserError for an invalid body, and CapacityError if too many bodies are
+        being received."""
+        limit = min(limits.max_bytes, self._max_bytes)
+        headers: dict[bytes, bytes] = dict(request.scope["headers"])
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+        compressed = encoding not in ("", "identity")
+        num_bytes = _reserved_bytes(headers, limit, compressed=compressed)
+        async with nullcontext() if num_bytes <= SMALL_BYTES else self.reserve(num_bytes):
+            body = await _receive(request, limit, self._stalled_s)
+            _check_media_type(headers, limits, body)
+            if compressed and encoding != "zstd":
+                raise UserError(f"content-encoding {encoding[:80]!r} is not supported; send zstd or none")
+            if not compressed and len(body) <= SMALL_BYTES:
+                return parse(body)
+            return await asyncio.get_running_loop().run_in_executor(
+                _PARSERS, lambda: parse(decompress(body, limit) if compressed else body)
+            )
 
     @asynccontextmanager
-    async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
+    async def reserve(self, num_bytes: int) -> AsyncGenerator[None]:
         """Wait until `num_bytes` are free, and reserve them until the block ends. Raise CapacityError if the
-        wait takes longer than `timeout_s`. A body larger than `capacity` reserves the whole capacity."""
-        num_bytes = min(num_bytes, capacity)
-        if self._waiting or self._used + num_bytes > capacity:
-            await self._wait(num_bytes, capacity, timeout_s)
-        else:
-            self._used += num_bytes
+        wait takes too long. A body larger than the capacity reserves the whole capacity."""
+        num_bytes = min(num_bytes, self._capacity)
+        try:
+            async with asyncio.timeout(self._stalled_s), self._first_in_line:
+                while self.used_bytes + num_bytes > self._capacity:
+                    self._released.clear()
+                    await self._released.wait()
+                self.used_bytes += num_bytes
+        except TimeoutError:
+            raise CapacityError("too many large requests are being received; try again later") from None
         try:
             yield
         finally:
-            self._used -= num_bytes
-            self._admit(capacity)
-
-    async def _wait(self, num_bytes: int, capacity: int, timeout_s: float) -> None:
-        admitted = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, admitted))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await admitted
-        except BaseException as error:
-            # The request may have been admitted in the iteration of the event loop that ended the wait.
-            if admitted.done() and not admitted.cancelled():
-                self._used -= num_bytes
-            admitted.cancel()
-            self._admit(capacity)
-            if isinstance(error, TimeoutError):
-                raise CapacityError("too many large requests are being received; try again later") from None
-            raise
-
-    def _admit(self, capacity: int) -> None:
-        while self._waiting:
-            num_bytes, admitted = self._waiting[0]
-            if not admitted.done():
-                if self._used + num_bytes > capacity:
-                    return
-                self._used += num_bytes
-                admitted.set_result(None)
-            self._waiting.popleft()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used
-
-
-async def read_parsed[T](
-    request: Request,
-    parse: Callable[[bytes], T],
-    limits: BodyLimits,
-    *,
-    budget: BodyBudget,
-    max_bytes: int,
-    stalled_s: float,
-) -> T:
-    """Return `parse(body)` of the decompressed body. Large and compressed bodies are decompressed and
-    parsed in a thread. Raise UserError for an invalid body, and CapacityError if too many bodies are being
-    received."""
-    limit = min(limits.max_bytes, max_bytes)
-    headers: dict[bytes, bytes] = dict(request.scope["headers"])
-    encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
-    compressed = encoding not in ("", "identity")
-    num_bytes = _reserved_bytes(headers, limit, compressed=compressed)
-    reservation = (
-        nullcontext()
-        if num_bytes <= SMALL_BYTES
-        else budget.reserve(num_bytes, capacity=BODIES_IN_FLIGHT * max_bytes, timeout_s=stalled_s)
-    )
-    async with reservation:
-        body = await _receive(request, limit, stalled_s)
-        _check_media_type(headers, limits, body)
-        if compressed and encoding != "zstd":
-            raise UserError(f"content-encoding {encoding[:80]!r} is not supported; send zstd or none")
-        if not compressed and len(body) <= SMALL_BYTES:
-            return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(
-            _PARSERS, lambda: parse(decompress(body, limit) if compressed else body)
-        )
+            self.used_bytes -= num_bytes
+            self._released.set()
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:

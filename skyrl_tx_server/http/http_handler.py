@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +25,8 @@ from skyrl_tx_server.errors import (
     UnauthorizedError,
     UserError,
 )
-from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
-from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.app_state import AppState, HttpSettings, RequestCounts
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
@@ -53,6 +53,16 @@ class StartupState:
     """Holds the application state after the engine has started. A request before the start gets a 503."""
 
     state: AppState | None = None
+    requests: RequestCounts = field(default_factory=Counter)  # the requests before the start
+
+    def begin(self, state: AppState) -> None:
+        """Serve requests with `state`."""
+        state.requests.update(self.requests)
+        self.state = state
+
+    def count(self, method: str, route: str, status: int) -> None:
+        requests = self.requests if self.state is None else self.state.requests
+        requests[method, route, status] += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +75,7 @@ class Endpoint:
     handler: Handler
     needs_key: bool = True  # has no effect if the server has no key
     for_operator: bool = False  # tenants get the status 403
-    log_level: int = field(default=logging.INFO)
+    log_level: int = logging.INFO
     body: BodyLimits = CONTROL_BODY
 
 
@@ -74,8 +84,7 @@ async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> 
     started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
-    if startup.state is not None:
-        startup.state.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    startup.count(endpoint.method, endpoint.path, response.status_code)
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
@@ -150,18 +159,9 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_parsed[T](
-    state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
-) -> T:
-    """Return `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint."""
-    return await bodies.read_parsed(
-        request,
-        parse,
-        limits or request.scope.get(_LIMITS, CONTROL_BODY),
-        budget=state.bodies,
-        max_bytes=state.settings.max_request_bytes,
-        stalled_s=state.settings.stalled_s,
-    )
+async def read_parsed[T](state: AppState, request: Request, parse: Callable[[bytes], T]) -> T:
+    """Return `parse(body)`. Apply the limits of the request's endpoint to the body."""
+    return await state.bodies.read(request, parse, request.scope[_LIMITS])
 
 
 async def read_body(state: AppState, request: Request) -> bytes:
@@ -174,10 +174,11 @@ async def read_parsed_json[T](
     parse: Callable[[object, Limits], T],
     limits: BodyLimits | None = None,
 ) -> T:
-    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `read_parsed`."""
-    bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
-    return await read_parsed(
-        state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits
+    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` to the body, by default the limits of
+    the request's endpoint."""
+    applied: BodyLimits = limits or request.scope[_LIMITS]
+    return await state.bodies.read(
+        request, lambda body: parse(parse_json(body, applied.json), state.limits), applied
     )
 
 

@@ -69,31 +69,22 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._open: set[BoundedProtocol] = set()
-        self._idle: OrderedDict[BoundedProtocol, None] = OrderedDict()
+        self.open: set[BoundedProtocol] = set()
+        self.idle: OrderedDict[BoundedProtocol, None] = OrderedDict()
 
     @property
     def are_full(self) -> bool:
-        return len(self._open) >= self._limit
-
-    def add(self, protocol: BoundedProtocol) -> None:
-        self._open.add(protocol)
+        return len(self.open) >= self._limit
 
     def remove(self, protocol: BoundedProtocol) -> None:
-        self._open.discard(protocol)
-        self._idle.pop(protocol, None)
-
-    def mark_idle(self, protocol: BoundedProtocol) -> None:
-        self._idle[protocol] = None
-
-    def mark_busy(self, protocol: BoundedProtocol) -> None:
-        self._idle.pop(protocol, None)
+        self.open.discard(protocol)
+        self.idle.pop(protocol, None)
 
     def close_longest_idle(self) -> bool:
         """Close the connection that has been idle longest. Return False if no connection is idle."""
-        if not self._idle:
+        if not self.idle:
             return False
-        protocol, _ = self._idle.popitem(last=False)
+        protocol, _ = self.idle.popitem(last=False)
         protocol.abort()
         return True
 
@@ -115,7 +106,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timeout_s = head_timeout_s
         self._head_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
-        self._is_idle = True
         self._num_header_bytes = 0
 
     def abort(self) -> None:
@@ -123,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._open_connections.mark_idle(self)
+        self._open_connections.idle[self] = None
         self._start_head_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -135,7 +125,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._is_idle and self._head_deadline is None and not self.transport.is_closing():
+        is_idle = self in self._open_connections.idle
+        if is_idle and self._head_deadline is None and not self.transport.is_closing():
             # the headers of the next request begin, or the body of an answered request continues
             self._start_head_deadline()
 
@@ -155,16 +146,14 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError("the headers are too large")
 
     def on_headers_complete(self) -> None:
-        self._is_idle = False
         self._stop_head_deadline()
-        self._open_connections.mark_busy(self)
+        self._open_connections.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self._is_idle = True
-            self._open_connections.mark_idle(self)
+            self._open_connections.idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -241,7 +230,7 @@ class Acceptor:
             # The loop releases the descriptor of a closed connection in its next iteration.
             await asyncio.sleep(0)
             protocol = self._make_protocol()
-            self._connections.add(protocol)
+            self._connections.open.add(protocol)
             task = asyncio.create_task(self._start(accepted, protocol))
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)

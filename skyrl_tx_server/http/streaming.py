@@ -76,26 +76,19 @@ async def stream_tokens(
 async def wait_for_results(
     state: AppState, request: Request, ops: Sequence[Sample]
 ) -> list[SampleResult] | None:
-    """Return the results of `ops`. If the client disconnects first, withdraw `ops` and return None.
-
-    If `submit` refuses one of `ops`, withdraw the operations submitted before it and raise the ServerError.
-    Raise ServerError also if one of `ops` fails.
-    """
+    """Return the results of `ops`. If the client disconnects first, return None. Raise ServerError if one of
+    `ops` is refused or fails. In all cases, withdraw the operations that have not ended."""
     watcher = StreamWatcher(streams_tokens=False)
     futures: list[concurrent.futures.Future[SampleResult]] = []
     try:
         for op in ops:
             futures.append(state.engine.submit(op, watcher))
-    except BaseException:
-        watcher.cancel()
-        for future in futures:
-            future.cancel()
-        raise
-    try:
         results = await unless_disconnected(request, _ended(futures))
         return None if results is None else [_sampled(future) for future in futures]
     finally:
         watcher.cancel()
+        for future in futures:
+            future.cancel()
 
 
 async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T | None:
@@ -113,7 +106,7 @@ async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T | No
 async def _ended(
     futures: Sequence[concurrent.futures.Future[SampleResult]],
 ) -> list[SampleResult | BaseException]:
-    """Wait until all `futures` have ended. If this call is cancelled, cancel `futures`.
+    """Wait until all `futures` have ended.
 
     If the future that `gather` returns is cancelled, it has an exception, and asyncio logs this exception
     unless some code reads it. The `await` in this function reads it.

@@ -8,6 +8,7 @@ import logging
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ import zstandard
 from skyrl_tx_server.errors import CapacityError, UserError
 from skyrl_tx_server.http.app import ENDPOINTS, build_app
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
-from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyBudget, decompress
+from skyrl_tx_server.http.bodies import BODIES_IN_FLIGHT, CONTROL_BODY, BodyReader, decompress
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
 from skyrl_tx_server.http.wire.limits import Limits
@@ -302,10 +303,10 @@ async def test_session_metadata_within_the_limits_is_stored(http: httpx.AsyncCli
 
 
 async def test_bytes_in_flight_are_limited_and_released() -> None:
-    budget, entered = BodyBudget(), []
+    bodies, entered = BodyReader(max_bytes=100 // BODIES_IN_FLIGHT), []
 
     async def hold(name: str, num_bytes: int, release: asyncio.Event) -> None:
-        async with budget.reserve(num_bytes, capacity=100, timeout_s=60):
+        async with bodies.reserve(num_bytes):
             entered.append(name)
             await release.wait()
 
@@ -315,7 +316,7 @@ async def test_bytes_in_flight_are_limited_and_released() -> None:
         for name, size in zip("abcd", (60, 60, 40, 1000), strict=True)
     ]
     await asyncio.sleep(0)
-    assert entered == ["a"] and budget.used_bytes == 60, (
+    assert entered == ["a"] and bodies.used_bytes == 60, (
         "a smaller reservation does not overtake an earlier one"
     )
     tasks[1].cancel()
@@ -326,20 +327,20 @@ async def test_bytes_in_flight_are_limited_and_released() -> None:
     releases["c"].set()
     releases["d"].set()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert entered == ["a", "c", "d"] and budget.used_bytes == 0
+    assert entered == ["a", "c", "d"] and bodies.used_bytes == 0
 
 
 async def test_a_body_that_waits_too_long_for_memory_is_refused() -> None:
-    budget = BodyBudget()
-    async with budget.reserve(100, capacity=100, timeout_s=60):
+    bodies = BodyReader(max_bytes=100, stalled_s=0.01)
+    async with bodies.reserve(BODIES_IN_FLIGHT * 100):
         with pytest.raises(CapacityError, match="try again later"):
-            async with budget.reserve(1, capacity=100, timeout_s=0.01):
+            async with bodies.reserve(1):
                 raise AssertionError("the reservation must time out")
-    assert budget.used_bytes == 0
+    assert bodies.used_bytes == 0
 
 
 async def test_a_slow_body_is_refused_although_it_never_pauses(tmp_path: Path) -> None:
-    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.2))
+    context = replace(fake_context(tmp_path), bodies=BodyReader(stalled_s=0.2))
 
     async def slow_body() -> AsyncIterator[bytes]:
         while True:

@@ -39,7 +39,7 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
-from skyrl_tx_server.http.routes.downloads import archive_of
+from skyrl_tx_server.http.routes.downloads import ARCHIVE, file_of
 from skyrl_tx_server.http.shares import LEAST_TOKENS, EngineShare
 from tests.fakes.server import fake_context, fake_engine
 from tests.fakes.versions import save_version
@@ -615,7 +615,7 @@ def test_other_users_cannot_read_an_archive(tmp_path: Path) -> None:
     save_version(store, "tinker://run/weights/a", 1)
     previous = os.umask(0o022)
     try:
-        file = archive_of(store, "tinker://run/weights/a")[1]
+        file = file_of(store, "tinker://run/weights/a", ARCHIVE)[1]
     finally:
         os.umask(previous)
     assert file.stat().st_mode & 0o777 == 0o600

@@ -39,6 +39,7 @@ from skyrl_tx_server.files import checkpoints
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.bodies import BodyReader
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from tests.fakes.engine import LORA_WEIGHTS, FakeEngine
@@ -53,8 +54,9 @@ MODEL = "local/fake"
 
 @pytest.fixture
 def context(tmp_path: Path) -> AppState:
-    settings = HttpSettings(model_dir=tmp_path / "model", max_request_bytes=20_000)
-    return fake_context(tmp_path, retention=Retention(hold_s=0.05), settings=settings)
+    settings = HttpSettings(model_dir=tmp_path / "model")
+    state = fake_context(tmp_path, retention=Retention(hold_s=0.05), settings=settings)
+    return replace(state, bodies=BodyReader(max_bytes=20_000))
 
 
 @pytest.fixture
@@ -249,7 +251,7 @@ async def test_a_disconnect_during_a_request_is_not_a_server_error(
 
 
 async def test_a_stalled_body_is_refused(tmp_path: Path) -> None:
-    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.05))
+    context = replace(fake_context(tmp_path), bodies=BodyReader(stalled_s=0.05))
 
     async def stalled_body() -> AsyncIterator[bytes]:
         yield b"{"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -12,7 +13,7 @@ import pytest
 from skyrl_tx_server.engine import futures
 from skyrl_tx_server.engine.futures import FutureStore, Outcome, RequestKey, Retention
 from skyrl_tx_server.engine.operations import Done, ForwardBackwardResult, OpResult
-from skyrl_tx_server.errors import FutureLostError, UserError
+from skyrl_tx_server.errors import FutureLostError, StorageError, UserError
 
 
 class Work:
@@ -65,6 +66,19 @@ async def test_a_repeated_request_runs_once_and_keeps_its_id() -> None:
     assert submit(store, work, seq_id=1) == first
     assert submit(store, work, seq_id=2) != first
     assert len(work.futures) == 2
+
+
+async def test_a_save_that_the_disk_refuses_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store, work = FutureStore(Retention()), Work()
+    caplog.set_level(logging.INFO)
+    for error in (StorageError("the disk is full"), UserError("over the quota")):
+        request_id = submit(store, work, kind="save_weights")
+        work.futures[-1].set_exception(error)
+        await store.wait(request_id)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "save_weights failed (server): the disk is full"),
+        ("INFO", "save_weights failed (user): over the quota"),
+    ]
 
 
 async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:

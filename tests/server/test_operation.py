@@ -127,6 +127,23 @@ async def test_renamed_metrics_keep_their_former_names(
     assert statistics["decode_blocks"] == statistics["decode_dispatches"] == 3
 
 
+async def test_early_requests_and_unknown_routes_are_counted(context: AppState) -> None:
+    startup = StartupState()
+    transport = httpx.ASGITransport(build_app(startup))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        await http.get("/api/v1/healthz")
+        await http.post("/api/v1/nothing")
+        startup.begin(context)
+        await http.put("/api/v1/healthz")
+        reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
+    counts = [line for line in reply.text.splitlines() if line.startswith("skyrl_tx_requests_total")]
+    assert counts == [
+        'skyrl_tx_requests_total{method="GET",route="/api/v1/healthz",status="503"} 1.0',
+        'skyrl_tx_requests_total{method="POST",route="unknown",status="404"} 1.0',
+        'skyrl_tx_requests_total{method="PUT",route="unknown",status="404"} 1.0',
+    ]
+
+
 async def test_every_route_except_health_needs_the_key(context: AppState) -> None:
     async with http_client(context) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200

@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.http.routes.downloads import archive_of
+from skyrl_tx_server.http.routes.downloads import ARCHIVE, file_of
 from tests.fakes.versions import save_version, version_in_archive, version_on_disk
 
 PATH = "tinker://run/weights/last"
@@ -37,7 +37,7 @@ def store_at(directory: Path) -> CheckpointStore:
 
 def archived_version(store: CheckpointStore) -> int:
     """Create the archive of the checkpoint and return its version."""
-    return version_in_archive(archive_of(store, PATH)[1].read_bytes())
+    return version_in_archive(file_of(store, PATH, ARCHIVE)[1].read_bytes())
 
 
 def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:

@@ -81,7 +81,7 @@ async def external_weights_urls(state: AppState, request: Request) -> Reply:
     path = checkpoint_path(
         request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"]
     )
-    info, _ = await asyncio.to_thread(adapter_of, state.checkpoints, path)
+    info, _ = await asyncio.to_thread(file_of, state.checkpoints, path, CONFIG)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return {
         "urls": {file: _url(request, info, file, expires) for file in FILES},
@@ -91,7 +91,7 @@ async def external_weights_urls(state: AppState, request: Request) -> Reply:
 
 async def archive(state: AppState, request: Request) -> Reply:
     """Redirect to the tar of the adapter of a checkpoint."""
-    info, _ = await asyncio.to_thread(archive_of, state.checkpoints, path_of(request))
+    info, _ = await asyncio.to_thread(file_of, state.checkpoints, path_of(request), ARCHIVE)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(
         _url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)}
@@ -129,11 +129,11 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
     """Open the archive or a file of a checkpoint's adapter. Raise NotFoundError if `generation` is not the
     generation of the checkpoint."""
     while True:
-        info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
+        info, target = file_of(checkpoints, path, file)
         if info.generation != generation:
             raise NotFoundError(f"checkpoint {path} was saved again after this URL was created; {_NEW_URL}")
         try:
-            return (target if file == ARCHIVE else target / file).open("rb")
+            return target.open("rb")
         except FileNotFoundError:
             continue  # the file was removed before it was opened; write it again
 
@@ -152,15 +152,13 @@ def _signature(path: str, file: str, generation: str, ends: int) -> str:
     ).hexdigest()
 
 
-def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Return the record of a checkpoint and the directory of its adapter in PEFT format. Write the files if
-    necessary."""
-    return checkpoints.derived(path, "peft", _write_peft)
-
-
-def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Return the record of a checkpoint and the tar of its adapter's files. Write the tar if necessary."""
-    return checkpoints.derived(path, ARCHIVE, _write_archive)
+def file_of(checkpoints: CheckpointStore, path: str, file: str) -> tuple[CheckpointInfo, Path]:
+    """Return the record of a checkpoint and the path of a file of its adapter, or of the tar of these files.
+    Write them if necessary."""
+    if file == ARCHIVE:
+        return checkpoints.derived(path, ARCHIVE, _write_archive)
+    info, directory = checkpoints.derived(path, "peft", _write_peft)
+    return info, directory / file
 
 
 def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,28 +20,22 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "skyrl_tx_"
-FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-Family = GaugeMetricFamily | CounterMetricFamily
+type Family = GaugeMetricFamily | CounterMetricFamily
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A metric that is read from the engine's statistics."""
 
+    family: type[Family]
     name: str
-    kind: Literal["gauge", "counter"]
     help: str
     source: Mapping[str, str] | str  # name of the statistic, or label value -> name of the statistic
     label: str = ""  # name of the label, if `source` or the statistic is a mapping
 
 
-def _gauge(name: str, help: str, source: Mapping[str, str] | str, label: str = "") -> Metric:
-    return Metric(name=name, kind="gauge", help=help, source=source, label=label)
-
-
-def _counter(name: str, help: str, source: Mapping[str, str] | str, label: str = "") -> Metric:
-    return Metric(name=name, kind="counter", help=help, source=source, label=label)
-
+_gauge = partial(Metric, GaugeMetricFamily)
+_counter = partial(Metric, CounterMetricFamily)
 
 METRICS: tuple[Metric, ...] = (
     _gauge("ops_pending", "Operations accepted and not finished", "ops_pending"),
@@ -184,7 +178,7 @@ def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Fami
 
 
 def _family(metric: Metric, name: str, label: str, text: str, numbers: Mapping[str, int | float]) -> Family:
-    family = FAMILIES[metric.kind](PREFIX + name, text, labels=(label,) if label else ())
+    family = metric.family(PREFIX + name, text, labels=(label,) if label else ())
     for value, number in numbers.items():
         family.add_metric((value,) if label else (), number)
     return family

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
+from skyrl_tx_server.http.routes.sampling import check_sampler_checkpoint, weights_of
 from skyrl_tx_server.http.routes.weights import free_changed
 from skyrl_tx_server.http.streaming import stream_tokens, unless_disconnected, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
@@ -32,11 +33,11 @@ from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
     ChatFormat,
     Choices,
-    Header,
     ReplyFormat,
     TextFormat,
     error_json,
     new_header,
+    prompt_fields,
     usage,
 )
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
@@ -115,19 +116,9 @@ async def _weights(state: AppState, name: str) -> str | None:
     if name == state.base_model:
         return None
     if is_on_disk(name):
-        info = await asyncio.to_thread(state.checkpoints.info, name)
-        if info.kind is not CheckpointKind.SAMPLER:
-            raise UserError(
-                f"{name} is not a sampler checkpoint; use the path that save_weights_for_sampler returns"
-            )
-        state.check_base_model(info.base_model)
-        return name
-    sampler = state.registry.find_sampler(name)
-    if sampler is not None:
-        if sampler.model_path is not None:
-            # The checkpoint may have been unpublished since the sampler was created.
-            state.checkpoints.check_readable(sampler.model_path)
-        return sampler.weights
+        return await asyncio.to_thread(check_sampler_checkpoint, state, name)
+    if (sampler := state.registry.find_sampler(name)) is not None:
+        return weights_of(state, sampler)
     raise NotFoundError(_no_such_model(state, name))
 
 
@@ -181,10 +172,15 @@ async def _reply(
 
 
 def _complete_response(
-    header: Header, reply_format: ReplyFormat, ops: Sequence[Sample], results: Sequence[SampleResult]
+    header: Mapping[str, object],
+    reply_format: ReplyFormat,
+    ops: Sequence[Sample],
+    results: Sequence[SampleResult],
 ) -> Response:
     choices: list[dict[str, object]] = []
+    reply_prompt, _ = prompt_fields(reply_format, ops[0])
     for op, result in zip(ops, results, strict=True):
+        _, choice_prompt = prompt_fields(reply_format, op)
         for sequence in result.sequences:
             answer, ids = reply_format.answer(), sequence.tokens.tolist()
             choices.append(
@@ -196,12 +192,10 @@ def _complete_response(
                     else None,
                     "finish_reason": answer.finish_reason(sequence.stop_reason),
                     **({"token_ids": ids} if reply_format.sampling.token_ids else {}),
-                    **reply_format.choice_prompt(op),
+                    **choice_prompt,
                 }
             )
-    return JSONResponse(
-        header.with_choices(choices) | {"usage": usage(ops, results)} | reply_format.reply_prompt(ops[0])
-    )
+    return JSONResponse({**header, "choices": choices, "usage": usage(ops, results), **reply_prompt})
 
 
 async def _streamed_reply(
@@ -218,7 +212,7 @@ async def _streamed_reply(
     async def events() -> AsyncIterator[str]:
         try:
             async with contextlib.aclosing(deltas):
-                for chunk in _opening_chunks(header, reply_format, op):
+                for chunk in choices.opening_chunks():
                     yield _event(chunk)
                 for chunk in choices.chunks(first_delta):
                     yield _event(chunk)
@@ -226,7 +220,7 @@ async def _streamed_reply(
                     for chunk in choices.chunks(delta):
                         yield _event(chunk)
             if reply_format.sampling.include_usage:
-                yield _event(header.with_choices([]) | {"usage": usage([op], results)})
+                yield _event({**header, "choices": [], "usage": usage([op], results)})
             yield "data: [DONE]\n\n"
         except ServerError as error:
             yield _event(error_json(error))
@@ -234,15 +228,6 @@ async def _streamed_reply(
     header = new_header(reply_format.prefix, reply_format.chunk_object, reply_format.sampling.model)
     choices = Choices(header, reply_format, op)
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _opening_chunks(header: Header, reply_format: ReplyFormat, op: Sample) -> Iterable[dict[str, object]]:
-    opening = reply_format.opening()
-    if opening is not None:
-        for index in range(op.num_samples):
-            choice = {"index": index, **opening, "logprobs": None, "finish_reason": None}
-            chunk = header.with_choices([choice | reply_format.choice_prompt(op)])
-            yield chunk | reply_format.reply_prompt(op)
 
 
 def _event(body: Mapping[str, object]) -> str:

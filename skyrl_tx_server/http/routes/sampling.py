@@ -8,6 +8,7 @@ from dataclasses import replace
 from starlette.requests import Request
 
 from skyrl_tx_server.engine.futures import RequestKey
+from skyrl_tx_server.engine.model_registry import Sampler
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoint_record import CheckpointKind
 from skyrl_tx_server.http.app_state import AppState
@@ -39,14 +40,25 @@ def _weights(state: AppState, *, base_model: str | None, model_path: str | None)
         if base_model is None:
             raise UserError("nothing to sample from: pass base_model or model_path")
         return None
-    info = state.checkpoints.info(model_path)
+    return check_sampler_checkpoint(state, model_path)
+
+
+def check_sampler_checkpoint(state: AppState, path: str) -> str:
+    """Return `path`. Raise UserError if it is not a sampler checkpoint of this server's base model."""
+    info = state.checkpoints.info(path)
     if info.kind is not CheckpointKind.SAMPLER:
         raise UserError(
-            f"{model_path} is not a sampler checkpoint; sample from the path that save_weights_for_sampler "
-            f"returns"
+            f"{path} is not a sampler checkpoint; sample from the path that save_weights_for_sampler returns"
         )
     state.check_base_model(info.base_model)
-    return model_path
+    return path
+
+
+def weights_of(state: AppState, sampler: Sampler) -> str | None:
+    """Return the weights of a sampler. Raise NotFoundError if another tenant unpublished its checkpoint."""
+    if sampler.model_path is not None:
+        state.checkpoints.check_readable(sampler.model_path)
+    return sampler.weights
 
 
 async def get_sampler(state: AppState, request: Request) -> Reply:
@@ -66,10 +78,7 @@ async def asample(state: AppState, request: Request) -> Reply:
         weights = _weights(state, base_model=sample.base_model, model_path=sample.model_path)
     else:
         sampler = state.registry.sampler(sample.sampler_id)
-        if sampler.model_path is not None:
-            # The checkpoint may have been unpublished since the sampler was created.
-            state.checkpoints.check_readable(sampler.model_path)
-        weights, session_id = sampler.weights, sampler.session_id
+        weights, session_id = weights_of(state, sampler), sampler.session_id
         if sample.seq_id is not None:
             key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
             name = f"{sample.sampler_id}:{sample.seq_id}"

@@ -16,6 +16,7 @@ from skyrl_tx_server.engine.operations import (
     Done,
     LoadWeights,
     LoraSpec,
+    Operation,
     OpResult,
     OptimStep,
     UnloadModel,
@@ -143,21 +144,27 @@ async def _train_json(state: AppState, request: Request, *, forward_only: bool) 
 def _train(state: AppState, train: TrainRequest) -> Reply:
     model = state.registry.model(train.op.model_id)
     kind = "forward" if train.op.forward_only else "forward_backward"
-    return submit(state, model, lambda: state.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
+    return submit(state, model, train.op, kind=kind, seq_id=train.seq_id)
 
 
 def submit[R: OpResult](
     state: AppState,
     model: Model,
-    start: Callable[[], Future[R]],
+    op: Operation[R],
     *,
     kind: str,
     seq_id: int | None,
     extra: dict[str, str] | None = None,
+    before: Callable[[], None] = lambda: None,
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
-    """Call `start`, which submits an operation of `model`, and return the request id. If an earlier request
-    for `model` had this `seq_id`, return the id of the earlier request and do not call `start`."""
+    """Call `before`, submit an operation of `model` and return the request id. If an earlier request for
+    `model` had this `seq_id`, only return the id of the earlier request."""
+
+    def start() -> Future[R]:
+        before()
+        return state.engine.submit(op)
+
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
     request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done
@@ -173,7 +180,7 @@ async def optim_step(state: AppState, request: Request) -> Reply:
     fields.finish(ignored=("type",))
     model = state.registry.model(model_id)
     op = OptimStep(model_id=model_id, adam=adam)
-    return submit(state, model, lambda: state.engine.submit(op), kind="optim_step", seq_id=seq_id)
+    return submit(state, model, op, kind="optim_step", seq_id=seq_id)
 
 
 async def unload_model(state: AppState, request: Request) -> Reply:
@@ -182,9 +189,7 @@ async def unload_model(state: AppState, request: Request) -> Reply:
     model = state.registry.model(fields.text("model_id"))
     state.registry.forget_model(model.model_id)
     op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}
-    return submit(
-        state, model, lambda: state.engine.submit(op), kind="unload_model", seq_id=None, extra=extra
-    )
+    return submit(state, model, op, kind="unload_model", seq_id=None, extra=extra)
 
 
 ENDPOINTS = (

@@ -3,19 +3,18 @@ alternative if there is one."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, Handler, Reply, read_body
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
-def _refuse(message: str) -> Handler:
-    async def refuse(state: AppState, request: Request) -> Reply:
-        await read_body(state, request)
-        raise UserError(message)
-
-    return refuse
+async def _refuse(state: AppState, request: Request, *, message: str) -> Reply:
+    await read_body(state, request)
+    raise UserError(message)
 
 
 _ACCOUNTS = "this server has no user accounts and does not implement this call"
@@ -44,6 +43,6 @@ _MESSAGES = {
 """Method and path below /api/v1 -> error message."""
 
 ENDPOINTS = tuple(
-    Endpoint(method=method, path=f"/api/v1/{path}", handler=_refuse(message))
+    Endpoint(method=method, path=f"/api/v1/{path}", handler=partial(_refuse, message=message))
     for (method, path), message in ((route.split(" "), message) for route, message in _MESSAGES.items())
 )

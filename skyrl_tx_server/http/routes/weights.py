@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,7 +24,6 @@ from skyrl_tx_server.engine.operations import (
     SaveExternal,
     SaveSampler,
     SaveWeights,
-    WeightsSaved,
 )
 from skyrl_tx_server.errors import NotFoundError, ServerError, StorageError, UserError
 from skyrl_tx_server.files.checkpoint_record import (
@@ -112,7 +111,7 @@ def _save_snapshot(
     sampler_id = state.registry.sampler_id(model.session_id, sampling_session_seq_id)
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
 
-    def start() -> Future[WeightsSaved]:
+    def add_sampler() -> None:
         if state.registry.find_sampler(sampler_id) is not None:
             raise UserError(
                 f"sampler {sampler_id} exists already; give each sampler of a session its own "
@@ -121,7 +120,6 @@ def _save_snapshot(
         state.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
         for surplus in state.registry.free_surplus_snapshots():
             state.engine.submit(surplus)
-        return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -132,10 +130,11 @@ def _save_snapshot(
     return submit(
         state,
         model,
-        start,
+        op,
         kind="save_weights_for_sampler",
         seq_id=seq_id,
         extra=extra,
+        before=add_sampler,
         when_done=when_done,
     )
 
@@ -160,19 +159,17 @@ def save_named(
 ) -> Reply:
     """Save the checkpoint `path`, which must not exist unless `op` overwrites it. The checkpoint expires
     after `ttl_seconds`; None: never."""
-    overwrite = isinstance(op, SaveWeights) and op.overwrite
 
-    def start() -> Future[WeightsSaved]:
-        if not overwrite and state.checkpoints.exists(path):
-            raise UserError(
-                f"checkpoint {path} exists already; choose another name (only save_state can overwrite a "
-                f"checkpoint, with overwrite=True)"
-            )
+    def check_name() -> None:
         if not state.checkpoints.exists(path):
             # A killed server may have left the expiry or the public flag of a deleted checkpoint in the run
             # index.
             state.run_index.forget(path)
-        return state.engine.submit(op)
+        elif not (isinstance(op, SaveWeights) and op.overwrite):
+            raise UserError(
+                f"checkpoint {path} exists already; choose another name (only save_state can overwrite a "
+                f"checkpoint, with overwrite=True)"
+            )
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -187,7 +184,7 @@ def save_named(
             except StorageError as error:
                 raise ServerError(f"{path} was saved, but its expiry was not: {error}") from error
 
-    return submit(state, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
+    return submit(state, model, op, kind=kind, seq_id=seq_id, before=check_name, when_done=when_done)
 
 
 def _expiry(ttl_seconds: int | None) -> datetime | None:
@@ -263,14 +260,7 @@ def _load_into(
             f"create_training_client_from_state"
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
-    return submit(
-        state,
-        model,
-        lambda: state.engine.submit(op),
-        kind="load_weights",
-        seq_id=seq_id,
-        extra={"path": path},
-    )
+    return submit(state, model, op, kind="load_weights", seq_id=seq_id, extra={"path": path})
 
 
 async def weights_info(state: AppState, request: Request) -> Reply:
@@ -371,25 +361,24 @@ async def list_checkpoints(state: AppState, request: Request) -> Reply:
 async def delete_checkpoint(state: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await delete(state, path)
-    free_deleted(state, path)
     state.run_index.forget(path, generation)
     return None
 
 
 async def delete(state: AppState, path: str, *, only: str | None = None) -> str | None:
-    """Call `CheckpointStore.delete` in the thread for deletions. The call waits while a checkpoint is
-    written, so in the shared thread pool it would occupy threads that other requests need."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_DELETER, partial(state.checkpoints.delete, path, only=only))
-
-
-def free_deleted(state: AppState, path: str) -> None:
-    """Free the copy of a deleted sampler checkpoint on the device. Requests that were submitted before this
-    call still use it, because the engine frees it after them."""
-    # `has_changed` records that the checkpoint is deleted, so it does not report this deletion again.
-    state.checkpoints.has_changed(path)
-    if parse_path(path)[1] is CheckpointKind.SAMPLER:
-        state.engine.submit(DropSnapshot(weights=path))
+    """Call `CheckpointStore.delete`, free the copy of a deleted sampler checkpoint on the device, and return
+    the deleted generation. Requests that were submitted before this call still use the copy, because the
+    engine frees it after them."""
+    # In a thread of its own, because `CheckpointStore.delete` waits while a checkpoint is written. In the
+    # shared thread pool it would occupy threads that other requests need.
+    delete_files = partial(state.checkpoints.delete, path, only=only)
+    generation = await asyncio.get_running_loop().run_in_executor(_DELETER, delete_files)
+    if generation is not None:
+        # `has_changed` records that the checkpoint is deleted, so it does not report this deletion again.
+        state.checkpoints.has_changed(path)
+        if parse_path(path)[1] is CheckpointKind.SAMPLER:
+            state.engine.submit(DropSnapshot(weights=path))
+    return generation
 
 
 def free_changed(state: AppState, weights: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TypeGuard
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.run_index import MAX_METADATA_BYTES, metadata_bytes
@@ -81,7 +82,7 @@ class JsonReader:
         value = self.value(name)
         if value is None:
             return default
-        if not isinstance(value, int | float) or not is_finite_number(value):
+        if not is_finite_number(value):
             raise self._invalid(name, "a finite number", value)
         return float(value)
 
@@ -139,7 +140,7 @@ class JsonReader:
             raise UserError(f"{self._where}: unknown field {listed(unknown)}; remove it")
 
 
-def is_finite_number(value: object) -> bool:
+def is_finite_number(value: object) -> TypeGuard[int | float]:
     """Whether `value` is a finite float, or an integer that is not too large for a float. A boolean is no
     number."""
     if isinstance(value, bool) or not isinstance(value, int | float):

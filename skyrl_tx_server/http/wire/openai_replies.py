@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.http.wire.call_syntax import CallSyntax, ToolCall, text_parameters
 from skyrl_tx_server.http.wire.chat_format import REPLACEMENT, Rendered, TextPieces, Tokenizer, decoder
-from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
+from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
 from skyrl_tx_server.http.wire.output_parser import (
     Answer,
     AnswerParser,
@@ -37,6 +37,7 @@ class ChatFormat:
     """Builds the replies of chat completions, with content, reasoning and tool calls."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    choices_have_prompt = False  # vLLM's field `prompt_token_ids` is in the reply
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
         self.sampling = chat.sampling
@@ -85,17 +86,12 @@ class ChatFormat:
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return partial(chat_logprobs, decode=self._decode)
 
-    def reply_prompt(self, op: Sample) -> dict[str, object]:
-        return prompt_ids(self.sampling, op)
-
-    def choice_prompt(self, op: Sample) -> dict[str, object]:
-        return {}
-
 
 class TextFormat:
     """Builds the replies of text completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    choices_have_prompt = True
 
     def __init__(self, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
         self.sampling = completion.sampling
@@ -117,25 +113,37 @@ class TextFormat:
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return TextLogprobs(self._decode).add
 
-    def reply_prompt(self, op: Sample) -> dict[str, object]:
-        return {}
-
-    def choice_prompt(self, op: Sample) -> dict[str, object]:
-        return prompt_ids(self.sampling, op)
-
 
 type ReplyFormat = ChatFormat | TextFormat
+
+
+def prompt_fields(reply_format: ReplyFormat, op: Sample) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the fields with the prompt of a reply and of its choices. Both are empty unless the request asks
+    for token ids. A stream has the fields in the first chunk of each choice."""
+    if not reply_format.sampling.token_ids:
+        return {}, {}
+    ids: dict[str, object] = {"prompt_token_ids": op.prompt.tolist()}
+    return ({}, ids) if reply_format.choices_have_prompt else (ids, {})
 
 
 class Choices:
     """Makes the chunks of all choices of a streamed reply. A choice is one sample."""
 
-    def __init__(self, header: Header, reply_format: ReplyFormat, op: Sample) -> None:
+    def __init__(self, header: Mapping[str, object], reply_format: ReplyFormat, op: Sample) -> None:
         self._header = header
         self._format = reply_format
+        self._op = op
         self._answers = [reply_format.answer() for _ in range(op.num_samples)]
         self._logprobs = [reply_format.logprobs() for _ in range(op.num_samples)]
         self._num_calls = [0] * op.num_samples
+
+    def opening_chunks(self) -> Iterable[dict[str, object]]:
+        """Yield the first chunk of each choice, if the format has such chunks."""
+        opening = self._format.opening()
+        reply_prompt, choice_prompt = prompt_fields(self._format, self._op)
+        if opening is not None:
+            for index in range(self._op.num_samples):
+                yield self._chunk(index, opening, logprobs=None, **choice_prompt) | reply_prompt
 
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
         """Yield a chunk with the new text and tool calls and, at the end of a choice, a chunk with the finish
@@ -170,24 +178,12 @@ class Choices:
             )
 
     def _chunk(self, index: int, delta: Mapping[str, object], **fields: object) -> dict[str, object]:
-        return self._header.with_choices([{"index": index, **delta, "finish_reason": None, **fields}])
+        return {**self._header, "choices": [{"index": index, **delta, "finish_reason": None, **fields}]}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """The fields that a complete reply and all chunks of a streamed reply have."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    def with_choices(self, choices: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        return {**asdict(self), "choices": list(choices)}
-
-
-def new_header(prefix: str, kind: str, model: str) -> Header:
-    return Header(id=f"{prefix}-{uuid.uuid4().hex}", object=kind, created=int(time.time()), model=model)
+def new_header(prefix: str, kind: str, model: str) -> dict[str, object]:
+    """Return the fields that a complete reply and all chunks of a streamed reply have."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, object]:
@@ -200,12 +196,6 @@ def usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, o
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-def prompt_ids(sampling: SamplingRequest, op: Sample) -> dict[str, object]:
-    """Return vLLM's field `prompt_token_ids` if the request asks for token ids. Chat completions have it in
-    the reply, and text completions in each choice. A stream has it in the first chunk of each choice."""
-    return {"prompt_token_ids": op.prompt.tolist()} if sampling.token_ids else {}
 
 
 def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningText] = Content) -> str:

@@ -34,9 +34,9 @@ from skyrl_tx_server.http.wire.tensors import cells_from_csr, check_dimensions, 
 from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     check_datum,
-    check_request_cells,
     parse_loss_config,
     parse_loss_fn,
+    within_limit,
 )
 
 MEDIA_TYPE = "application/x-protobuf"
@@ -79,17 +79,12 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         raise UserError("forward_backward: model_id is missing")
     if not request.data:
         raise UserError("forward_backward: data is empty; send at least one datum")
-    data: list[TrainDatum] = []
-    num_targets = 0
-    for index, datum in enumerate(request.data):
-        data.append(_datum(index, datum, loss_fn, limits))
-        num_targets += data[-1].target_tokens.size
-        check_request_cells(num_targets)
+    datums = (_datum(index, datum, loss_fn, limits) for index, datum in enumerate(request.data))
     op = ForwardBackward(
         model_id=request.model_id,
         loss_fn=loss_fn,
+        data=within_limit(datums),
         settings=parse_loss_config(loss_fn, config),
-        data=tuple(data),
         forward_only=request.forward_only,
     )
     return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3: 0 means unset; the SDK counts from 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -142,24 +142,15 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     fields = JsonReader(body, name)
     inner = JsonReader(fields.mapping(f"{name}_input"), f"{name}_input")
     loss_fn = parse_loss_fn(inner.text("loss_fn"))
-    data, num_targets = [], 0
-    for index, datum_body in enumerate(inner.items("data")):
-        datum = JsonReader(datum_body, f"datum {index}")
-        tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
-        inputs = {
-            name: _parse_dense_tensor(value, f"datum {index}: {name}")
-            for name, value in datum.mapping("loss_fn_inputs").items()
-        }
-        datum.finish()
-        data.append(check_datum(index, tokens, inputs, loss_fn, limits))
-        num_targets += data[-1].target_tokens.size
-        check_request_cells(num_targets)
+    data = within_limit(
+        _parse_datum(index, body, loss_fn, limits) for index, body in enumerate(inner.items("data"))
+    )
     model_id, seq_id = fields.text("model_id"), fields.optional_integer("seq_id")
     op = ForwardBackward(
         model_id=model_id,
         loss_fn=loss_fn,
         settings=parse_loss_config(loss_fn, inner.mapping("loss_fn_config")),
-        data=tuple(data),
+        data=data,
         forward_only=forward_only,
     )
     inner.finish()
@@ -167,6 +158,19 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     if not data:
         raise UserError(f"{name}: data is empty; send at least one datum")
     return TrainRequest(seq_id=seq_id, op=op)
+
+
+def _parse_datum(index: int, body: object, loss_fn: LossFn, limits: Limits) -> TrainDatum:
+    where = f"datum {index}"
+    datum = JsonReader(body, where)
+    tokens = parse_model_input(datum.mapping("model_input"), f"{where}: model_input", limits)
+    inputs: dict[str, np.ndarray] = {}
+    for name, value in datum.mapping("loss_fn_inputs").items():
+        tensor = parse_tensor(value, f"{where}: {name}")
+        is_sparse = isinstance(tensor, CsrMatrix)
+        inputs[name] = dense_array(tensor, f"{where}: {name}") if is_sparse else tensor
+    datum.finish()
+    return check_datum(index, tokens, inputs, loss_fn, limits)
 
 
 def parse_loss_fn(name: str) -> LossFn:
@@ -186,15 +190,15 @@ def parse_loss_fn(name: str) -> LossFn:
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
     options = LOSSES[loss_fn].options
+    values: dict[str, float] = {}
     for name, value in config.items():
         if name not in options:
             allowed = f"it takes {', '.join(sorted(options))}" if options else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
-        if not is_finite_number(value) or not isinstance(value, int | float) or value not in options[name]:
+        if not is_finite_number(value) or value not in options[name]:
             raise UserError(f"loss_fn_config: {name} must be {options[name]}, got {quoted(value)}")
-    settings = LossSettings(
-        **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
-    )
+        values[name] = float(value)
+    settings = LossSettings(**values)
     low, high = settings.clip_low_threshold, settings.clip_high_threshold
     if low > high:
         raise UserError(
@@ -267,11 +271,19 @@ def check_datum(
     return parsed
 
 
-def check_request_cells(num_targets: int) -> None:
-    """Raise UserError if `num_targets`, the number of targets of the datums decoded so far, is too large. The
-    parsers call this function before they decode the next datum."""
-    if num_targets > MAX_REQUEST_CELLS:
-        raise UserError(f"more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
+def within_limit(datums: Iterable[TrainDatum]) -> tuple[TrainDatum, ...]:
+    """Return the datums of a request. Raise UserError as soon as they have too many targets, before the next
+    datum is decoded."""
+    data: list[TrainDatum] = []
+    num_targets = 0
+    for datum in datums:
+        data.append(datum)
+        num_targets += datum.target_tokens.size
+        if num_targets > MAX_REQUEST_CELLS:
+            raise UserError(
+                f"more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once"
+            )
+    return tuple(data)
 
 
 def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
@@ -283,8 +295,3 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
     if not np.isfinite(values).all():
         raise UserError(f"{where}: {name} contains NaN or infinity; send finite numbers")
     return values
-
-
-def _parse_dense_tensor(body: object, where: str) -> np.ndarray:
-    tensor = parse_tensor(body, where)
-    return dense_array(tensor, where) if isinstance(tensor, CsrMatrix) else tensor
