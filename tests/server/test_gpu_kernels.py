@@ -322,14 +322,12 @@ def test_decode_attention_over_pages_and_segments_is_equal() -> None:
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, k, v = normal(2, 3, 1, 4, 16), normal(3, 3, 1, 2, 16), normal(4, 3, 1, 2, 16)
     tables, positions = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    past = read_positions(config, cache, 1, tables, (2 * PAGE_SIZE,))
+    past = read_positions(config, cache, 1, tables, ends=(2 * PAGE_SIZE,))
     masks = [(jnp.arange(2 * PAGE_SIZE) < positions[:, None])[:, None, None], jnp.ones((1, 1, 1, 1), bool)]
     expected = attend_over_segments(attention_spec(16), q, [*past, segment_of(k, v)], masks)
     actual, written = attend_over_pages(
         config,
-        attention_spec(16),
         cache,
-        1,
         (q, k, v),
         TokenRows(
             positions=jnp.asarray(positions),
@@ -337,6 +335,8 @@ def test_decode_attention_over_pages_and_segments_is_equal() -> None:
             tables=jnp.asarray(tables),
         ),
         kv_splits_of(tables, np.array([108, 72, 0]), group=2),
+        spec=attention_spec(16),
+        layer=1,
         interpret=True,
     )
     np.testing.assert_allclose(actual[:2], expected[:2], atol=1e-5)
