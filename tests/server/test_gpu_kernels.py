@@ -279,7 +279,7 @@ def test_experts_by_kernel_and_by_loop_are_equal(monkeypatch: pytest.MonkeyPatch
     """Compare values and gradients with one adapter, and values with one adapter per row."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
-    routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
+    routed = experts.route(choice, normal(1, count, hidden), x)
     gate_up, down = normal(2, 2, count, 2 * width, hidden) / 4, normal(3, 2, count, hidden, width) / 4
 
     def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LoraWeights:
