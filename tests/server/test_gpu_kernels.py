@@ -137,7 +137,7 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
 def test_a_sequence_attends_only_to_its_own_pages() -> None:
     """The batch has shared pages, a partly filled page, an unused page and an empty sequence. All positions
     outside of the sequences are NaN."""
-    heads, kv_heads, head_dim, page = 6, 2, 24, 16
+    heads, kv_heads, head_dim, page = 6, 2, 32, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
     q, keys, values = (
@@ -235,25 +235,25 @@ def test_prefill_attention_by_kernel_and_by_loop_is_equal(
     """The tiles belong to a prompt with a cached prefix, a prompt of two tiles with NaN after its end, and a
     short prompt. The last tile is padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many_tiles)
-    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
-    q = normal(2, 5, PREFILL_TILE, heads, 24)
+    cache = KVCache(keys=normal(0, 2, 12, 2, 32, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 32))
+    q = normal(2, 5, PREFILL_TILE, heads, 32)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
     tiles = PrefillTiles(
         starts=np.array([70, 0, 64, 0, 0], np.int32),
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
     )
-    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(24)))(
+    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(32)))(
         cache, jnp.int32(1), tiles, q
     )
     cache = KVCache(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
-    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
+    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(32), interpret=True))
     actual = np.asarray(attend(cache, jnp.int32(1), tiles, q))
     for tile, length in enumerate(tiles.lengths):
         np.testing.assert_allclose(actual[tile, :length], expected[tile, :length], atol=1e-5)
-    other_queries = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
+    other_queries = normal(3, 5, PREFILL_TILE, heads, 32).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     with_other_tiles = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), other_queries))
     np.testing.assert_array_equal(with_other_tiles[0], actual[0])
