@@ -90,7 +90,6 @@ class SampleQueue:
         self._remove_unstarted(request)
         if prefill.paused:
             request.paused.remove(prefill.first)
-            heapq.heapify(request.paused)
         else:
             request.num_started = prefill.first + prefill.count
         indices = range(prefill.first, prefill.first + prefill.count)
@@ -111,14 +110,14 @@ class SampleQueue:
         for index in range(prefill.first, prefill.first + prefill.count):
             self._free_slot(request, index)
         if prefill.paused:
-            heapq.heappush(request.paused, prefill.first)
+            bisect.insort(request.paused, prefill.first)
         else:
             request.num_started = min(request.num_started, prefill.first)
         self.wait(request)
 
     def pause(self, request: Request, index: int) -> None:
         self._free_slot(request, index)
-        heapq.heappush(request.paused, index)
+        bisect.insort(request.paused, index)
         self.wait(request)
 
     def finish_sequence(self, request_id: int, index: int) -> None:

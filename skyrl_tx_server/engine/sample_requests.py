@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ class Request:
     op: Sample
     tenant: Tenant
     num_started: int = 0  # the sequences with an index below this number have or had a slot
-    paused: list[int] = field(default_factory=list)  # a heap of the indices of paused sequences
+    paused: list[int] = field(default_factory=list)  # the indices of paused sequences, ascending
     running: dict[int, int] = field(default_factory=dict)
     """Index of each sequence with a slot -> `SampleQueue.num_dispatches` when the sequence got the slot."""
 
@@ -56,7 +55,7 @@ class Request:
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:
         """Return the work that gives slots to the next `count` sequences, paused ones first."""
-        paused = heapq.nsmallest(count, self.paused)
+        paused = self.paused[:count]
         prefill = partial(PrefillRequest, request_id=self.request_id, op=self.op, tenant=self.tenant.name)
         prefills = [prefill(first=index, count=1, paused=True) for index in paused]
         if count > len(paused):
