@@ -14,7 +14,7 @@ of 2 assignments, and `.` for padding:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -194,18 +194,11 @@ def _module_specs(
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def specs(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
-        def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
-            match path[0].name:
-                case "a":
-                    return PartitionSpec(*slot_axes, "expert", inputs, None)
-                case "b":
-                    return PartitionSpec(*slot_axes, "expert", None, outputs)
-                case "indices" if path[1].name == "slots":
-                    return PartitionSpec(batch)
-                case _:
-                    return PartitionSpec()
-
-        return jax.tree_util.tree_map_with_path(spec, module)
+        replicated: Any = jax.tree.map(lambda _: PartitionSpec(), module)
+        a = PartitionSpec(*slot_axes, "expert", inputs, None)
+        b = PartitionSpec(*slot_axes, "expert", None, outputs)
+        indices = replicated.indices and replace(replicated.indices, slots=PartitionSpec(batch))
+        return replace(replicated, a=a, b=(b,) * len(module.b), indices=indices)
 
     return specs(modules[0], None, "tensor"), specs(modules[1], "tensor", fsdp)
 
