@@ -75,7 +75,6 @@ def attend_over_pages(
     *,
     spec: AttentionSpec,
     layer: ArrayLike | int,
-    interpret: bool = False,
 ) -> tuple[jax.Array, KVCache]:
     """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
     the positions up to and including these tokens, and the new cache. `heads` are q [B, 1, H, hd], k and v
@@ -93,7 +92,6 @@ def attend_over_pages(
         jnp.asarray(layer, jnp.int32).reshape(1),
         jnp.where(tokens.is_written & (page > 0), page, -1),
         tokens.positions % PAGE_SIZE,
-        interpret=interpret,
     )
     cache = KVCache(keys=keys, values=values)
     # Pass the pages of all layers, because XLA would copy a slice of one layer.
@@ -106,7 +104,6 @@ def attend_over_pages(
         splits,
         tokens.positions + 1,
         scale=spec.scale,
-        interpret=interpret,
     )
     return attended[:, None], cache
 

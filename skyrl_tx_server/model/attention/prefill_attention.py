@@ -77,8 +77,6 @@ def attend_by_kernel(
     layer: ArrayLike,
     tiles: PrefillTiles,
     q: jax.Array,
-    *,
-    interpret: bool = False,
 ) -> jax.Array:
     # Pass the pages of all layers, because XLA would copy a slice of one layer.
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
@@ -91,7 +89,6 @@ def attend_by_kernel(
         jnp.asarray(tiles.starts),
         jnp.asarray(tiles.lengths),
         scale=spec.scale,
-        interpret=interpret,
     )
 
 

@@ -61,7 +61,6 @@ def paged_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    interpret: bool = False,
 ) -> jax.Array:
     """Return the attention [B, H, hd] of q [B, H, hd] over N KV pages with keys [N, K, hd, P] and values
     [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences. `lengths` [B] are the lengths of the
@@ -88,7 +87,6 @@ def paged_attention(
         # The software pipeline loads page numbers two stages before the pages. With fewer than five stages,
         # no load would overlap a product.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
-        interpret=interpret,
         name="paged_attention",
     )(
         splits.counts,
@@ -110,7 +108,6 @@ def paged_attention(
         out_specs=pl.BlockSpec((None, per_program, head_dim), lambda row, block: (row, block, 0)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4 if per_program >= 4 else 1),
-        interpret=interpret,
         name="merge_parts",
     )(splits.num_parts, *attended)
 
@@ -205,7 +202,6 @@ def prefill_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    interpret: bool = False,
 ) -> jax.Array:
     """Return the causal attention [M, T, H, hd] of M tiles q [M, T, H, hd] over N KV pages with keys
     [N, K, hd, P] and values [N, K, P, hd]. The pages must include the keys and values of the tiles. `tables`
@@ -242,7 +238,6 @@ def prefill_attention(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
         compiler_params=compiler_params(q, stages=5),
-        interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)
     out = out.reshape(num_tiles, heads // paired_heads, paired_heads, length, head_dim)
