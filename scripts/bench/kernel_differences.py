@@ -9,11 +9,14 @@ that use eight LoRA slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
@@ -27,6 +30,13 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
+def results[Output](function: Callable[..., Output], *arguments: object) -> tuple[Output, Output]:
+    """Return the results of a function with its kernels compiled, and with its kernels interpreted."""
+    compiled = jax.jit(lambda *inputs: function(*inputs))(*arguments)
+    with mock.patch.object(pl, "pallas_call", partial(pl.pallas_call, interpret=True)):
+        return compiled, jax.jit(lambda *inputs: function(*inputs))(*arguments)
+
+
 def paged_difference() -> float:
     count, width, heads, kv_heads, head_dim = 4, 8, 32, 8, 128
     tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
@@ -38,13 +48,8 @@ def paged_difference() -> float:
         normal(1, pages, kv_heads, head_dim, PAGE_SIZE),
         normal(2, pages, kv_heads, PAGE_SIZE, head_dim),
     )
-    results = [
-        jax.jit(partial(paged_attention, scale=head_dim**-0.5, interpret=interpret))(
-            *arrays, tables, splits, lengths
-        )
-        for interpret in (False, True)
-    ]
-    compiled, interpreted = results
+    attend = partial(paged_attention, scale=head_dim**-0.5)
+    compiled, interpreted = results(attend, *arrays, tables, splits, lengths)
     return float(jnp.abs(compiled - interpreted).max())
 
 
@@ -54,17 +59,14 @@ def tree_difference() -> float:
     q, grad = normal(0, 1, length, heads, head_dim), normal(1, 1, length, heads, head_dim)
     k, v = normal(2, 1, length, kv_heads, head_dim), normal(3, 1, length, kv_heads, head_dim)
 
-    def results(interpret: bool) -> list[jax.Array]:
-        options = {"scale": head_dim**-0.5, "interpret": interpret}
-        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, **options)
-        grads = prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad, **options)
-        return [out, *grads]
+    def attend() -> list[jax.Array]:
+        scale = head_dim**-0.5
+        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, scale=scale)
+        return [out, *prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad, scale=scale)]
 
     differences = [
         jnp.abs(compiled - interpreted).max() / jnp.abs(interpreted).max()
-        for compiled, interpreted in zip(
-            jax.jit(partial(results, False))(), jax.jit(partial(results, True))(), strict=True
-        )
+        for compiled, interpreted in zip(*results(attend), strict=True)
     ]
     return float(max(differences))
 
@@ -81,7 +83,5 @@ def lora_difference() -> float:
         "layer": jnp.int32(1),
         "order": jnp.argsort(slots),
     }
-    compiled, interpreted = (
-        jax.jit(partial(lora_delta, interpret=interpret))(**arguments) for interpret in (False, True)
-    )
+    compiled, interpreted = results(partial(lora_delta, **arguments))
     return float(jnp.abs(compiled - interpreted).max() / jnp.abs(interpreted).max())

@@ -147,7 +147,7 @@ def accept_process(
             channel.send_bytes(json.dumps({"refused": refusal}).encode())
             channel.close()
             return
-    except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
+    except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError, AttributeError) as error:
         logger.warning(
             "%s: a connection was refused: %s. All processes of a server need the same %s",
             options.coordinator_address,

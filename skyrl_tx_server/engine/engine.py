@@ -452,6 +452,8 @@ class Engine:
             self._scheduler.drop_request(request_id)
         if not started:
             return
+        unfinished = self._sampler.running(request_id)
+        self._counts["tokens_sampled"] += sum(len(sequence.tokens) for sequence in unfinished)
         self._sampler.release(request_id)
         self._fail(request_id, error, operation="Sample")
 

@@ -87,8 +87,6 @@ the engine thread searches for all stop strings after every dispatch."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
-    """The sampling parameters of a request."""
-
     max_tokens: int | None = None  # None: as many as the model's context allows
     temperature: float = 1.0  # 0: greedy
     top_k: int = -1  # -1: off
@@ -135,7 +133,7 @@ class Operation[R]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreateModel(Operation["Done"]):
-    """Create an adapter and its optimizer state as `model_id`. Result: `Done`."""
+    """Create an adapter and its optimizer state as `model_id`."""
 
     model_id: str
     lora: LoraSpec
@@ -144,7 +142,6 @@ class CreateModel(Operation["Done"]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadWeights(Operation["WeightsLoaded"]):
     """Load the adapter of a training checkpoint into a model. With `optimizer`, load the optimizer state too.
-    Result: `WeightsLoaded`.
 
     With `create`, first create the model with the LoraSpec of the checkpoint. Without `optimizer`, the
     moments and the step count of Adam start at zero. The accumulated gradient is cleared.
@@ -159,7 +156,7 @@ class LoadWeights(Operation["WeightsLoaded"]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward(Operation["ForwardBackwardResult"]):
     """Compute the summed loss of `data` and, unless `forward_only`, add its gradient to the accumulated
-    gradient of the model. Result: `ForwardBackwardResult`."""
+    gradient of the model."""
 
     model_id: str
     data: tuple[TrainDatum, ...]
@@ -170,8 +167,7 @@ class ForwardBackward(Operation["ForwardBackwardResult"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimStep(Operation["OptimStepResult"]):
-    """Update the adapter with the accumulated gradient, then clear the gradient. Result:
-    `OptimStepResult`."""
+    """Update the adapter with the accumulated gradient, then clear the gradient."""
 
     model_id: str
     adam: AdamSettings
@@ -179,8 +175,7 @@ class OptimStep(Operation["OptimStepResult"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveWeights(Operation["WeightsSaved"]):
-    """Save the adapter and its optimizer state as tinker://<model_id>/weights/<name>. Result:
-    `WeightsSaved`."""
+    """Save the adapter and its optimizer state as tinker://<model_id>/weights/<name>."""
 
     model_id: str
     name: str
@@ -190,8 +185,7 @@ class SaveWeights(Operation["WeightsSaved"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSampler(Operation["WeightsSaved"]):
-    """Save the model's adapter as a sampler snapshot. The field `weights` is the name of the snapshot.
-    Result: `WeightsSaved`."""
+    """Save the model's adapter as a sampler snapshot. The field `weights` is the name of the snapshot."""
 
     model_id: str
     weights: str
@@ -203,8 +197,7 @@ class SaveSampler(Operation["WeightsSaved"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveExternal(Operation["WeightsSaved"]):
-    """Save the model's adapter for download as tinker://<model_id>/external_weights/<name>. Result:
-    `WeightsSaved`."""
+    """Save the model's adapter for download as tinker://<model_id>/external_weights/<name>."""
 
     model_id: str
     name: str
@@ -212,7 +205,7 @@ class SaveExternal(Operation["WeightsSaved"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnloadModel(Operation["Done"]):
-    """Free a model's adapter, gradient and optimizer state. Its snapshots remain. Result: `Done`."""
+    """Free a model's adapter, gradient and optimizer state. Its snapshots remain."""
 
     model_id: str
 
@@ -220,14 +213,14 @@ class UnloadModel(Operation["Done"]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropSnapshot(Operation["Done"]):
     """Free a sampler snapshot in memory, or the copy of a sampler checkpoint on the device, as soon as no
-    earlier `Sample` operation needs it. Result: `Done`."""
+    earlier `Sample` operation needs it."""
 
     weights: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample(Operation["SampleResult"]):
-    """Sample `num_samples` completions of one prompt. Result: `SampleResult`.
+    """Sample `num_samples` completions of one prompt.
 
     `weights` is the name of a snapshot in memory, the tinker:// path of a sampler checkpoint, or None for the
     base model. A sampler checkpoint is loaded on first use.

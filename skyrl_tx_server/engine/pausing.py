@@ -41,7 +41,6 @@ def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list
         tenant = pause.request.tenant
         if tenant.has_waiting:  # its account has decreased
             heapq.heappush(turns, (plan.account(tenant), tenant.first_waiting, tenant.name))
-    queue.discard(plan)
     return pauses
 
 

@@ -3,6 +3,7 @@ of `scheduler` states the rules. A tenant is busy if it has running sequences or
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -86,9 +87,9 @@ class SampleQueue:
         """Count the sequences of `prefill` as running."""
         request = self.requests[prefill.request_id]
         tenant = request.tenant
+        self._remove_unstarted(request)
         if prefill.paused:
             request.paused.remove(prefill.first)
-            heapq.heapify(request.paused)
         else:
             request.num_started = prefill.first + prefill.count
         indices = range(prefill.first, prefill.first + prefill.count)
@@ -109,14 +110,14 @@ class SampleQueue:
         for index in range(prefill.first, prefill.first + prefill.count):
             self._free_slot(request, index)
         if prefill.paused:
-            heapq.heappush(request.paused, prefill.first)
+            bisect.insort(request.paused, prefill.first)
         else:
             request.num_started = min(request.num_started, prefill.first)
         self.wait(request)
 
     def pause(self, request: Request, index: int) -> None:
         self._free_slot(request, index)
-        heapq.heappush(request.paused, index)
+        bisect.insort(request.paused, index)
         self.wait(request)
 
     def finish_sequence(self, request_id: int, index: int) -> None:
@@ -215,7 +216,6 @@ class SampleQueue:
             if plan.num_waiting(request) > 0:
                 plan.give_slot(request)
                 free_slots -= 1
-        self.discard(plan)
         requests = list(chosen.values())
         requests[1:] = sorted(requests[1:], key=lambda request: request.may_need_chunks)
         prefills = [
@@ -229,12 +229,11 @@ class SampleQueue:
         """Return the tenant's request that gets the next slot once the slots of `plan` are assigned. None: no
         request of the tenant can get a slot."""
         small_first = plan.has_room_for_small(tenant)
-        unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
-        candidates = [
-            *tenant.started.values(),
-            *plan.started[tenant.name],
-            *(request for request in unstarted if request is not None),
-        ]
+        candidates = [*tenant.started.values(), *plan.started[tenant.name]]
+        for request_ids in tenant.unstarted.values():
+            first = next((request_id for request_id in request_ids if request_id not in plan.gained), None)
+            if first is not None:
+                candidates.append(self.requests[first])
 
         def order(request: Request) -> tuple[bool, int, int]:
             round_number = plan.num_running(request) // SEQUENCES_PER_ROUND
@@ -246,12 +245,6 @@ class SampleQueue:
             if plan.num_waiting(request) > 0 and self._may_prefill(request, plan)
         )
         return min(eligible, key=order, default=None)
-
-    def discard(self, plan: SlotPlan) -> None:
-        """Put the requests that the plan took from the heaps of unstarted requests back into these heaps."""
-        for requests in plan.started.values():
-            for request in requests:
-                self._push(request)
 
     def turns(self) -> Turns:
         """Return the tenants that have waiting requests, for `next_in`."""
@@ -276,17 +269,6 @@ class SampleQueue:
                 heapq.heappush(turns, current)
                 if current == turn:
                     return request
-        return None
-
-    def _first_unstarted(self, heap: list[int], plan: SlotPlan) -> Request | None:
-        """Return the first request of the heap that is not in the plan. Outdated entries are removed."""
-        while heap:
-            request = self.requests.get(heap[0])
-            if request is not None and not request.has_started and heap[0] not in plan.gained:
-                return request
-            heapq.heappop(heap)
-            if request is not None:
-                request.is_in_heap = False
         return None
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
@@ -314,22 +296,20 @@ class SampleQueue:
         elif request.has_started:
             request.tenant.started[request.request_id] = request
         else:
-            self._push(request)
+            bisect.insort(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
 
-    def _push(self, request: Request) -> None:
-        if request.is_in_heap:
-            return
-        request.is_in_heap = True
-        heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
+    def _remove_unstarted(self, request: Request) -> None:
+        """Remove the request from the requests of its tenant that have not started, if it is one of them."""
+        request_ids = request.tenant.unstarted[request.is_small, request.is_long]
+        place = bisect.bisect_left(request_ids, request.request_id)
+        if request_ids[place : place + 1] == [request.request_id]:
+            del request_ids[place]
 
     def _stop_waiting(self, request: Request) -> None:
         """Remove the request from the queues."""
         self._waiting.pop(request.request_id, None)
         request.tenant.started.pop(request.request_id, None)
-        # The first entry of a heap must not be outdated, see `Tenant.has_waiting`.
-        self._first_unstarted(
-            request.tenant.unstarted[request.is_small, request.is_long], SlotPlan(num_slots=0)
-        )
+        self._remove_unstarted(request)
         weights = request.op.weights
         if weights is not None and weights in self._waiting_for:
             self._waiting_for[weights].pop(request.request_id, None)

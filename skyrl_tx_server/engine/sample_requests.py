@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +26,7 @@ class Request:
     op: Sample
     tenant: Tenant
     num_started: int = 0  # the sequences with an index below this number have or had a slot
-    paused: list[int] = field(default_factory=list)  # a heap of the indices of paused sequences
-    is_in_heap: bool = False  # whether a heap of `Tenant.unstarted` contains the id of this request
+    paused: list[int] = field(default_factory=list)  # the indices of paused sequences, ascending
     running: dict[int, int] = field(default_factory=dict)
     """Index of each sequence with a slot -> `SampleQueue.num_dispatches` when the sequence got the slot."""
 
@@ -57,7 +55,7 @@ class Request:
 
     def next_prefills(self, count: int) -> list[PrefillRequest]:
         """Return the work that gives slots to the next `count` sequences, paused ones first."""
-        paused = heapq.nsmallest(count, self.paused)
+        paused = self.paused[:count]
         prefill = partial(PrefillRequest, request_id=self.request_id, op=self.op, tenant=self.tenant.name)
         prefills = [prefill(first=index, count=1, paused=True) for index in paused]
         if count > len(paused):
@@ -79,7 +77,7 @@ class Tenant:
     started: dict[int, Request] = field(default_factory=dict)
     """Requests that have started and have waiting sequences, by id."""
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """(is_small, is_long) -> heap of the ids of requests that have not started."""
+    """(is_small, is_long) -> ids, in ascending order, of the waiting requests that have not started."""
 
     @property
     def account(self) -> float:
@@ -92,13 +90,13 @@ class Tenant:
     @property
     def has_small_waiting(self) -> bool:
         return any(request.is_small for request in self.started.values()) or any(
-            heap for (is_small, _), heap in self.unstarted.items() if is_small
+            ids for (is_small, _), ids in self.unstarted.items() if is_small
         )
 
     @property
     def first_waiting(self) -> int:
-        """A lower bound of the ids of the waiting requests."""
-        return min((*self.started, *(heap[0] for heap in self.unstarted.values() if heap)))
+        """The smallest id of the waiting requests."""
+        return min((*self.started, *(ids[0] for ids in self.unstarted.values() if ids)))
 
 
 type Turns = list[tuple[float, int, str]]
@@ -117,7 +115,7 @@ class SlotPlan:
         default_factory=lambda: defaultdict(set)
     )  # indices of the sequences that lose their slots, by request_id
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
-    """Tenant -> the requests to which the plan gives their first slot."""
+    """Tenant -> the requests to which the plan gives their first slots."""
     partial_prefill_tokens: int = 0  # prompt tokens of long prompts whose prefill would start
 
     def has_room_for_small(self, tenant: Tenant) -> bool:

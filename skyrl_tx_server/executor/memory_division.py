@@ -136,9 +136,8 @@ def divide_memory(
 
 
 def fixed_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of the weights, of the layers that a decode dispatch (a program call of several decode
-    steps) copies, of the training models and of the LoRA slots. Training programs and the KV cache share the
-    remaining bytes."""
+    """Return the bytes of the weights, of the layers that a decode dispatch copies, of the training models
+    and of the LoRA slots. Training programs and the KV cache share the remaining bytes."""
     return (
         weights_bytes(model)
         + copied_layers_bytes(model)

@@ -1,9 +1,7 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
-Training programs are compiled for the model, the mesh and the `Remat` setting of the server, and XLA reports
-the memory that they need. `Remat` states which activations the backward pass recomputes. The programs are
-stored in the persistent compilation cache (`compilation_cache_dir`), from which a server that starts later
-can read them. The plan and the server both divide the memory with `memory_division.divide_memory`.
+The plan and the server both divide the memory with `memory_division.divide_memory`, which compiles training
+programs on a GPU. On a CPU, the plan compiles one.
 """
 
 from __future__ import annotations

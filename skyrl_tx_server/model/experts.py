@@ -13,10 +13,10 @@ of 2 assignments, and `.` for padding:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def add_experts(
     """Return x [B, T, D] plus the outputs of the routed and shared experts for the normalized x."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    routed = route(config.experts, Router(params["router"], params.get("router_bias")), normed)
+    routed = route(config.experts, params["router"], normed, bias=params.get("router_bias"))
     inputs = normed, routed, params["gate_up"], params["down"]
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
     mix, layer = partial(mix_experts, config.experts), params.get(STACK_INDEX)
@@ -73,6 +73,13 @@ def add_experts(
     if config.mesh is None:
         return x + mix(*inputs, modules, layer)
     batch, fsdp = batch_axes(config, x.shape[0]), "fsdp" if config.weight_stationary else None
+
+    def mix_on_device(x: jax.Array, routed: Any, gate_up: jax.Array, *others: Any) -> jax.Array:
+        """Run `mix_experts` for the experts of this device and its part of their width F. Sum the results
+        over the axes `expert` and `tensor`."""
+        first = jax.lax.axis_index("expert") * gate_up.shape[-3]
+        return jax.lax.psum(mix(x, routed, gate_up, *others, first=first, fsdp=fsdp), ("expert", "tensor"))
+
     lead = () if layer is None else (None,)
     gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
     adapted = None if modules is None else _module_specs(modules, batch, fsdp)
@@ -84,28 +91,24 @@ def add_experts(
         adapted,
         PartitionSpec(),
     )
-    mixed = shard_map_over(
-        config, partial(_mix_on_device, mix, fsdp), specs, PartitionSpec(batch, None, fsdp)
-    )(*inputs, modules, layer)
-    return shard_batch(config, x + mixed)
+    mixed = shard_map_over(config, mix_on_device, specs, PartitionSpec(batch, None, fsdp))
+    return shard_batch(config, x + mixed(*inputs, modules, layer))
 
 
-class Router(NamedTuple):
-    weight: jax.Array  # [count, D]
-    bias: jax.Array | None = None  # [count] float32; None: the model has no `ExpertGroups`
-
-
-def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose experts for each token of x [B, T, D]. Return (weights of the chosen experts in the dtype of x,
-    indices of these experts), both [B, T, per_token]. Softmax and sigmoid are computed in float32."""
+def route(
+    experts: Experts, router: jax.Array, x: jax.Array, *, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Choose experts for each token of x [B, T, D] with the weight `router` [count, D]. Return (weights of
+    the chosen experts in the dtype of x, indices of these experts), both [B, T, per_token]. Softmax and
+    sigmoid are computed in float32. `bias` is [count] float32; None: the model has no `ExpertGroups`."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
-        scores = softmax((tokens @ router.weight.T).astype(jnp.float32))
+        scores = softmax((tokens @ router.T).astype(jnp.float32))
         weights, chosen = jax.lax.top_k(scores, experts.per_token)
     else:
-        assert router.bias is not None
-        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ router.weight.T.astype(jnp.float32))
-        _, chosen = jax.lax.top_k(_within_groups(experts.groups, scores + router.bias), experts.per_token)
+        assert bias is not None
+        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ router.T.astype(jnp.float32))
+        _, chosen = jax.lax.top_k(_within_groups(experts.groups, scores + bias), experts.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalized:
         weights = weights / (sum_last(weights) + TINY)
@@ -183,24 +186,6 @@ def mix_experts(
     return (per_token * weights[..., None]).sum(axis=2)
 
 
-def _mix_on_device(
-    mix: Callable[..., jax.Array],
-    fsdp: str | None,
-    x: jax.Array,
-    routed: tuple[jax.Array, jax.Array],
-    gate_up: jax.Array,
-    down: jax.Array,
-    modules: tuple[LoraWeights, LoraWeights] | None,
-    layer: jax.Array | None,
-) -> jax.Array:
-    """On one device of a mesh, run `mix_experts` for the experts of this device and its part of their width
-    F. Sum the results over the axes `expert` and `tensor`."""
-    first = jax.lax.axis_index("expert") * gate_up.shape[-3]
-    return jax.lax.psum(
-        mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
-    )
-
-
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], batch: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
@@ -209,18 +194,11 @@ def _module_specs(
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def specs(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
-        def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
-            match path[0].name:
-                case "a":
-                    return PartitionSpec(*slot_axes, "expert", inputs, None)
-                case "b":
-                    return PartitionSpec(*slot_axes, "expert", None, outputs)
-                case "indices" if path[1].name == "slots":
-                    return PartitionSpec(batch)
-                case _:
-                    return PartitionSpec()
-
-        return jax.tree_util.tree_map_with_path(spec, module)
+        replicated: Any = jax.tree.map(lambda _: PartitionSpec(), module)
+        a = PartitionSpec(*slot_axes, "expert", inputs, None)
+        b = PartitionSpec(*slot_axes, "expert", None, outputs)
+        indices = replicated.indices and replace(replicated.indices, slots=PartitionSpec(batch))
+        return replace(replicated, a=a, b=(b,) * len(module.b), indices=indices)
 
     return specs(modules[0], None, "tensor"), specs(modules[1], "tensor", fsdp)
 

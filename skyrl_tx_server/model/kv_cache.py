@@ -23,7 +23,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
-from skyrl_tx_server.model.mesh import BATCH, constrain, shard_map_over
+from skyrl_tx_server.model.mesh import BATCH, OnEachDevice, constrain
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
@@ -50,8 +50,7 @@ elements with compare-and-swap loops."""
 REPLICATED = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
-BATCH_HEADS, LAYERS_BATCH_HEADS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
-HEADS_OF_LAYER = PartitionSpec(None, "tensor")
+SEQUENCES = PartitionSpec(BATCH)
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
@@ -108,77 +107,12 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
+@OnEachDevice(in_specs=(PAGES, REPLICATED, SEQUENCES), out_specs=PartitionSpec(BATCH, "tensor"))
 def read_positions(
-    config: ModelConfig, cache: KVCache, layer: ArrayLike | int, tables_BW: ArrayLike, ends: Sequence[int]
+    config: ModelConfig, cache: KVCache, layer: ArrayLike | int, tables_BW: ArrayLike, *, ends: Sequence[int]
 ) -> list[Segment]:
     """Return the cached positions of each sequence in one layer, in segments that end at `ends` (multiples of
     PAGE_SIZE)."""
-    read = shard_map_over(
-        config,
-        partial(_read_local_positions, config, ends),
-        (PAGES, REPLICATED, PartitionSpec(BATCH)),
-        BATCH_HEADS,
-    )
-    if config.mesh is not None:
-        layer = jnp.asarray(layer)
-    return read(cache, layer, jnp.asarray(tables_BW))
-
-
-def write_layer(
-    config: ModelConfig,
-    cache: KVCache,
-    layer: ArrayLike,
-    new: Segment,
-    tables_BW: ArrayLike,
-    starts_B: ArrayLike,
-    counts_B: ArrayLike,
-) -> KVCache:
-    """For each sequence, write the first `counts_B` positions of `new`, the segment of one layer, to the
-    positions from `starts_B` on. `tables_BW` are the block tables of the sequences."""
-    specs = (PAGES, REPLICATED, HEADS_OF_LAYER, REPLICATED, REPLICATED, REPLICATED)
-    write = shard_map_over(config, partial(_write_local_layer, config), specs, PAGES)
-    return write(
-        cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B)
-    )
-
-
-def write_positions(
-    config: ModelConfig,
-    cache: KVCache,
-    new: Segment,
-    tables_BW: ArrayLike,
-    starts_B: ArrayLike,
-    counts_B: ArrayLike,
-) -> KVCache:
-    """For each sequence, write the first `counts_B` positions of `new`, which is stacked over layers, to the
-    positions from `starts_B` on. `tables_BW` are the block tables of the sequences. A loop writes page by
-    page."""
-    batch = PartitionSpec(BATCH)
-    specs = (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch)
-    write = shard_map_over(config, partial(_write_local_positions, config), specs, PAGES)
-    return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
-
-
-def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Copy pages in order. Each pair is (source page, destination page), and a pair of -1 ends the list."""
-    copy = shard_map_over(config, partial(_copy_local_pages, config), (PAGES, REPLICATED), PAGES)
-    return copy(cache, jnp.asarray(copies_C2))
-
-
-# --- the pages of one device
-
-
-def local_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the local number of each page and whether the page is on this device. Pages of other devices
-    get the local number 0, which is the null page."""
-    local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
-    is_local = (local >= 0) & (local < cache.keys.shape[1])
-    return jnp.where(is_local, local, 0), is_local
-
-
-def _read_local_positions(
-    config: ModelConfig, ends: Sequence[int], cache: KVCache, layer: ArrayLike | int, tables_BW: jax.Array
-) -> list[Segment]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
     local, _ = local_pages(config, cache, tables_BW)
 
@@ -192,29 +126,25 @@ def _read_local_positions(
     return [segment(first, end) for first, end in pairwise((0, *ends))]
 
 
-def read_pages(cache: KVCache, layer: ArrayLike, local_BP: jax.Array) -> Segment:
-    """Return the positions of one layer in the local pages `local_BP` of each sequence."""
-    # keys [B, P, K, hd, PAGE], values [B, P, K, PAGE, hd]
-    keys, values = cache.keys[layer, local_BP], cache.values[layer, local_BP]
-    batch, _, heads, head_dim, _ = keys.shape
-    return Segment(
-        keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
-        values=values.transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, head_dim),
-    )
-
-
-def _write_local_layer(
+@OnEachDevice(
+    in_specs=(PAGES, REPLICATED, PartitionSpec(None, "tensor"), REPLICATED, REPLICATED, REPLICATED),
+    out_specs=PAGES,
+)
+def write_layer(
     config: ModelConfig,
     cache: KVCache,
-    layer: jax.Array,
+    layer: ArrayLike,
     new: Segment,
-    tables_BW: jax.Array,
-    starts_B: jax.Array,
-    counts_B: jax.Array,
+    tables_BW: ArrayLike,
+    starts_B: ArrayLike,
+    counts_B: ArrayLike,
 ) -> KVCache:
-    """Do the part of `write_layer` that concerns the pages of this device. The pairs (page, place) of all new
-    positions are unique. Three kinds of positions get page numbers after the last page, so that the scatter
-    drops them: positions from `counts_B` on, positions on other devices, and positions in the null page."""
+    """For each sequence, write the first `counts_B` positions of `new`, the segment of one layer, to the
+    positions from `starts_B` on. `tables_BW` are the block tables of the sequences.
+
+    The pairs (page, place) of all new positions are unique. Three kinds of positions get page numbers after
+    the last page, so that the scatter drops them: positions from `counts_B` on, positions on other devices,
+    and positions in the null page."""
     local, _ = local_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
@@ -228,14 +158,20 @@ def _write_local_layer(
     )
 
 
-def _write_local_positions(
+@OnEachDevice(
+    in_specs=(PAGES, PartitionSpec(None, BATCH, "tensor"), SEQUENCES, SEQUENCES, SEQUENCES), out_specs=PAGES
+)
+def write_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
-    tables_BW: jax.Array,
-    starts_B: jax.Array,
-    counts_B: jax.Array,
+    tables_BW: ArrayLike,
+    starts_B: ArrayLike,
+    counts_B: ArrayLike,
 ) -> KVCache:
+    """For each sequence, write the first `counts_B` positions of `new`, which is stacked over layers, to the
+    positions from `starts_B` on. `tables_BW` are the block tables of the sequences. A loop writes page by
+    page."""
     width = min(new.keys.shape[-1], PAGE_SIZE)  # positions of a page that are written at once
 
     def write_sequence(b: jax.Array, cache: KVCache) -> KVCache:
@@ -273,7 +209,10 @@ def _merge(
     )
 
 
-def _copy_local_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
+@OnEachDevice(in_specs=(PAGES, REPLICATED), out_specs=PAGES)
+def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
+    """Copy pages in order. Each pair is (source page, destination page), and a pair of -1 ends the list."""
+
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
         (source, is_local), (target, _) = (local_pages(config, cache, page) for page in copies_C2[index])
 
@@ -286,3 +225,27 @@ def _copy_local_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array)
         return jax.tree.map(copy_page, cache)
 
     return jax.lax.fori_loop(0, jnp.sum(copies_C2[:, 0] >= 0), copy, cache)
+
+
+# --- the pages of one device
+
+
+def local_pages(config: ModelConfig, cache: KVCache, page: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Return the local number of each page and whether the page is on this device. Pages of other devices
+    get the local number 0, which is the null page."""
+    local = jnp.asarray(page)
+    if config.mesh is not None:
+        local -= jax.lax.axis_index(BATCH) * cache.keys.shape[1]
+    is_local = (local >= 0) & (local < cache.keys.shape[1])
+    return jnp.where(is_local, local, 0), is_local
+
+
+def read_pages(cache: KVCache, layer: ArrayLike, local_BP: jax.Array) -> Segment:
+    """Return the positions of one layer in the local pages `local_BP` of each sequence."""
+    # keys [B, P, K, hd, PAGE], values [B, P, K, PAGE, hd]
+    keys, values = cache.keys[layer, local_BP], cache.values[layer, local_BP]
+    batch, _, heads, head_dim, _ = keys.shape
+    return Segment(
+        keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
+        values=values.transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, head_dim),
+    )

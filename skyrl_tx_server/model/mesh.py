@@ -20,10 +20,10 @@ adjacent along the last axes, and the first axes extend over the processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +243,31 @@ def shard_map_over[**Inputs, Output](
     if config.mesh is None:
         return function
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnEachDevice:
+    """A decorator of a function of the config and of arrays. On a mesh, each device runs the function on its
+    shards of the arrays. `in_specs` has one entry for each positional argument after the config. Keyword
+    arguments are not divided."""
+
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...]
+
+    def __call__[**Inputs, Output](
+        self, function: Callable[Concatenate[ModelConfig, Inputs], Output]
+    ) -> Callable[Concatenate[ModelConfig, Inputs], Output]:
+        @wraps(function)
+        def run(config: ModelConfig, *arrays: Inputs.args, **options: Inputs.kwargs) -> Output:
+            def to_array(leaf: Any) -> Any:
+                is_static = isinstance(leaf, int) and config.mesh is None
+                return leaf if is_static else jnp.asarray(leaf)
+
+            local = partial(function, config, **options)
+            run_on_shards = shard_map_over(config, local, self.in_specs, self.out_specs)
+            return run_on_shards(*jax.tree.map(to_array, arrays))
+
+        return run
 
 
 def constrain(mesh: Mesh | None, x: jax.Array, spec: PartitionSpec) -> jax.Array:

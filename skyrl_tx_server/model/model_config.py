@@ -43,8 +43,6 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """A rotary position embedding."""
-
     dim: int  # number of dimensions of a head that are rotated
     theta: float
     scaling: YarnScaling | Llama3Scaling | None = None  # None: no context extension

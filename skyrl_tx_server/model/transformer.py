@@ -53,8 +53,6 @@ small operations to save memory."""
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Params:
-    """The weights of a model."""
-
     embed: jax.Array  # [V, D]
     layers: tuple[LayerParams, ...]  # one per stack of consecutive equal layers
     final_norm: jax.Array  # [D]

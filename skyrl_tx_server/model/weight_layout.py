@@ -72,7 +72,6 @@ def rows_are_independent(shapes: Iterable[Shape], numbers: Sequence[int]) -> boo
 
 
 def _projections(config: ModelConfig) -> list[Weight]:
-    """Return the projections of all layers."""
     return [
         weight
         for stack in stacks_of(config)

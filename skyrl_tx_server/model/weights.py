@@ -123,16 +123,26 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
             return place(config, shape, weight.spec, read)
 
-        vocabulary = (config.vocab_size, config.hidden_size)
-        return Params(
-            embed=whole(EMBEDDING, vocabulary, VOCABULARY),
-            layers=tuple(
-                {field: stacked(stack, weight) for field, weight in stack.weights.items()}
-                for stack in stacks_of(config)
-            ),
-            final_norm=whole(FINAL_NORM, vocabulary[1:], PartitionSpec()),
-            head=None if config.tie_word_embeddings else whole(HEAD, vocabulary, VOCABULARY),
-        )
+        return _make_params(config, whole, stacked)
+
+
+def _make_params(
+    config: ModelConfig,
+    whole: Callable[[str, tuple[int, ...], PartitionSpec], Any],
+    stacked: Callable[[Stack, Weight], Any],
+) -> Params:
+    """Return the record of a model's weights. `whole(name, shape, sharding)` makes the weights that belong to
+    no layer, and `stacked(stack, field)` makes a field of a stack."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    return Params(
+        embed=whole(EMBEDDING, vocabulary, VOCABULARY),
+        layers=tuple(
+            {field: stacked(stack, weight) for field, weight in stack.weights.items()}
+            for stack in stacks_of(config)
+        ),
+        final_norm=whole(FINAL_NORM, vocabulary[1:], PartitionSpec()),
+        head=None if config.tie_word_embeddings else whole(HEAD, vocabulary, VOCABULARY),
+    )
 
 
 def check_weights(model_dir: Path, config: ModelConfig) -> None:
@@ -202,16 +212,7 @@ def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
         leaf_dtype = np.dtype(np.float32) if weight.exact else dtype
         return struct((len(stack.layers), *weight.stored_shape(config)), weight.spec, leaf_dtype)
 
-    vocabulary = (config.vocab_size, config.hidden_size)
-    return Params(
-        embed=struct(vocabulary, VOCABULARY),
-        layers=tuple(
-            {field: stacked(stack, weight) for field, weight in stack.weights.items()}
-            for stack in stacks_of(config)
-        ),
-        final_norm=struct(vocabulary[1:], PartitionSpec()),
-        head=None if config.tie_word_embeddings else struct(vocabulary, VOCABULARY),
-    )
+    return _make_params(config, lambda _, shape, spec: struct(shape, spec), stacked)
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:

@@ -151,7 +151,7 @@ class BatchRunner:
         ]
 
     def release(self, request_id: int) -> None:
-        self.prefiller.release(request_id)
+        self.prefiller.unfinished.pop(request_id, None)
         self.pool.release(request_id)
 
     def _discard_orphaned(self) -> None:

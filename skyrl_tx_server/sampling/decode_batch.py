@@ -1,5 +1,4 @@
-"""The decode batch: the sequences in decode slots, as arrays for one dispatch (one program call that runs
-several decode steps).
+"""The decode batch: the sequences in decode slots, as arrays for one dispatch.
 
 The batch holds the first `width` slots of each data-parallel rank. The time of a dispatch grows with its
 width, so programs are compiled for several widths.
@@ -57,9 +56,7 @@ class DecodeLayout:
     segment_ends: tuple[int, ...] | None
     queries_per_kv_head: int
     vocab_size: int
-    # the values of `LoraIndices.max_loras` for which programs are compiled; None: programs do not depend on
-    # the number of LoRA slots in use
-    adapter_counts: tuple[int, ...] | None
+    adapter_counts: tuple[int, ...] | None  # a result of `lora_math.adapter_counts`
     host_selects_filters: bool  # whether there are separate programs with and without top-k and top-p filters
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:

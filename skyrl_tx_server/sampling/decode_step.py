@@ -138,7 +138,7 @@ def decode_steps(
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
 
     def read_past(number: ArrayLike | int) -> list[Segment] | None:
-        return None if ends is None else read_positions(config, cache, number, tables, ends)
+        return None if ends is None else read_positions(config, cache, number, tables, ends=ends)
 
     def attend(
         number: ArrayLike | int,
@@ -157,7 +157,7 @@ def decode_steps(
             row = TokenRows(
                 positions=jnp.asarray(batch.positions) + index, is_written=start.remaining > 0, tables=tables
             )
-            return attend_over_pages(config, spec, recent, number, (q, k, v), row, batch.splits)
+            return attend_over_pages(config, recent, (q, k, v), row, batch.splits, spec=spec, layer=number)
         if isinstance(recent, list):
             assert isinstance(number, int)
             attended, segment = attend(number, past, recent[number], index, spec, q, k, v)

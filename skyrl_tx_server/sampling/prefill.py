@@ -101,10 +101,6 @@ class Prefiller:
         del self.pool.preempted[0]
         return next(iter(self._begin(chunk, outputs)), None)
 
-    def release(self, request_id: int) -> None:
-        """Discard the partly computed prompt of a request."""
-        self.unfinished.pop(request_id, None)
-
     def _must_wait(self, tenant: str) -> bool:
         """Return whether preempted sequences must be restored before a new or paused sequence of `tenant`
         gets a slot."""

@@ -49,8 +49,6 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkOutputs:
-    """The results of one chunk."""
-
     # [length - cached] float32. For each token of the chunk, the logprob of the next token of the text. Valid
     # only if the chunk wants logprobs.
     logprobs: np.ndarray
@@ -67,9 +65,7 @@ class PrefillLayout:
     table_width: int  # number of entries of a block table
     max_copies: int  # maximum number of page copies before the computation; also the maximum after it
     vocab_size: int
-    # the values of `LoraIndices.max_loras` for which programs are compiled; None: programs do not depend on
-    # the number of LoRA slots in use
-    adapter_counts: tuple[int, ...] | None = None
+    adapter_counts: tuple[int, ...] | None = None  # a result of `lora_math.adapter_counts`
 
     def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[TileBatch, BatchSettings]]:
         """Return the tile batches that compute these chunks, in the order in which they must run."""

@@ -46,8 +46,6 @@ class UnfinishedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedChunk:
-    """A request and its next chunk."""
-
     request: PrefillRequest
     chunk: PrefillChunk
     # `topk` and `targets` are None if they are not requested, if the prompt has further chunks, if `request`

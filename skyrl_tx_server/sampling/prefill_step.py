@@ -104,7 +104,7 @@ def prefill(
             written = write_layer(
                 config, cache, index, segment_of(k, v), tiles.tables, tiles.starts, tiles.lengths
             )
-            return attend_to_pages(config, spec, written, index, tiles, q), written
+            return attend_to_pages(config, written, index, tiles, q, spec=spec), written
 
         return layer(config, stack, x, layer_params | unsliced, adapter, ropes, attend), None
 

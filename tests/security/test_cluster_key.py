@@ -143,6 +143,25 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
     assert sum("need the same cluster_key_file" in message for message in caplog.messages) == 2
 
 
+def test_a_process_with_malformed_settings_is_refused(
+    options: ProcessOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    process_0 = threading.Thread(
+        target=lambda: lead(chz.replace(options, process_id=0), SETTINGS, print).stop()
+    )
+    process_0.start()
+    with pytest.raises(ConfigError, match="use equal options"):  # process 0 listens
+        join(chz.replace(options, num_processes=3), SETTINGS, print)
+    with socket.create_connection(options.address, timeout=30) as connection:
+        channel = connect(connection, KEY, process=1, timeout_s=30)
+        channel.send_bytes(b'{"process_id": 1, "num_processes": 2, "settings": "dtype"}')
+        assert connection.recv(1) == b""
+    join(options, SETTINGS, print).follow(FakeExecutor)
+    process_0.join(30)
+    assert not process_0.is_alive()
+    assert any("a connection was refused" in message for message in caplog.messages)
+
+
 def read_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:

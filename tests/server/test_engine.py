@@ -272,6 +272,16 @@ def test_a_waiting_sample_starts_after_another_is_withdrawn():
         assert waiting.result(TIMEOUT_S).sequences[0].tokens[0] == 3
 
 
+def test_the_tokens_of_a_withdrawn_sample_are_counted():
+    with running(FakeExecutor(block=2)) as engine:
+        withdrawn = engine.submit(sample(1, max_tokens=50), TokenRecorder(patience=2))
+        with pytest.raises(WithdrawnError):
+            withdrawn.result(TIMEOUT_S)
+        stats = engine.stats()
+    dispatches = stats["decode_dispatches"]
+    assert isinstance(dispatches, int) and stats["tokens_sampled"] == 2 * dispatches > 0
+
+
 class TwoPromptExecutor(FakeExecutor):
     """Prefills two prompts in a batch.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.model.experts import Router, lay_out_tiles, mix_experts, route, tile_size
+from skyrl_tx_server.model.experts import lay_out_tiles, mix_experts, route, tile_size
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
 
@@ -19,7 +19,7 @@ def weights(seed: int = 0):
     random = np.random.default_rng(seed)
     shapes = (COUNT, HIDDEN), (COUNT, 2 * WIDTH, HIDDEN), (COUNT, HIDDEN, WIDTH)
     router, gate_up, down = ((0.5 * random.normal(size=shape)).astype(np.float32) for shape in shapes)
-    return Router(jnp.asarray(router)), gate_up, down
+    return jnp.asarray(router), gate_up, down
 
 
 def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
@@ -35,12 +35,12 @@ def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
     return module(HIDDEN, (WIDTH, WIDTH)), module(WIDTH, (HIDDEN,))
 
 
-def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXPERTS) -> jax.Array:
+def mixture(x, router: jax.Array, gate_up, down, modules, *, experts: Experts = EXPERTS) -> jax.Array:
     return mix_experts(experts, x, route(experts, router, x), gate_up, down, modules)
 
 
 def dense_mixture(
-    x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]
+    x: jax.Array, router: jax.Array, gate_up, down, modules: tuple[LoraWeights, LoraWeights]
 ) -> jax.Array:
     """Apply every expert to every token, and return the weighted sum of the outputs of the chosen experts."""
 
@@ -121,7 +121,7 @@ def test_the_program_size_does_not_depend_on_the_expert_count() -> None:
     def count_operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
         shapes = (
-            Router(jnp.zeros((count, HIDDEN))),
+            jnp.zeros((count, HIDDEN)),
             jnp.zeros((count, 2 * WIDTH, HIDDEN)),
             jnp.zeros((count, HIDDEN, WIDTH)),
         )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
@@ -46,7 +47,6 @@ from skyrl_tx_server.model.kernels import (
 from skyrl_tx_server.model.kernels.lora_kernel import lora_delta
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kernels.rotary_kernel import normalize_and_rotate
-from skyrl_tx_server.model.kernels.write_kernel import write_tokens
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache, read_positions, segment_of
 from skyrl_tx_server.model.layers import rms_norm, rope_tables, rotate
 from skyrl_tx_server.model.lora import lora_math
@@ -73,8 +73,15 @@ from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import attention_spec
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-INTERPRETED = jax.jit(partial(paged_attention, interpret=True), static_argnames="scale")
+COMPILED = pl.pallas_call
+PAGED_ATTENTION = jax.jit(paged_attention, static_argnames="scale")
 TRITON_DEPRECATION = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run in Pallas' interpreter, except in `lowered`."""
+    monkeypatch.setattr(pl, "pallas_call", partial(COMPILED, interpret=True))
 
 
 def packed_batch(*, seed: int, rows: int) -> TrainBatch:
@@ -120,12 +127,12 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
         jax.jit(partial(tree_attention, tiny_qwen3.CONFIG, layout, attention_spec(head_dim))), q, k, v
     )
 
-    options = {"scale": head_dim**-0.5, "interpret": True}
+    scale = head_dim**-0.5
 
     @jax.jit
     def by_kernels(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, **options)
-        return out, *prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad_out, **options)
+        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, scale=scale)
+        return out, *prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad_out, scale=scale)
 
     for actual, desired in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert actual.dtype == desired.dtype
@@ -137,7 +144,7 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
 def test_a_sequence_attends_only_to_its_own_pages() -> None:
     """The batch has shared pages, a partly filled page, an unused page and an empty sequence. All positions
     outside of the sequences are NaN."""
-    heads, kv_heads, head_dim, page = 6, 2, 24, 16
+    heads, kv_heads, head_dim, page = 6, 2, 32, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
     q, keys, values = (
@@ -149,10 +156,10 @@ def test_a_sequence_attends_only_to_its_own_pages() -> None:
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
-    exact = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    exact = PAGED_ATTENTION(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
     np.testing.assert_allclose(exact, expected, rtol=2e-5, atol=1e-5)
     q, keys, values = (array.astype(jnp.bfloat16) for array in (q, keys, values))
-    rounded = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    rounded = PAGED_ATTENTION(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
     np.testing.assert_allclose(np.asarray(rounded, np.float32), expected, atol=0.03)
 
 
@@ -172,7 +179,7 @@ def test_splits_may_cover_positions_that_are_not_written_yet() -> None:
         values = values.at[first, :, offset:].set(jnp.nan).at[unwritten].set(jnp.nan)
     splits = kv_splits_of(tables, lengths + 8, group=heads // kv_heads, page=page)
     assert splits.num_parts.tolist() == [2, 2]
-    actual = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    actual = PAGED_ATTENTION(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
 
 
@@ -209,11 +216,11 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     assert splits.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert splits.rows[: splits.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    actual = INTERPRETED(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
+    actual = PAGED_ATTENTION(q, keys, values, tables, splits, lengths, scale=head_dim**-0.5)
     np.testing.assert_allclose(actual, reference(q, keys, values, tables, lengths), rtol=2e-5, atol=1e-5)
     for row in range(9):
         only_row = np.where(np.arange(9) == row, lengths, 0)
-        alone = INTERPRETED(
+        alone = PAGED_ATTENTION(
             q,
             keys,
             values,
@@ -235,25 +242,25 @@ def test_prefill_attention_by_kernel_and_by_loop_is_equal(
     """The tiles belong to a prompt with a cached prefix, a prompt of two tiles with NaN after its end, and a
     short prompt. The last tile is padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many_tiles)
-    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
-    q = normal(2, 5, PREFILL_TILE, heads, 24)
+    cache = KVCache(keys=normal(0, 2, 12, 2, 32, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 32))
+    q = normal(2, 5, PREFILL_TILE, heads, 32)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
     tiles = PrefillTiles(
         starts=np.array([70, 0, 64, 0, 0], np.int32),
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
     )
-    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(24)))(
+    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(32)))(
         cache, jnp.int32(1), tiles, q
     )
     cache = KVCache(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
-    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
+    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(32)))
     actual = np.asarray(attend(cache, jnp.int32(1), tiles, q))
     for tile, length in enumerate(tiles.lengths):
         np.testing.assert_allclose(actual[tile, :length], expected[tile, :length], atol=1e-5)
-    other_queries = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
+    other_queries = normal(3, 5, PREFILL_TILE, heads, 32).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     with_other_tiles = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), other_queries))
     np.testing.assert_array_equal(with_other_tiles[0], actual[0])
@@ -267,7 +274,7 @@ def test_grouped_products_equal_each_tile_times_its_expert(
 ) -> None:
     tiles, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
     weight = normal(1, 5, inputs, outputs) if transposed else normal(1, 5, outputs, inputs)
-    multiply = partial(grouped_kernel.grouped_products, transposed=transposed, interpret=True)
+    multiply = partial(grouped_kernel.grouped_products, transposed=transposed)
     actual = jax.jit(multiply)(tiles, weight, experts, jnp.int32(4))
     assert grouped_kernel.fits(tiles, weight)
     expected = jnp.einsum("nbi,nio->nbo" if transposed else "nbi,noi->nbo", tiles, weight[experts])
@@ -279,7 +286,7 @@ def test_experts_by_kernel_and_by_loop_are_equal(monkeypatch: pytest.MonkeyPatch
     """Compare values and gradients with one adapter, and values with one adapter per row."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
-    routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
+    routed = experts.route(choice, normal(1, count, hidden), x)
     gate_up, down = normal(2, 2, count, 2 * width, hidden) / 4, normal(3, 2, count, hidden, width) / 4
 
     def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LoraWeights:
@@ -309,8 +316,7 @@ def test_experts_by_kernel_and_by_loop_are_equal(monkeypatch: pytest.MonkeyPatch
         return jax.tree.leaves((loss(x, adapter), jax.jit(mix)(x, routed, gate_up, down, bank)))
 
     expected = results()
-    kernel = partial(grouped_kernel.grouped_products, interpret=True)
-    monkeypatch.setattr(experts, "_products", kernel)
+    monkeypatch.setattr(experts, "_products", grouped_kernel.grouped_products)
     monkeypatch.setattr(experts, "on_gpu", lambda: True)
     for actual, desired in zip(results(), expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-5)
@@ -322,14 +328,12 @@ def test_decode_attention_over_pages_and_segments_is_equal() -> None:
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, k, v = normal(2, 3, 1, 4, 16), normal(3, 3, 1, 2, 16), normal(4, 3, 1, 2, 16)
     tables, positions = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    past = read_positions(config, cache, 1, tables, (2 * PAGE_SIZE,))
+    past = read_positions(config, cache, 1, tables, ends=(2 * PAGE_SIZE,))
     masks = [(jnp.arange(2 * PAGE_SIZE) < positions[:, None])[:, None, None], jnp.ones((1, 1, 1, 1), bool)]
     expected = attend_over_segments(attention_spec(16), q, [*past, segment_of(k, v)], masks)
     actual, written = attend_over_pages(
         config,
-        attention_spec(16),
         cache,
-        1,
         (q, k, v),
         TokenRows(
             positions=jnp.asarray(positions),
@@ -337,7 +341,8 @@ def test_decode_attention_over_pages_and_segments_is_equal() -> None:
             tables=jnp.asarray(tables),
         ),
         kv_splits_of(tables, np.array([108, 72, 0]), group=2),
-        interpret=True,
+        spec=attention_spec(16),
+        layer=1,
     )
     np.testing.assert_allclose(actual[:2], expected[:2], atol=1e-5)
     assert not actual[2].any()
@@ -355,9 +360,7 @@ def test_heads_normalized_and_rotated_by_kernel_are_equal(
     fused = normal(0, 3, 8, 16, dtype=dtype)
     norms = (normal(1, 16, dtype=dtype), normal(2, 16, dtype=dtype)) if normalizes else None
     rope = rope_tables(RopeSpec(dim=16, theta=100.0), np.array([[0], [3], [70]]), jnp.dtype(dtype))
-    actual = normalize_and_rotate(
-        fused, (4, 2), norms, rope.cos[:, 0], rope.sin[:, 0], eps=1e-6, interpret=True
-    )
+    actual = normalize_and_rotate(fused, (4, 2), norms, rope.cos[:, 0], rope.sin[:, 0], eps=1e-6)
     np.testing.assert_array_equal(actual[2], fused[:, 6:])
     for index, (heads, kernel_heads) in enumerate(
         zip((fused[:, :4], fused[:, 4:6]), actual[:2], strict=True)
@@ -393,7 +396,7 @@ def test_decode_steps_on_a_gpu_read_factors_in_place(
         layer=np.array(1, np.int32) if has_layers else None,
     )
     expected = project(config, x, weight, widths, module)
-    delta = mock.Mock(side_effect=partial(lora_delta, interpret=True))
+    delta = mock.Mock(side_effect=lora_delta)
     monkeypatch.setattr(lora_math, "on_gpu", lambda: True)
     monkeypatch.setattr(lora_math, "lora_delta", delta)
     for actual, desired in zip(project(config, x, weight, widths, module), expected, strict=True):
@@ -437,7 +440,6 @@ def test_deltas_by_kernel_and_by_products_are_equal(
         layer=jnp.int32(1),
         order=jnp.argsort(slots) if is_ordered else None,
         one_slot=num_slots == 1,
-        interpret=True,
     )
     inner = jnp.split(jnp.einsum("bi,bir->br", x, a[slots, 1]), len(widths), axis=-1)
     parts = [jnp.einsum("br,bro->bo", part, matrix[slots, 1]) for part, matrix in zip(inner, b, strict=True)]
@@ -450,7 +452,7 @@ def test_the_delta_of_a_sequence_does_not_depend_on_the_batch() -> None:
     a, b = normal(1, 3, 1, 1280, 32, dtype="bfloat16"), normal(2, 3, 1, 32, 64, dtype="bfloat16")
 
     def delta(rows: slice, *, one_slot: bool = False) -> np.ndarray:
-        options = {"layer": jnp.int32(0), "one_slot": one_slot, "interpret": True}
+        options = {"layer": jnp.int32(0), "one_slot": one_slot}
         order = jnp.argsort(slots[rows])
         return np.asarray(
             lora_delta(x[rows], a, [b], jnp.ones((3, 1)), slots=slots[rows], order=order, **options)
@@ -530,15 +532,8 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
 
     monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
     monkeypatch.setattr(decode_batch, "kv_splits_of", record_split_sizes)
-    monkeypatch.setattr(
-        decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
-    )
-    monkeypatch.setattr(
-        decode_attention, "write_tokens", lambda *args, interpret: write_tokens(*args, interpret=True)
-    )
-    monkeypatch.setattr(
-        prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
-    )
+    monkeypatch.setattr(decode_attention, "paged_attention", PAGED_ATTENTION)  # compiled once for all layers
+    monkeypatch.setattr(prefill_attention, "attend_by_loop", prefill_attention.attend_by_kernel)
     jax.clear_caches()  # otherwise a program without the kernel would be reused
     actual = sample_all("kernel")
     jax.clear_caches()
@@ -603,5 +598,8 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
 
 
 def lowered(program: Wrapped, *arguments: object, **options: object) -> str:
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with (
+        mock.patch.object(pl, "pallas_call", COMPILED),
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),
+    ):
         return program.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()

@@ -5,7 +5,6 @@ dispatch (one program call of several decode steps) has computed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kernels.write_kernel import write_tokens
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, local_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
-from skyrl_tx_server.model.mesh import BATCH, shard_map_over
+from skyrl_tx_server.model.mesh import BATCH, OnEachDevice
 from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
 from skyrl_tx_server.model.shapes import PAGE_SIZE
@@ -63,37 +62,25 @@ class TokenRows:
     tables: jax.Array  # [B, W] int32, the block tables of the sequences
 
 
+@OnEachDevice(
+    in_specs=(PAGES, HEADS, PartitionSpec(BATCH), PartitionSpec(BATCH)),
+    out_specs=(HEADS, PAGES),
+)
 def attend_over_pages(
     config: ModelConfig,
-    spec: AttentionSpec,
     cache: KVCache,
-    layer: ArrayLike | int,
     heads: tuple[jax.Array, jax.Array, jax.Array],
     tokens: TokenRows,
     splits: KVSplits,
     *,
-    interpret: bool = False,
+    spec: AttentionSpec,
+    layer: ArrayLike | int,
 ) -> tuple[jax.Array, KVCache]:
     """Write the keys and values of the tokens to the pages of `layer`. Return attention [B, 1, H, hd] over
     the positions up to and including these tokens, and the new cache. `heads` are q [B, 1, H, hd], k and v
     [B, 1, K, hd]. `splits` are KV splits (parts of the pages of one or more sequences) that cover at least
     these positions. A GPU kernel reads the pages in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
-    attend, batch = partial(_attend_over_local_pages, config, spec, layer, interpret), PartitionSpec(BATCH)
-    attend = shard_map_over(config, attend, (PAGES, HEADS, batch, batch), (HEADS, PAGES))
-    return attend(cache, heads, tokens, splits)
-
-
-def _attend_over_local_pages(
-    config: ModelConfig,
-    spec: AttentionSpec,
-    layer: ArrayLike | int,
-    interpret: bool,
-    cache: KVCache,
-    heads: tuple[jax.Array, jax.Array, jax.Array],
-    tokens: TokenRows,
-    splits: KVSplits,
-) -> tuple[jax.Array, KVCache]:
     q, k, v = heads
     pages, _ = local_pages(config, cache, tokens.tables)
     page = jnp.take_along_axis(pages, tokens.positions[:, None] // PAGE_SIZE, axis=1)[:, 0]
@@ -105,7 +92,6 @@ def _attend_over_local_pages(
         jnp.asarray(layer, jnp.int32).reshape(1),
         jnp.where(tokens.is_written & (page > 0), page, -1),
         tokens.positions % PAGE_SIZE,
-        interpret=interpret,
     )
     cache = KVCache(keys=keys, values=values)
     # Pass the pages of all layers, because XLA would copy a slice of one layer.
@@ -118,7 +104,6 @@ def _attend_over_local_pages(
         splits,
         tokens.positions + 1,
         scale=spec.scale,
-        interpret=interpret,
     )
     return attended[:, None], cache
 

@@ -5,8 +5,7 @@ The pages of a sequence are divided into parts. Sequences share a part if it has
 same pages in each of them, for example if they have the same prompt. A split is a part together with the
 sequences that share it, up to a maximum number R. An attention kernel reads the part once for all of them.
 The division into parts depends only on the length of the sequence, so the result of a sequence does not
-depend on the other sequences. The host computes the splits once per decode dispatch (one program call of
-several decode steps).
+depend on the other sequences. The host computes the splits once per decode dispatch.
 """
 
 from __future__ import annotations

@@ -19,11 +19,13 @@ from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, supports_head_dim
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, local_pages, read_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
-from skyrl_tx_server.model.mesh import BATCH, shard_map_over
+from skyrl_tx_server.model.mesh import BATCH, OnEachDevice
 from skyrl_tx_server.model.model_config import AttentionSpec, ModelConfig
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 PAGES_AT_ONCE = 4
+HEADS = PartitionSpec(None, None, "tensor")
+"""The sharding of the queries [N, T, H, hd]: heads by `tensor`."""
 
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,40 +37,23 @@ class PrefillTiles:
     tables: ArrayLike  # [N, W] int32, the block table of the prompt
 
 
+@OnEachDevice(in_specs=(PAGES, PartitionSpec(), PartitionSpec(), HEADS), out_specs=HEADS)
 def attend_to_pages(
     config: ModelConfig,
-    spec: AttentionSpec,
     cache: KVCache,
     layer: ArrayLike,
     tiles: PrefillTiles,
     q: jax.Array,
+    *,
+    spec: AttentionSpec,
 ) -> jax.Array:
     """Return causal attention of q [N, T, H, hd] over the keys and values of one layer in the tiles'
-    pages."""
+    pages. On a mesh, all pages of a tile belong to one data-parallel rank. The devices of the other ranks add
+    zeros."""
     if config.mesh is None:
-        return _attend_to_local_pages(spec, cache, jnp.asarray(layer), tiles, q)
-    heads = PartitionSpec(None, None, "tensor")
-    attend = shard_map_over(
-        config,
-        partial(_attend_on_device, config, spec),
-        (PAGES, PartitionSpec(), PartitionSpec(), heads),
-        heads,
-    )
-    return attend(cache, jnp.asarray(layer), tiles, q)
-
-
-def _attend_on_device(
-    config: ModelConfig,
-    spec: AttentionSpec,
-    cache: KVCache,
-    layer: jax.Array,
-    tiles: PrefillTiles,
-    q: jax.Array,
-) -> jax.Array:
-    """Compute the tiles whose pages are on this device, and sum the results of the data-parallel ranks. All
-    pages of a tile belong to one rank, so the other ranks add zeros."""
-    tables, is_local = local_pages(config, cache, jnp.asarray(tiles.tables))
-    is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
+        return _attend_to_local_pages(spec, cache, layer, tiles, q)
+    tables, is_local = local_pages(config, cache, tiles.tables)
+    is_local = is_local[:, 0] & (tiles.lengths > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
     local = PrefillTiles(starts=starts, lengths=lengths, tables=tables)
     attended = _attend_to_local_pages(spec, cache, layer, local, q)
@@ -76,7 +61,7 @@ def _attend_on_device(
 
 
 def _attend_to_local_pages(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: ArrayLike, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     """Run the kernel on NVIDIA GPUs. On other devices, for sliding windows, and for head dimensions that the
     kernel does not support, run the loop."""
@@ -89,11 +74,9 @@ def _attend_to_local_pages(
 def attend_by_kernel(
     spec: AttentionSpec,
     cache: KVCache,
-    layer: jax.Array,
+    layer: ArrayLike,
     tiles: PrefillTiles,
     q: jax.Array,
-    *,
-    interpret: bool = False,
 ) -> jax.Array:
     # Pass the pages of all layers, because XLA would copy a slice of one layer.
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
@@ -106,12 +89,11 @@ def attend_by_kernel(
         jnp.asarray(tiles.starts),
         jnp.asarray(tiles.lengths),
         scale=spec.scale,
-        interpret=interpret,
     )
 
 
 def attend_by_loop(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: ArrayLike, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(tiles.tables), jnp.asarray(tiles.starts) + tiles.lengths
@@ -133,7 +115,7 @@ def attend_by_loop(
 def _attend(
     spec: AttentionSpec,
     cache: KVCache,
-    layer: jax.Array,
+    layer: ArrayLike,
     q: jax.Array,
     tables: jax.Array,
     last_seen: jax.Array,

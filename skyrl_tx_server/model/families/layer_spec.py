@@ -309,8 +309,6 @@ def mlp(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A family of models."""
-
     architecture: str  # the name of the class in Hugging Face
     weights: Callable[[ModelConfig], dict[str, Weight]]
     attention_block: AttentionBlock = add_self_attention

@@ -31,7 +31,6 @@ def grouped_products(
     used: jax.Array,
     *,
     transposed: bool = False,
-    interpret: bool = False,
 ) -> jax.Array:
     """Multiply each tile of tokens by the weight of its expert. `experts` has the expert of each tile, and
     `weight` is [E, out, in]. A tile [tokens, in] is multiplied by `weight[expert].T`. With `transposed` (in
@@ -59,7 +58,6 @@ def grouped_products(
         out_specs=pl.BlockSpec((None, height, width), lambda tile, column: (tile, 0, column)),
         out_shape=jax.ShapeDtypeStruct((count, height, outputs), tiles.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
         name="grouped_products",
     )(experts, used.reshape(1), tiles, weight)
     return out[:, :rows]

@@ -52,7 +52,6 @@ def lora_delta(
     layer: jax.Array,
     order: jax.Array | None = None,
     one_slot: bool = False,
-    interpret: bool = False,
 ) -> jax.Array:
     """Return the delta [B, sum(out_part)] of a fused projection with P parts, for x [B, in].
 
@@ -81,7 +80,6 @@ def lora_delta(
         out_specs=pl.BlockSpec((None, ROWS, RANKS), lambda column, split, row: (split, row, column)),
         out_shape=jax.ShapeDtypeStruct((splits, row_blocks * ROWS, columns), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=BLOCKS_PER_SPLIT),
-        interpret=interpret,
         name="lora_splits",
     )(*sequences, x, a)
     width = NARROW if sum(widths) <= MANY_OUTPUTS else WIDE
@@ -92,7 +90,6 @@ def lora_delta(
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((batch, sum(widths)), x.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
         name="lora_delta",
     )(*sequences, sums, scale, *b)
 

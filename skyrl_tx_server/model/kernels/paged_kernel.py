@@ -24,12 +24,7 @@ from jax.experimental.pallas import triton
 
 from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_sequence
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
-    MAX_HEAD_DIM,
-    MIN_DIM,
-    compiler_params,
-    padded_heads,
-)
+from skyrl_tx_server.model.kernels.prefix_tree_kernel import MAX_HEAD_DIM, MIN_DIM, compiler_params
 from skyrl_tx_server.model.kernels.products import product
 from skyrl_tx_server.model.kernels.rotary_kernel import heads_per_program
 
@@ -66,7 +61,6 @@ def paged_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    interpret: bool = False,
 ) -> jax.Array:
     """Return the attention [B, H, hd] of q [B, H, hd] over N KV pages with keys [N, K, hd, P] and values
     [N, K, P, hd]. `tables` [B, W] are the block tables of the sequences. `lengths` [B] are the lengths of the
@@ -75,27 +69,24 @@ def paged_attention(
     is zero."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
-    q, values = padded_heads(q), padded_heads(values)
-    width, parts = q.shape[-1], max_parts(tables.shape[1])
-    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
-    whole = pl.BlockSpec()
+    assert supports_head_dim(head_dim), f"head dimension {head_dim}"
+    whole, parts = pl.BlockSpec(), max_parts(tables.shape[1])
     programs = min(PROGRAMS, len(splits.part))
     attended = pl.pallas_call(
         partial(_decode_kernel, group=heads // kv_heads, programs=programs, scale=scale),
         grid=(kv_heads, programs),
         in_specs=(
             *[whole] * 8,
-            pl.BlockSpec((keys.shape[0], None, width, page), lambda head, program: (0, head, 0, 0)),
-            pl.BlockSpec((values.shape[0], None, page, width), lambda head, program: (0, head, 0, 0)),
+            pl.BlockSpec((keys.shape[0], None, head_dim, page), lambda head, program: (0, head, 0, 0)),
+            pl.BlockSpec((values.shape[0], None, page, head_dim), lambda head, program: (0, head, 0, 0)),
         ),
         out_specs=(whole, whole, whole),
         out_shape=tuple(
-            jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
+            jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((head_dim,), (), ())
         ),
         # The software pipeline loads page numbers two stages before the pages. With fewer than five stages,
         # no load would overlap a product.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=5),
-        interpret=interpret,
         name="paged_attention",
     )(
         splits.counts,
@@ -110,17 +101,15 @@ def paged_attention(
         values,
     )
     per_program = heads_per_program(heads, limit=4)
-    merged = pl.pallas_call(
+    return pl.pallas_call(
         _merge_kernel,
         grid=(batch, heads // per_program),
         in_specs=(pl.BlockSpec((1,), lambda row, block: (row,)), *[whole] * 3),
-        out_specs=pl.BlockSpec((None, per_program, width), lambda row, block: (row, block, 0)),
+        out_specs=pl.BlockSpec((None, per_program, head_dim), lambda row, block: (row, block, 0)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4 if per_program >= 4 else 1),
-        interpret=interpret,
         name="merge_parts",
     )(splits.num_parts, *attended)
-    return merged[..., :head_dim]
 
 
 def _decode_kernel(
@@ -213,7 +202,6 @@ def prefill_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    interpret: bool = False,
 ) -> jax.Array:
     """Return the causal attention [M, T, H, hd] of M tiles q [M, T, H, hd] over N KV pages with keys
     [N, K, hd, P] and values [N, K, P, hd]. The pages must include the keys and values of the tiles. `tables`
@@ -221,17 +209,14 @@ def prefill_attention(
     tokens. `lengths` [M] are the tiles' numbers of tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     paired_heads = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
-    q, values = padded_heads(q), padded_heads(values)
-    # The last tiles of a prompt attend to the most positions, so their programs run first.
-    width, last = q.shape[-1], num_tiles - 1
-    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
+    last = num_tiles - 1  # the last tiles attend to the most positions, so their programs run first
     tiles = (
-        q.reshape(num_tiles, length, heads // paired_heads, paired_heads, width)
+        q.reshape(num_tiles, length, heads // paired_heads, paired_heads, head_dim)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(num_tiles, heads // paired_heads, -1, width)
+        .reshape(num_tiles, heads // paired_heads, -1, head_dim)
     )
     query_spec = pl.BlockSpec(
-        (None, None, paired_heads * length, width), lambda head, tile: (last - tile, head, 0, 0)
+        (None, None, paired_heads * length, head_dim), lambda head, tile: (last - tile, head, 0, 0)
     )
     scalar = pl.BlockSpec((1,), lambda head, tile: (last - tile,))
     per_kv_head = heads // paired_heads // kv_heads
@@ -243,17 +228,20 @@ def prefill_attention(
             scalar,
             pl.BlockSpec((None, tables.shape[1]), lambda head, tile: (last - tile, 0)),
             query_spec,
-            pl.BlockSpec((len(keys), None, width, page), lambda head, tile: (0, head // per_kv_head, 0, 0)),
-            pl.BlockSpec((len(values), None, page, width), lambda head, tile: (0, head // per_kv_head, 0, 0)),
+            pl.BlockSpec(
+                (len(keys), None, head_dim, page), lambda head, tile: (0, head // per_kv_head, 0, 0)
+            ),
+            pl.BlockSpec(
+                (len(values), None, page, head_dim), lambda head, tile: (0, head // per_kv_head, 0, 0)
+            ),
         ),
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
         compiler_params=compiler_params(q, stages=5),
-        interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)
-    out = out.reshape(num_tiles, heads // paired_heads, paired_heads, length, width).transpose(0, 3, 1, 2, 4)
-    return out.reshape(num_tiles, length, heads, width)[..., :head_dim]
+    out = out.reshape(num_tiles, heads // paired_heads, paired_heads, length, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def _prefill_kernel(

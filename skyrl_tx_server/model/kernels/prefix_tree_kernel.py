@@ -40,7 +40,7 @@ TILE = 64
 
 
 def forward(
-    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, interpret: bool = False
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention of q [R, T, H, hd] over k and v [R, T, K, hd] for R streams of packed training
     sequences, as (outputs with the shape of q, base-2 logarithms of the softmax denominators [R, H, T]
@@ -59,7 +59,6 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
         compiler_params=compiler_params(q, stages=3, warps=4),
-        interpret=interpret,
         name="tree_attention_forward",
     )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v)
     return out[..., :head_dim], log_total
@@ -75,7 +74,6 @@ def backward(
     grad_out: jax.Array,
     *,
     scale: float,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v. The arguments are the inputs and results of `forward`, and the
     gradient `grad_out` of the outputs."""
@@ -85,10 +83,7 @@ def backward(
     grad_sum = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
-    options: dict[str, Any] = {
-        "compiler_params": compiler_params(q, stages=2, warps=4),
-        "interpret": interpret,
-    }
+    parameters = compiler_params(q, stages=2, warps=4)
     layout_specs, query_tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=scale),
@@ -97,7 +92,7 @@ def backward(
         out_specs=query_tile_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tree_attention_query_gradient",
-        **options,
+        compiler_params=parameters,
     )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, grad_sum)
     kv_group = heads // kv_heads
     query_spec = pl.BlockSpec((None, length, kv_group, q.shape[-1]), lambda h, i, r: (r, 0, h, 0))
@@ -111,7 +106,7 @@ def backward(
         out_specs=(key_tile_spec, key_tile_spec),
         out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         name="tree_attention_key_gradient",
-        **options,
+        compiler_params=parameters,
     )(layout.subtree_end, q, k, v, grad_out, log_total, grad_sum)
     return grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :head_dim]
 

@@ -24,7 +24,6 @@ def normalize_and_rotate(
     sin: jax.Array,
     *,
     eps: float,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split the output [B, H + 2K, hd] of a fused projection into queries [B, H, hd], keys and values
     [B, K, hd], and apply RMS norm and rotation to queries and keys.
@@ -47,7 +46,6 @@ def normalize_and_rotate(
             for heads in (num_queries, num_keys, num_keys)
         ),
         compiler_params=triton.CompilerParams(num_warps=4 if per_program >= 4 else 1),
-        interpret=interpret,
         name="normalize_and_rotate",
     )(*inputs)
 

@@ -18,8 +18,6 @@ def write_tokens(
     layer: jax.Array,
     pages: jax.Array,
     places: jax.Array,
-    *,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the key and the value of one token of each sequence to the KV pages of one layer, in place.
 
@@ -44,7 +42,6 @@ def write_tokens(
         ),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=triton.CompilerParams(num_warps=1),
-        interpret=interpret,
         name="write_tokens",
     )(keys, values, k, v, layer, pages, places)
 

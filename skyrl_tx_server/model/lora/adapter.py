@@ -37,8 +37,6 @@ or stacked over layers. In a stack, every leaf, including `scale`, has a leading
 
 @struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """The adapter of a model."""
-
     layers: tuple[LayerAdapter, ...]  # one per stack
     head: LoraWeights
 
