@@ -28,7 +28,6 @@ SIZES = (  # the entries of config.json that must be at least 1
     *("n_routed_experts", "n_group", "topk_group", "max_position_embeddings"),
 )
 NEUTRAL = {
-    "attention_chunk_size": None,
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
     "clip_qkv": None,

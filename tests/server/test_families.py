@@ -319,8 +319,6 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ("qwen2", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"use_sliding_window": True}, "use_sliding_window must be false"),
-        ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-        ("llama", {"attention_chunk_size": 8192}, "attention_chunk_size=8192 is not supported"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types must be 'full_attention'"),
         ("llama", {"model_type": []}, r"model_type=\[\] is not supported"),
     ],

@@ -13,5 +13,5 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 FAMILY = Family(
     architecture="LlamaForCausalLM",
     weights=weights,
-    expected={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None},
+    expected={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
 )
