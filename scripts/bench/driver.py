@@ -31,9 +31,10 @@ from skyrl_tx_server.sampling import decode_programs
 
 NUM_ADAPTERS = 8
 WARMUP_ROUNDS = 3
-"""The first round compiles a rolled program, which has a loop over the layers, unless the model has too few
-layers for rolled programs. During the first two rounds, the unrolled programs for the largest width and for
-the needed width are compiled (`decode_programs`). The last round runs the program that is then measured."""
+"""If the model has enough layers for a rolled program (a program with a loop over the layers), the first
+round compiles it. During the first two rounds, two unrolled programs are compiled: the one for most
+sequences, and the one for the number of sequences that decode (`decode_programs`). The last round runs the
+program that is then measured."""
 
 
 class Driver:

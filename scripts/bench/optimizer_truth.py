@@ -38,17 +38,18 @@ def main() -> None:
             before = tensors(ours, store, "before")
             step(ours, LEARNING_RATE)
             after = tensors(ours, store, "after")
-    updated = moved = rounded = 0
+    updated = moved = moved_in_bfloat16 = 0
     for name in (name for name in after if not name.startswith("optimizer.")):
         old, new = before[name], after[name]
         has_update = np.abs(update(after, name)) > np.spacing(np.abs(old)) / 2
         updated += int(has_update.sum())
         moved += int((old != new)[has_update].sum())
-        rounded += int((old.astype(ml_dtypes.bfloat16) != new.astype(ml_dtypes.bfloat16))[has_update].sum())
+        is_moved = old.astype(ml_dtypes.bfloat16) != new.astype(ml_dtypes.bfloat16)
+        moved_in_bfloat16 += int(is_moved[has_update].sum())
     print(f"one optimizer step at learning rate {LEARNING_RATE:g} on a bfloat16 base")
     print_figure("entries with a non-zero update", updated)
     print_figure("share that changed", moved / updated, at_least=1.0)
-    print_figure("share that would change in bfloat16", rounded / updated)
+    print_figure("share that would change in bfloat16", moved_in_bfloat16 / updated)
 
 
 def update(after: Mapping[str, np.ndarray], name: str) -> np.ndarray:

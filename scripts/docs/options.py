@@ -29,7 +29,8 @@ the command line take precedence.
 SKYRL_NOTE = """The names of the first table are accepted with a notice. The names of the second table are
 refused. A name may have a `+` before it. It may be written without its groups, such as `eval_interval` for
 `trainer.eval_interval`, unless the program has an option of that name. The row of a group in the second
-table, such as `generator`, applies to all names of the group that have no row of their own."""
+table, such as `generator`, applies to all names of the group that have no row of their own. If a row of the
+first table has two options, the program takes the one that it has."""
 
 
 def page() -> str:

@@ -36,10 +36,13 @@ class SimulateConfig:
     train_share: float | None = None
     prefills_per_dispatch: float | None = chz.field(
         default=None,
-        doc="Ratio that the scheduler assumes: time of a decode dispatch / time of a full prefill "
-        "batch; 0: a dispatch after each chunk; inf: fill all slots first; default: the server's estimate",
+        doc="Time of a decode dispatch, divided by the time of a full prefill batch, as the scheduler "
+        "assumes it. With 0, it decodes after each prefill chunk; with inf, it fills all slots before it "
+        "decodes. Default: the server's estimate",
     )
-    repeats: int = chz.field(default=3, doc="Repetitions of device=cpu")
+    repeats: int = chz.field(
+        default=3, doc="Number of times that device=cpu measures the times and runs the load"
+    )
     layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")
     clock: Literal["wall", "process"] = chz.field(
         default="wall", doc="Clock of device=cpu; `process` (CPU time) is for a machine with other load"
@@ -90,6 +93,7 @@ def simulate(config: SimulateConfig, costs: Costs, *, seed: int = 0) -> Simulate
     return Simulated(
         outcome=outcome,
         work_s=cast("dict[str, float]", stats["work_seconds"]),
-        num_decoding=sum(count * number for count, number in dispatches.items()) / max(1, dispatches.total()),
+        num_decoding=sum(sequences * number for sequences, number in dispatches.items())
+        / max(1, dispatches.total()),
         num_dispatches=dispatches.total(),
     )

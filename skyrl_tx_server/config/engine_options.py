@@ -53,8 +53,9 @@ class EngineOptions(TenantOptions):
     )
     model_alias: str | None = chz.field(
         default=None,
-        doc="org/name by which clients refer to the model; default: the hub id, or "
-        "local/<name of the directory, of the file without .gguf, or of a base_model without a slash>",
+        doc="org/name by which clients refer to the model; default: the hub id; for a directory, "
+        "local/<its name>; for a GGUF file, local/<its name without .gguf>; for a base_model without a "
+        "slash, local/<base_model>",
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Directory of the tinker:// checkpoints")
     checkpoint_quota_gb: float | None = chz.field(

@@ -36,16 +36,16 @@ class SamplerOptions(BoundedOptions):
     sampler_check: float = chz.field(
         default=0.02,
         metadata=between(0, 1),
-        doc="Share of the external sampler's samples whose logprobs this server computes again and "
-        "compares; until 16 tokens of a snapshot or of the base model agree, the longest sample of each "
-        "request is also compared, before the reply",
+        doc="Share of the external sampler's samples whose logprobs this server computes again and compares "
+        "after the reply. Until 16 tokens of a snapshot (or of the base model) have been compared without a "
+        "large difference, the longest sample of each request is also compared, before the reply",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
         doc="The server logs a warning if the mean difference of logprobs per token, in nats, over the last "
-        "64 compared samples is above this limit; a request fails if the sample that is compared before its "
-        "reply differs by more than ten times this limit",
+        "64 compared samples is above this limit; a request fails if its sample that is compared before "
+        "the reply (see sampler_check) has a mean difference of more than ten times this limit",
     )
 
     @chz.validate

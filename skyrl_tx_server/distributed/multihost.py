@@ -204,8 +204,10 @@ class RankZero:
         for rank, replies in self._replies.items():
             reply = replies.get()
             if reply != summary:
-                results = f"{reply or 'a result'}, but process 0 with {summary or 'a result'}"
-                self._report_loss(f"process {rank} answered {call.method} with {results}: {RESTART_HINT}")
+                self._report_loss(
+                    f"the call `{call.method}` ended with {reply or 'a result'} on process {rank}, but with "
+                    f"{summary or 'a result'} on process 0: {RESTART_HINT}"
+                )
         if self._lost.done():
             raise RankLostError(self._lost.result()) from outcome.error
         return outcome.unwrap()

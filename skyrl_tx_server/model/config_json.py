@@ -78,8 +78,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
             f"num_key_value_heads={config.num_kv_heads}"
         )
     layer_types = {*(raw.get("layer_types") or ())} - {FULL}
-    if raw.get("use_sliding_window") is False:  # transformers then computes full attention in these layers
-        layer_types -= {SLIDING}
+    if raw.get("use_sliding_window") is False:
+        layer_types -= {SLIDING}  # transformers computes full attention in sliding layers, too
     if not config.sliding_windows and (raw.get("use_sliding_window") or layer_types):
         raise ConfigError(
             f"{path}: use_sliding_window must be false and every entry of layer_types must be {FULL!r}, "

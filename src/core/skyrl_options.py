@@ -72,7 +72,7 @@ _SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the o
 _PLACEMENT = "it has no counterpart, because the server places and runs the models; remove it"
 _ON_POLICY = "training assumes samples from the whole distribution of the policy; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
-_SERVER_SIDE = "the server chooses it, not the client; remove it"
+_SERVER_SIDE = "the server chooses these settings, not the client; remove it"
 _LAYERS = (
     "the adapter covers all linear layers; remove it, or write train_attn=false, train_mlp=false or "
     "train_unembed=false"

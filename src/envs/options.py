@@ -58,7 +58,7 @@ class TaskOptions(SeedOptions):
     tasks_dir: str | None = chz.field(
         default=None,
         doc="env=harbor: directory of Harbor task directories (each with task.toml, instruction.md, tests/); "
-        "env=tau_bench: directory with the files of toy_retail",
+        "env=tau_bench: directory with db.json, policy.md and tasks.json of the built-in domain toy_retail",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -174,7 +174,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
 
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = chz.field(
         default="auto",
-        doc="Where trials run; auto: Docker if an engine answers and accepts the tasks, else the sandbox",
+        doc="Where trials run; auto: Docker if an engine answers and can run the tasks, else the sandbox",
     )
     jobs_quota_gb: float = chz.field(
         default=20.0,

@@ -83,8 +83,8 @@ class TryConfig(HarborOptions, TauBenchOptions):
     n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
     policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
         default="auto",
-        doc="Source of answers. auto: model if model_name is set, otherwise typed at a terminal if answers "
-        "is not set, otherwise scripted",
+        doc="Source of answers. auto: model if model_name is set; otherwise typed if standard input is a "
+        "terminal and answers is not set; otherwise scripted",
     )
     answers: str | None = chz.field(
         default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"

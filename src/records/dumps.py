@@ -24,7 +24,8 @@ These fields have the names and contents of SkyRL's dumps:
 
 Only evaluations have `score`, `env_class`, `data_source` and `domain`, and only training examples have
 `reward`. In dumps of evaluations, the prompt and the response include the special tokens, because programs
-that read these dumps count them. In training examples, the special tokens are left out.
+that read these dumps count the special tokens to find the number of turns. In training examples, the special
+tokens are left out.
 
 A dump or an upload that fails is reported, and the run continues.
 """

@@ -67,8 +67,8 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send the datums of a group to forward_backward when the step takes the group, while other "
-        "groups are rolled out; every group has the same weight in the loss",
+        doc="Send the datums of each finished group to forward_backward at once, while other groups of the "
+        "batch are still rolled out; every group has the same weight in the loss",
     )
 
     @property

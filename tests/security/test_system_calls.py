@@ -78,8 +78,9 @@ def test_calls_of_other_architectures_and_newer_kernels_fail(machine: str) -> No
         assert errno_of_call(program, architecture=machine, number=number) == errno.ENOSYS
 
 
-@pytest.mark.parametrize(("name", "process"), [("setpriority", 0), ("ioprio_set", 1)])
-def test_priorities_of_groups_and_users_are_denied(machine: str, name: str, process: int) -> None:
+# PRIO_PROCESS and IOPRIO_WHO_PROCESS
+@pytest.mark.parametrize(("name", "which_process"), [("setpriority", 0), ("ioprio_set", 1)])
+def test_priorities_of_groups_and_users_are_denied(machine: str, name: str, which_process: int) -> None:
     program = seccomp_filter(max_shared_mapping=2**30)
     number = number_of(name, machine)
     assert number is not None
@@ -87,9 +88,9 @@ def test_priorities_of_groups_and_users_are_denied(machine: str, name: str, proc
     def errno_of(which: int, process_id: int) -> int:
         return errno_of_call(program, architecture=machine, number=number, arguments=(which, process_id, 19))
 
-    assert errno_of(process, 0) == errno_of(process, 4321) == 0
-    assert errno_of(process, 1) == errno.EPERM
-    for which in {0, 1, 2, 3} - {process}:
+    assert errno_of(which_process, 0) == errno_of(which_process, 4321) == 0
+    assert errno_of(which_process, 1) == errno.EPERM
+    for which in {0, 1, 2, 3} - {which_process}:
         for process_id in (0, 1, 4321):
             assert errno_of(which, process_id) == errno.EPERM
 

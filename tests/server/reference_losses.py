@@ -20,7 +20,7 @@ class Terms:
     """Float64 arrays of one sequence, and the options of the request."""
 
     logprobs: np.ndarray
-    frozen_logprobs: np.ndarray  # in place of `logprobs` where the formula has a stop-gradient
+    stop_gradient_logprobs: np.ndarray  # in place of `logprobs` where the formula has a stop-gradient
     weights: np.ndarray
     sampler_logprobs: np.ndarray
     advantages: np.ndarray
@@ -41,7 +41,7 @@ def clipped(terms: Terms, ratio: np.ndarray) -> np.ndarray:
 
 
 def cispo(terms: Terms) -> np.ndarray:
-    ratio = np.exp(terms.frozen_logprobs - terms.sampler_logprobs)
+    ratio = np.exp(terms.stop_gradient_logprobs - terms.sampler_logprobs)
     return -np.clip(ratio, terms.low, terms.high) * terms.logprobs * terms.advantages
 
 
@@ -51,8 +51,10 @@ def dro(terms: Terms) -> np.ndarray:
 
 
 def gspo(terms: Terms) -> np.ndarray:
-    log_ratio = sequence_log_ratio(terms.frozen_logprobs, terms.sampler_logprobs, terms.sequence_ratio_mask)
-    return clipped(terms, np.exp(log_ratio + terms.logprobs - terms.frozen_logprobs))
+    log_ratio = sequence_log_ratio(
+        terms.stop_gradient_logprobs, terms.sampler_logprobs, terms.sequence_ratio_mask
+    )
+    return clipped(terms, np.exp(log_ratio + terms.logprobs - terms.stop_gradient_logprobs))
 
 
 REFERENCES: dict[LossFn, Callable[[Terms], np.ndarray]] = {
@@ -73,15 +75,15 @@ def total(
     sampler_logprobs: ArrayLike | None = None,
     advantages: ArrayLike | None = None,
     sequence_ratio_mask: np.ndarray | None = None,
-    frozen_logprobs: np.ndarray | None = None,
+    stop_gradient_logprobs: np.ndarray | None = None,
     options: dict[str, float] | None = None,
 ) -> float:
     """Return the loss of one sequence, summed over its tokens.
 
-    A missing array consists of zeros, except `frozen_logprobs`, whose default is `logprobs`. Missing
+    A missing array consists of zeros, except `stop_gradient_logprobs`, whose default is `logprobs`. Missing
     `weights` are zeros too, although the server's default is 1. Missing options have the default values of
     the server. To compute a derivative by finite differences, change `logprobs` and pass the unchanged
-    logprobs as `frozen_logprobs`.
+    logprobs as `stop_gradient_logprobs`.
     """
 
     def to_float64(array: ArrayLike | None) -> np.ndarray:
@@ -90,7 +92,9 @@ def total(
     settings = {**asdict(LossSettings()), **(options or {})}
     terms = Terms(
         logprobs=to_float64(logprobs),
-        frozen_logprobs=to_float64(logprobs if frozen_logprobs is None else frozen_logprobs),
+        stop_gradient_logprobs=to_float64(
+            logprobs if stop_gradient_logprobs is None else stop_gradient_logprobs
+        ),
         weights=to_float64(weights),
         sampler_logprobs=to_float64(sampler_logprobs),
         advantages=to_float64(advantages),

@@ -65,7 +65,7 @@ def reference(
     config: dict[str, float],
     logprobs: np.ndarray,
     inputs: LossInputs,
-    frozen_logprobs: np.ndarray | None = None,
+    stop_gradient_logprobs: np.ndarray | None = None,
 ) -> float:
     return reference_losses.total(
         loss_fn,
@@ -74,7 +74,7 @@ def reference(
         sampler_logprobs=inputs.sampler_logprobs,
         advantages=inputs.advantages,
         options=config,
-        frozen_logprobs=frozen_logprobs,
+        stop_gradient_logprobs=stop_gradient_logprobs,
     )
 
 
@@ -94,7 +94,7 @@ def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: 
         shift = np.zeros(200)
         shift[index] = step
         above, below = (
-            reference(loss_fn, config, exact + sign * shift, inputs, frozen_logprobs=exact)
+            reference(loss_fn, config, exact + sign * shift, inputs, stop_gradient_logprobs=exact)
             for sign in (1, -1)
         )
         assert float(gradient[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
@@ -120,7 +120,7 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
             sampler_logprobs=inputs.sampler_logprobs,
             advantages=inputs.advantages,
             sequence_ratio_mask=mask,
-            frozen_logprobs=logprobs,
+            stop_gradient_logprobs=logprobs,
             options=config,
         )
 
@@ -150,7 +150,7 @@ def test_the_options_of_every_loss_are_fields_of_its_settings() -> None:
     assert {name for spec in LOSSES.values() for name in spec.options} == set(asdict(LossSettings()))
 
 
-def test_targets_of_one_position_count_as_separate_tokens() -> None:
+def test_several_targets_of_a_position_count_as_separate_tokens() -> None:
     logprobs, inputs = logprobs_and_inputs()
     matrix = replace(
         inputs,
@@ -181,9 +181,10 @@ def test_all_losses_share_one_program() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", list(LossFn))
-def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
+def test_a_loss_with_padding_and_overflowing_ratios_is_finite(loss_fn: LossFn) -> None:
     _, inputs = logprobs_and_inputs(4)
-    huge = 200 if loss_fn is LossFn.GSPO else -200  # GSPO: the log-ratio; other losses: the sampler's logprob
+    # For GSPO, `sampler_logprobs` contains the log-ratio of the sequence.
+    huge = 200 if loss_fn is LossFn.GSPO else -200
     inputs = replace(
         inputs,
         sampler_logprobs=np.array([huge, huge, 0, 0], np.float32),

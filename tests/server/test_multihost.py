@@ -52,7 +52,7 @@ class Pair:
     executor: MultihostExecutor
     fake0: FakeExecutor
     fake1: FakeExecutor
-    lost: SimpleQueue[str]  # the reasons of losses that process 0 reported
+    lost: SimpleQueue[str]  # what process 0 passed to `on_lost`: why the server cannot continue
     end: SimpleQueue[Exception | None]  # the error that ended process 1, or None
 
     def run(self, op: Op) -> object:
@@ -165,7 +165,7 @@ def test_sequences_are_paused_on_every_process(start_pair: _PairStarter) -> None
     assert [list(sequence.tokens) for sequence in result.sequences] == [list(range(7, 47))] * 8
 
 
-def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> None:
+def test_a_user_error_of_all_processes_fails_only_its_operation(start_pair: _PairStarter) -> None:
     pair = start_pair()
     pair.run(CREATE)
     for executor in (pair.fake0, pair.fake1):
@@ -184,12 +184,14 @@ def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> No
         (
             None,
             UserError("no"),
-            f"process 1 answered run with UserError, but process 0 with a result: {RESTART_HINT}",
+            "the call `run` ended with UserError on process 1, but with a result on process 0: "
+            f"{RESTART_HINT}",
         ),
         (
             UserError("no"),
             None,
-            f"process 1 answered run with a result, but process 0 with UserError: {RESTART_HINT}",
+            "the call `run` ended with a result on process 1, but with UserError on process 0: "
+            f"{RESTART_HINT}",
         ),
         (
             SequencesLostError("gone"),
@@ -198,7 +200,7 @@ def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> No
         ),
     ],
 )
-def test_an_error_of_one_process_alone_stops_the_server(
+def test_a_fatal_error_or_different_outcomes_stop_the_server(
     start_pair: _PairStarter,
     error0: Exception | None,
     error1: Exception | None,
@@ -240,7 +242,7 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
             future.result(60)
     with pytest.raises(RankLostError, match=reason):
         executor.sampler.decode()
-    executor.sampler.release(1)  # raises no error, because no sequence is held
+    executor.sampler.release(1)  # raises no RankLostError, because nothing is left to release
     assert fake0.gate is not None
     fake0.gate.set()
     engine.stop()

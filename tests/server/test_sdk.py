@@ -385,7 +385,7 @@ def test_a_bad_request_does_not_affect_other_requests(client: tinker.ServiceClie
     training = client.create_lora_training_client(MODEL, rank=4).result()
     good, bad = (
         training.forward_backward([datum([1, 2])], "cross_entropy"),
-        training.forward_backward([datum([13, 2])], "cross_entropy"),
+        training.forward_backward([datum([REFUSED_TOKEN, 2])], "cross_entropy"),
     )
     step = training.optim_step(types.AdamParams())
     assert good.result(10).metrics and step.result(10).metrics

@@ -25,8 +25,8 @@ H200 = DEVICES["h200-fixed"]
 @pytest.mark.parametrize(
     ("prompt_tokens", "slots"), [(900, 64), (8192, 32)], ids=["64 x 900 tokens", "32 x 8192 tokens"]
 )
-def test_long_prompts_take_at_most_25_percent_longer(prompt_tokens: int, slots: int) -> None:
-    """The baseline computes all prompts before the first decode dispatch."""
+def test_decoding_between_prefills_costs_at_most_25_percent(prompt_tokens: int, slots: int) -> None:
+    """The run is compared with `fill_first`, which computes all prompts before the first decode dispatch."""
     config = SimulateConfig(prompt_tokens=prompt_tokens, slots=slots, agents=slots)
     total_s = simulate(config, H200).outcome.total_s
     fill_first = simulate(chz.replace(config, prefills_per_dispatch=math.inf), H200)
@@ -72,10 +72,10 @@ def test_a_machine_with_a_gpu_gives_the_same_simulation(monkeypatch: pytest.Monk
     assert simulate(config, H200).outcome == expected
 
 
-def test_measured_times_depend_on_sequences_and_segment() -> None:
+def test_measured_times_depend_on_number_and_length_of_sequences() -> None:
     measured = Measured(
         prefill={1: (0.1, 0.001), 4: (0.3, 0.002)},
-        decode={512: (1.0, 2.0), 1024: (3.0, 5.0)},
+        decode={512: (1.0, 2.0), 1024: (3.0, 5.0)},  # context length -> seconds for 1 and for 5 sequences
         slots=5,
         training={512: 1.0, 2048: 3.0},
     )
@@ -89,9 +89,10 @@ def test_the_predicted_flops_of_a_step_match_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA counts the body of the loop over decode steps once, so its count is that of one step. In the
-    program, every slot attends up to the end of the segment. The program also computes the LoRA products,
-    which `step_flops` leaves out."""
-    # The sums of a CPU are matrix products with 16 columns, which XLA would also count.
+    program, every slot attends to all 512 positions of the context and to the 16 positions of the dispatch,
+    however long its sequence is. The program also computes the LoRA products, which `step_flops` leaves out.
+    """
+    # On a CPU, `reductions` computes sums as matrix products with 16 columns, which XLA would also count.
     monkeypatch.setattr(reductions, "on_gpu", lambda: True)
     config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
     settings = make_settings(

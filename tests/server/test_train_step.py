@@ -168,7 +168,7 @@ def test_gradients_match_differences_of_the_float64_reference(
                 sampler_logprobs=datum.logprobs,
                 advantages=datum.advantages,
                 sequence_ratio_mask=datum.sequence_ratio_mask,
-                frozen_logprobs=frozen,
+                stop_gradient_logprobs=frozen,
                 options=config,
             )
             for datum, logprobs, frozen in zip(data, logprobs_of(adapter, data), start, strict=True)

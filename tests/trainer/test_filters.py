@@ -56,7 +56,8 @@ def test_rounding_differences_are_constant_rewards():
         ("failed", 0),
     ],
 )
-def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
+def test_zero_reward_on_non_stop_does_not_mask_the_trajectory(stop, reward):
+    # This is case L10 of docs/skyrl-semantics.md.
     turns = [turn([1], [2])]
     before = TrajectoryGroup(
         task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))]
@@ -165,7 +166,8 @@ def test_zeroed_rewards_are_counted_by_rule():
     )
     assert zeroed_metrics(groups, both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 1}
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
-    # A long and cut answer counts only for the first rule, which sets its reward with the added bonus to 0.
+    # Both rules apply to this answer, and only the first one counts it. Reward plus bonus is above 0, so the
+    # answer counts as set to 0.
     long_and_cut = replace(long, stop_reason=StopReason.LENGTH, reward=0.0, bonus=0.5)
     group = TrajectoryGroup(task=task("a"), trajectories=[long_and_cut])
     assert zeroed_metrics([group], both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 0}
