@@ -82,7 +82,7 @@ from src.cli.saved_options import (
     server_directory_of,
 )
 from src.config import TrainerConfig
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, StorageError
 from src.envs.options import DOWNLOADS, require_task_directory
 from src.envs.registry import check_environment
 from src.evaluate.chat.config import ChatConfig
@@ -90,6 +90,7 @@ from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_directory
 from src.records import checkpoints
 from src.records.private_directory import make_private, resolved, write_private
+from src.records.run_directory import lock_run_dir
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,7 +148,7 @@ def main(argv: list[str]) -> int:
         if "model_name" not in user_options:
             user_options = {**model_of_a_running_server(user_options), **user_options}
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
-    except (ConfigError, ServerConfigError) as error:
+    except (ConfigError, StorageError, ServerConfigError) as error:
         return fail(str(error))
     except KeyboardInterrupt:  # Ctrl-C before the trainer starts; a running trainer handles it
         fail("stopped")
@@ -242,9 +243,14 @@ def without(options: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def new_server_directory(log_path: str) -> Path:
-    """Return the directory for the server of a new run, which `server_directory_of` finds again."""
+    """Return the directory for the server of a new run, which `server_directory_of` finds again.
+
+    Raises ConfigError if another process uses the run directory. A second server would replace the key of the
+    server of that process.
+    """
     run = resolved(Path(log_path))
-    return run.with_name(f"{run.name}.server")
+    with lock_run_dir(run):
+        return run.with_name(f"{run.name}.server")
 
 
 def missing_package(base_model: str) -> list[str] | None:

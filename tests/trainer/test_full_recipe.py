@@ -26,6 +26,7 @@ from src.config import TrainerConfig
 from src.core.errors import BackendError, ConfigError
 from src.policy.backend import check_alive
 from src.policy.running_server import NO_SERVER, ServedModels, find_server
+from src.records.run_directory import lock_run_dir
 
 KEY = "tml-of-the-server"
 
@@ -174,6 +175,14 @@ def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatc
             error = capfd.readouterr().err
             assert error.startswith(f"run_skyrl_tx: {option}") and error.count("\n") == 1
     assert trained == []
+
+
+@pytest.mark.parametrize("run", [["model_name=org/name", "tasks_dir=tasks"], ["quickstart=terminal"]])
+def test_no_server_starts_for_a_directory_in_use(run: list[str], trained, tmp_path: Path, capfd) -> None:
+    with lock_run_dir(tmp_path / "run"):
+        assert main([*run, f"log_path={tmp_path / 'run'}"]) == 2
+    assert f"log_path {tmp_path / 'run'} is in use by a running process" in capfd.readouterr().err
+    assert trained == [] and not (tmp_path / "run.server").exists()
 
 
 def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, capfd) -> None:
