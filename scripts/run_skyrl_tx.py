@@ -31,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -96,6 +97,7 @@ from src.sft.config import SftConfig
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
+STOP_WITHOUT_SERVER_S = 15.0  # the time of the trainer to stop after its server has ended
 SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
@@ -502,7 +504,7 @@ def train(
 
     With TRAINER_DEBUG=1, print the number of XLA programs of `server` after a run without an error.
     """
-    status = run_program(module, trainer_arguments(options), key=key)
+    status = run_program(module, trainer_arguments(options), key=key, server=server)
     if server is not None:
         if status == 0 and os.environ.get("TRAINER_DEBUG"):
             print_programs(options["skyrl_tx_url"], key=key or "")
@@ -510,9 +512,14 @@ def train(
     return status
 
 
-def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
+def run_program(
+    module: str, arguments: list[str], *, key: str | None, server: subprocess.Popen[bytes] | None = None
+) -> int:
     """Run a program of the trainer and pass SIGTERM on to it. Return its exit status, or 128 + N if signal N
-    ended it."""
+    ended it.
+
+    If `server` ends first, stop the program and return 1, because no other process starts this server again.
+    """
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     # If this process ends, Linux ends the server that it started. Without a server, the trainer could not
@@ -521,7 +528,27 @@ def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
     # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
+    server_ended = threading.Event()
+
+    def stop_without(server: subprocess.Popen[bytes]) -> None:
+        server_status = server.wait()
+        if trainer.poll() is None:
+            server_ended.set()
+            print_message(
+                f"the server has ended with status {server_status}; the end of its log, which is named "
+                "above, may state the cause. Stopping; `.venv/bin/agent-trainer resume RUN` continues the run"
+            )
+            trainer.terminate()
+            try:
+                trainer.wait(STOP_WITHOUT_SERVER_S)
+            except subprocess.TimeoutExpired:
+                trainer.terminate()  # the second signal ends the trainer at once
+
+    if server is not None:
+        threading.Thread(target=stop_without, args=(server,), daemon=True).start()
     status = trainer.wait()
+    if server_ended.is_set():
+        return 1
     return status if status >= 0 else 128 - status
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -316,6 +318,14 @@ def test_a_relative_path_of_the_quick_starts_model_is_known(trained, monkeypatch
     monkeypatch.chdir(run_skyrl_tx.ROOT)
     assert main(["quickstart=terminal", "model_name=datasets/quickstart/model", "log_path=/tmp/unused"]) == 0
     assert trained[0][0]["model_name"] == "local/quickstart" and "load_checkpoint_path" not in trained[0][0]
+
+
+def test_a_run_ends_when_its_server_ends(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of the tests stay in place
+    server = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    never_ends = ("http.server", ["0", "--bind", "127.0.0.1"])
+    assert run_skyrl_tx.run_program(*never_ends, key=None, server=server) == 1
+    assert "the server has ended with status 3; the end of its log" in capfd.readouterr().out
 
 
 def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
