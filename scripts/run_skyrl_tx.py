@@ -91,7 +91,7 @@ from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_directory
 from src.records import checkpoints
 from src.records.private_directory import make_private, resolved, write_private
-from src.records.run_directory import lock_run_dir
+from src.records.run_directory import chosen_behavior, has_results, lock_run_dir
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +204,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     config = check_options(options)
-    server_directory = new_server_directory(options["log_path"])
+    server_directory = new_server_directory(options, config)
     checkpoints_dir = checkpoints_dir or str(server_directory / "checkpoints")
     key = new_key()
     server = start_server(
@@ -244,15 +244,19 @@ def without(options: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if name not in names}
 
 
-def new_server_directory(log_path: str) -> Path:
+def new_server_directory(options: dict[str, str], config: TrainerConfig) -> Path:
     """Return the directory for the server of a new run, which `server_directory_of` finds again.
 
-    Raises ConfigError if another process uses the run directory. A second server would replace the key of the
-    server of that process.
+    A new server replaces the key and the arguments of an earlier server in this directory. This function
+    therefore raises ConfigError if another process uses the run directory, or if it has a run that is neither
+    resumed nor deleted. If the user must choose, the choice becomes an option.
     """
-    run = resolved(Path(log_path))
+    run = resolved(Path(options["log_path"]))
     with lock_run_dir(run):
-        return run.with_name(f"{run.name}.server")
+        if has_results(run):
+            behavior = chosen_behavior(run, config.behavior_if_log_dir_exists)
+            options["behavior_if_log_dir_exists"] = behavior
+    return run.with_name(f"{run.name}.server")
 
 
 def missing_package(base_model: str) -> list[str] | None:
@@ -352,7 +356,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if checkpoints_dir is not None:
             arguments.append(f"checkpoints_dir={checkpoints_dir}")
         key = new_key()
-        server_directory = new_server_directory(options["log_path"])
+        server_directory = new_server_directory(options, config)
         server = start_server(url, tuple(arguments), server_directory, key=key, to_check=config)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):

@@ -187,6 +187,18 @@ def test_no_server_starts_for_a_directory_in_use(run: list[str], trained, tmp_pa
     assert trained == [] and not (tmp_path / "run.server").exists()
 
 
+def test_no_server_starts_for_a_directory_with_another_run(trained, tmp_path: Path, capfd) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    arguments = ["model_name=org/name", "tasks_dir=tasks", f"log_path={tmp_path / 'run'}"]
+    assert main(arguments) == 2
+    assert f"log_path {tmp_path / 'run'} has a run; add behavior_if" in capfd.readouterr().err
+    assert trained == []
+    assert main([*arguments, "behavior_if_log_dir_exists=delete"]) == 0
+    assert len(trained) == 1
+
+
 def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, capfd) -> None:
     assert main(["model_name=./model", "tasks_dir=tasks", "max_tokens=4096"]) == 2
     assert "max_tokens=4096 leaves no room for a prompt" in capfd.readouterr().err
