@@ -31,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -82,7 +83,7 @@ from src.cli.saved_options import (
     server_directory_of,
 )
 from src.config import TrainerConfig
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, StorageError
 from src.envs.options import DOWNLOADS, require_task_directory
 from src.envs.registry import check_environment, find_factory
 from src.evaluate.chat.config import ChatConfig
@@ -90,11 +91,13 @@ from src.evaluate.config import EvaluateConfig
 from src.policy.running_server import NO_SERVER, ServedModels, find_server, tokenizer_directory
 from src.records import checkpoints
 from src.records.private_directory import make_private, resolved, write_private
+from src.records.run_directory import chosen_behavior, has_results, lock_run_dir
 from src.sft.config import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
+STOP_WITHOUT_SERVER_S = 15.0  # the time of the trainer to stop after its server has ended
 SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
@@ -147,7 +150,7 @@ def main(argv: list[str]) -> int:
         if "model_name" not in user_options:
             user_options = {**model_of_a_running_server(user_options), **user_options}
         return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
-    except (ConfigError, ServerConfigError) as error:
+    except (ConfigError, StorageError, ServerConfigError) as error:
         return fail(str(error))
     except KeyboardInterrupt:  # Ctrl-C before the trainer starts; a running trainer handles it
         fail("stopped")
@@ -203,7 +206,7 @@ def quick_start(user_options: dict[str, str]) -> int:
     config = check_options(options)
     if "tasks_dir" in user_options or "eval_tasks" in user_options:
         check_tokenizer_and_tasks(config)
-    server_directory = new_server_directory(options["log_path"])
+    server_directory = new_server_directory(options, config)
     checkpoints_dir = checkpoints_dir or str(server_directory / "checkpoints")
     key = new_key()
     server = start_server(
@@ -242,9 +245,18 @@ def without(options: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if name not in names}
 
 
-def new_server_directory(log_path: str) -> Path:
-    """Return the directory for the server of a new run, which `server_directory_of` finds again."""
-    run = resolved(Path(log_path))
+def new_server_directory(options: dict[str, str], config: TrainerConfig) -> Path:
+    """Return the directory for the server of a new run, which `server_directory_of` finds again.
+
+    A new server replaces the key and the arguments of an earlier server in this directory. This function
+    therefore raises ConfigError if another process uses the run directory, or if it has a run that is neither
+    resumed nor deleted. If the user must choose, the choice becomes an option.
+    """
+    run = resolved(Path(options["log_path"]))
+    with lock_run_dir(run):
+        if has_results(run):
+            behavior = chosen_behavior(run, config.behavior_if_log_dir_exists)
+            options["behavior_if_log_dir_exists"] = behavior
     return run.with_name(f"{run.name}.server")
 
 
@@ -347,7 +359,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
             arguments.append(f"checkpoints_dir={checkpoints_dir}")
         check_tokenizer_and_tasks(config)
         key = new_key()
-        server_directory = new_server_directory(options["log_path"])
+        server_directory = new_server_directory(options, config)
         server = start_server(url, tuple(arguments), server_directory, key=key)
         models_or_reason = find_server(url, key=key)
     if isinstance(models_or_reason, str):
@@ -498,7 +510,7 @@ def train(
 
     With TRAINER_DEBUG=1, print the number of XLA programs of `server` after a run without an error.
     """
-    status = run_program(module, trainer_arguments(options), key=key)
+    status = run_program(module, trainer_arguments(options), key=key, server=server)
     if server is not None:
         if status == 0 and os.environ.get("TRAINER_DEBUG"):
             print_programs(options["skyrl_tx_url"], key=key or "")
@@ -506,9 +518,14 @@ def train(
     return status
 
 
-def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
+def run_program(
+    module: str, arguments: list[str], *, key: str | None, server: subprocess.Popen[bytes] | None = None
+) -> int:
     """Run a program of the trainer and pass SIGTERM on to it. Return its exit status, or 128 + N if signal N
-    ended it."""
+    ended it.
+
+    If `server` ends first, stop the program and return 1, because no other process starts this server again.
+    """
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     # If this process ends, Linux ends the server that it started. Without a server, the trainer could not
@@ -517,7 +534,27 @@ def run_program(module: str, arguments: list[str], *, key: str | None) -> int:
     # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
+    server_ended = threading.Event()
+
+    def stop_without(server: subprocess.Popen[bytes]) -> None:
+        server_status = server.wait()
+        if trainer.poll() is None:
+            server_ended.set()
+            print_message(
+                f"the server has ended with status {server_status}; the end of its log, which is named "
+                "above, may state the cause. Stopping; `.venv/bin/agent-trainer resume RUN` continues the run"
+            )
+            trainer.terminate()
+            try:
+                trainer.wait(STOP_WITHOUT_SERVER_S)
+            except subprocess.TimeoutExpired:
+                trainer.terminate()  # the second signal ends the trainer at once
+
+    if server is not None:
+        threading.Thread(target=stop_without, args=(server,), daemon=True).start()
     status = trainer.wait()
+    if server_ended.is_set():
+        return 1
     return status if status >= 0 else 128 - status
 
 

@@ -6,7 +6,14 @@ block.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+if find_spec("chz") is None:
+    raise SystemExit(
+        "error: this Python lacks the packages of the server; run scripts/setup.sh, then `source "
+        ".venv/bin/activate`, or use .venv/bin/python"
+    )
 
 if TYPE_CHECKING:
     from skyrl_tx_server.config.server_config import ServerConfig

@@ -258,7 +258,8 @@ def _file_name(key: RolloutKey, files: Collection[str] = ()) -> str:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 1))
     for heading in headings:
-        table.add_column(heading, overflow="fold", justify="left")
+        # The first column, without a heading, has names to copy.
+        table.add_column(heading, overflow="fold", justify="left", no_wrap=not heading)
     return table
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from src.cli.command_line import HELP
+from src.cli.command_line import HELP, print_help
 from src.cli.saved_options import (
     chat_arguments,
     evaluated_arguments,
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by the command. Return 0 for help, or 2 for a missing or invalid command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in HELP:
-        print(help_text())
+        print_help(help_text())
         return 0 if arguments else 2
     try:
         command = command_line(arguments[0], arguments[1:])

@@ -1,11 +1,11 @@
-"""The place in the user's code where an exception was raised."""
+"""The place in the user's code where an exception was raised, or where a thread is."""
 
 from __future__ import annotations
 
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
@@ -41,6 +41,16 @@ def users_exc_info(error: BaseException) -> tuple[type[BaseException], BaseExcep
     while users_part is not None and not _is_users(users_part.tb_frame.f_code.co_filename):
         users_part = users_part.tb_next
     return type(error), error, users_part or error.__traceback__
+
+
+def place_in_users_code(frame: FrameType | None) -> str | None:
+    """Return the file, the line and the function of the innermost frame of the user's code, from `frame`
+    outwards, or None if there is no such frame."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f"{_shown(Path(frame.f_code.co_filename))}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _is_users(filename: str) -> bool:

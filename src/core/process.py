@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn, override
 
 from src.core.errors import INTERRUPTED, TrainerError
+from src.core.event_loop import warn_if_blocked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_TIMEOUT_S = 10.0  # default of the argument `stop_timeout_s`; enough if the program saves nothing
@@ -88,7 +89,7 @@ async def run_until_signal(
 
     threading.Thread(target=end_from_outside, name="stop-deadline", daemon=True).start()
     try:
-        with _handling(on_signal):
+        with _handling(on_signal), warn_if_blocked():
             await task
     except asyncio.CancelledError:
         if not requested.is_set():

@@ -32,6 +32,7 @@ from src.core.errors import AgentFault, BackendError, EnvServerError, PromptTooL
 from src.core.exception_origin import described, users_exc_info
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
+from src.envs.result_checks import NotAsyncError, metric_value, require_async, require_messages, require_type
 from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import Policy, SampleRequest
 from src.policy.tool_messages import with_described_tools
@@ -181,9 +182,14 @@ class _Episode:
         self._zero_detail = ""
 
     async def run(self) -> None:
-        reset_result = await self._env.start()
+        pending = self._env.start()
+        require_async(self._env, "start", pending)
+        reset_result = await pending
         self.failure_kind = FailureKind.ENV_ERROR
-        _require_type(self._env, "start", reset_result, ResetResult)
+        require_type(self._env, "start", reset_result, ResetResult)
+        if not reset_result.messages:
+            raise TypeError(f"start of {type(self._env).__name__} returned no messages; return at least one")
+        require_messages(self._env, "start", reset_result.messages)
         messages, tools = native_or_described_tools(reset_result, self._settings)
         self.conversation += messages
         prompt_ids: Sequence[int] = self._chat.render(self.conversation, tools=tools)
@@ -206,7 +212,8 @@ class _Episode:
                 return
             answer = self._chat.decode(turn.completion_ids)
             step_result = await self._step(turn, answer)
-            _require_type(self._env, "step", step_result, StepResult)
+            require_type(self._env, "step", step_result, StepResult)
+            require_messages(self._env, "step", step_result.messages)
             start = len(self.conversation)
             self.tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
             self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
@@ -266,7 +273,11 @@ class _Episode:
         """Return the environment's reaction to `answer`. Raises AgentFault if the environment raises an
         exception that is attributed to the answer."""
         try:
-            return await self._env.step(answer)
+            pending = self._env.step(answer)
+            require_async(self._env, "step", pending)
+            return await pending
+        except NotAsyncError:
+            raise
         except AgentFault as error:
             fault = error
         except PromptTooLong as error:
@@ -291,7 +302,9 @@ class _Episode:
                 f"absolute value of {LIMIT:g} or more",
             )
         self._reward += reward
-        self._metrics |= {name: float(value) for name, value in step_result.metrics.items()}
+        self._metrics |= {
+            name: metric_value(self._env, name, value) for name, value in step_result.metrics.items()
+        }
         self._append(turn, reward)
 
     def _append(self, turn: Turn, reward: float) -> None:
@@ -314,14 +327,6 @@ def native_or_described_tools(
     if not tools or (reset_result.use_native_tool_calling and settings.use_native_tool_calling):
         return messages, tools
     return with_described_tools(messages, tools), ()
-
-
-def _require_type(env: MessageEnv, method: str, result: object, kind: type) -> None:
-    """Raise TypeError if a method of an environment has returned another type than `kind`."""
-    if not isinstance(result, kind):
-        raise TypeError(
-            f"{method} of {type(env).__name__} returned {type(result).__name__}, not {kind.__name__}"
-        )
 
 
 def turn_seed(seed: int, number: int) -> int:

@@ -87,7 +87,8 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
     - two or more equal rewards: zeros
     - a single reward: zero with `singleton="zero"`, the value of `raw_singleton` with `singleton="raw"`
 
-    Raises ConfigError for a negative reward if the estimator does not allow negative rewards.
+    Raises ConfigError for a negative reward if the estimator does not allow negative rewards, and for a
+    `scale` that gives an advantage that is not finite.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]
@@ -106,7 +107,13 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
     if max(rewards) - min(rewards) <= EPSILON:
         return [0.0] * len(rewards)
     mean, scale = statistics.fmean(rewards), chosen.scale(rewards)
-    return [(reward - mean) * scale for reward in rewards]
+    advantages = [(reward - mean) * scale for reward in rewards]
+    if not all(map(math.isfinite, advantages)):
+        raise ConfigError(
+            f"advantage_estimator={estimator} gives the factor {scale:g} for the rewards "
+            f"{', '.join(f'{reward:g}' for reward in rewards)}; correct its `scale` in {__name__}"
+        )
+    return advantages
 
 
 def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:

@@ -149,6 +149,6 @@ class Connector[Config: LoopOptions, Source]:
                 if journal.progress <= progress:
                     raise
                 progress = journal.progress
-                self._events.say(f"server lost: {error}")
+                self._events.say(f"server lost or request failed: {error}")
             directory = directory.at_last_checkpoint()
             dependencies = await self.reopen(directory, dependencies.source)

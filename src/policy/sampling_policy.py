@@ -29,6 +29,9 @@ def sdk_boundary(action: str) -> Generator[None]:
             and "detail" in cause.body
         ):
             raise BackendError(f"{action}: {cause.body['detail']}") from cause
+        if isinstance(cause, tinker.RequestFailedError):  # The end of the SDK's message names its classes.
+            message = str(cause).removeprefix("Request failed: ").partition(" for self.request_id=")[0]
+            raise BackendError(f"{action}: {message}") from cause
         raise
 
 

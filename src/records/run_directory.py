@@ -151,20 +151,31 @@ def find_run_directory(config: RunDirectoryOptions, *, name: str) -> RunDirector
         raise ConfigError(f"log_path {path} is not a directory; give another log_path")
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
-    if not (path / METRICS_FILE).is_file() and not any_graded(path):  # the run has no result yet
+    if not has_results(path):
         return RunDirectory(path=path)
-    behavior = config.behavior_if_log_dir_exists
-    if behavior == "ask":
-        behavior = _prompt_user(path)
-    if behavior == "delete":
+    if chosen_behavior(path, config.behavior_if_log_dir_exists) == "delete":
         return RunDirectory(path=path, delete_first=True)
-    if behavior == "resume":
-        _check_same_run(path, config)
-        return RunDirectory(path=path).at_last_checkpoint()
-    raise ConfigError(
-        f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
-        "or give another log_path"
-    )
+    _check_same_run(path, config)
+    return RunDirectory(path=path).at_last_checkpoint()
+
+
+def has_results(path: Path) -> bool:
+    """Return whether the directory has a run with a result."""
+    return (path / CONFIG_FILE).is_file() and ((path / METRICS_FILE).is_file() or any_graded(path))
+
+
+def chosen_behavior(path: Path, behavior: str) -> str:
+    """Return "resume" or "delete" for the run in `path`. With `behavior="ask"`, the user chooses.
+
+    Raises ConfigError if the run is to be neither resumed nor deleted.
+    """
+    chosen = _prompt_user(path) if behavior == "ask" else behavior
+    if chosen not in ("resume", "delete"):
+        raise ConfigError(
+            f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
+            "or give another log_path"
+        )
+    return chosen
 
 
 def _prompt_user(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -68,6 +69,16 @@ def test_maxrl_divides_by_the_mean():
 def test_maxrl_refuses_negative_rewards():
     with pytest.raises(ConfigError, match="rewards of at least 0, but a trial has the reward -1;"):
         advantages([-1, -0.5], "maxrl")
+
+
+def test_a_factor_that_is_not_finite_names_the_estimator(monkeypatch: pytest.MonkeyPatch):
+    broken = replace(ADVANTAGE_ESTIMATORS["grpo"], scale=lambda rewards: float("nan"))
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "grpo", broken)
+    with pytest.raises(
+        ConfigError, match="advantage_estimator=grpo gives the factor nan for the rewards 1, 0;"
+    ):
+        advantages([1, 0])
+    assert advantages([1, 1]) == [0, 0]
 
 
 def test_x1_groups_are_not_normalised_over_the_batch():

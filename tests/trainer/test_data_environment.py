@@ -333,6 +333,11 @@ NO_QUESTION = (
             [],
             "FILE:2: the line is not JSON (Expecting value",
         ),
+        (
+            '{"question": "\udce9", "answer": "1"}',
+            [],
+            "FILE:1: the line is not UTF-8 text; save the file as UTF-8",
+        ),
         ('\n["a"]\n', [], "FILE:2: the line is a JSON list, not an object; correct it"),
         ('{"q": "a", "a": "1"}', [], f"FILE:1: {NO_QUESTION} environment_kwargs=question=COLUMN"),
         ('{"question": "a"}', [], "FILE:1: there is none of the columns answer, ground_truth"),
@@ -407,7 +412,7 @@ NO_QUESTION = (
 )
 def test_a_mistake_in_the_data_gives_a_one_line_error(tmp_path: Path, text, options, message):
     path = tmp_path / "rows.jsonl"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     config = parse([*OWN_SERVER, f"data={path}", "reward=number", *options])
     with pytest.raises(ConfigError) as refused:
         check_environment(config)

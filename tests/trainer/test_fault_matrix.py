@@ -345,7 +345,7 @@ async def test_a_single_fault_of_a_call_does_not_change_the_result(tmp_path, mod
     assert await bench.ends() is RunState.DONE
     reference = await assert_complete(bench)
     assert reference is None or bench.num_started == reference.num_started, "a rollout was repeated"
-    assert "server lost: " in bench.text.getvalue()
+    assert "server lost or request failed: " in bench.text.getvalue()
 
 
 @pytest.mark.parametrize("fault", [answers_503, never_answers, restarts], ids=lambda fault: fault.__name__)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +29,7 @@ from src.core.errors import BackendError, ConfigError
 from src.envs.harbor import environment
 from src.policy.backend import check_alive
 from src.policy.running_server import NO_SERVER, ServedModels, find_server
+from src.records.run_directory import lock_run_dir
 
 KEY = "tml-of-the-server"
 
@@ -175,6 +179,26 @@ def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatc
     assert trained == []
 
 
+@pytest.mark.parametrize("run", [["model_name=org/name", "tasks_dir=tasks"], ["quickstart=terminal"]])
+def test_no_server_starts_for_a_directory_in_use(run: list[str], trained, tmp_path: Path, capfd) -> None:
+    with lock_run_dir(tmp_path / "run"):
+        assert main([*run, f"log_path={tmp_path / 'run'}"]) == 2
+    assert f"log_path {tmp_path / 'run'} is in use by a running process" in capfd.readouterr().err
+    assert trained == [] and not (tmp_path / "run.server").exists()
+
+
+def test_no_server_starts_for_a_directory_with_another_run(trained, tmp_path: Path, capfd) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    arguments = ["model_name=org/name", "tasks_dir=tasks", f"log_path={tmp_path / 'run'}"]
+    assert main(arguments) == 2
+    assert f"log_path {tmp_path / 'run'} has a run; add behavior_if" in capfd.readouterr().err
+    assert trained == []
+    assert main([*arguments, "behavior_if_log_dir_exists=delete"]) == 0
+    assert len(trained) == 1
+
+
 def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, capfd) -> None:
     assert main(["model_name=./model", "tasks_dir=tasks", "max_tokens=4096"]) == 2
     assert "max_tokens=4096 leaves no room for a prompt" in capfd.readouterr().err
@@ -307,6 +331,14 @@ def test_a_relative_path_of_the_quick_starts_model_is_known(trained, monkeypatch
     monkeypatch.chdir(run_skyrl_tx.ROOT)
     assert main(["quickstart=terminal", "model_name=datasets/quickstart/model", "log_path=/tmp/unused"]) == 0
     assert trained[0][0]["model_name"] == "local/quickstart" and "load_checkpoint_path" not in trained[0][0]
+
+
+def test_a_run_ends_when_its_server_ends(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of the tests stay in place
+    server = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    never_ends = ("http.server", ["0", "--bind", "127.0.0.1"])
+    assert run_skyrl_tx.run_program(*never_ends, key=None, server=server) == 1
+    assert "the server has ended with status 3; the end of its log" in capfd.readouterr().out
 
 
 def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:

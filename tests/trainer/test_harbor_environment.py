@@ -167,7 +167,7 @@ def test_auto_uses_the_sandbox_for_tasks_that_docker_refuses(
     machine(engine=None, sandbox=None)
     monkeypatch.setattr(DockerEnvironment, "_egress_control_kernel_support", lambda *_: False)
     assert harbor_tasks(environment_type="auto").environment_type == "sandbox"
-    reason = f"{HELLO}: network_mode='no-network' is not supported by Harbor's Docker environment"
+    reason = f"{HELLO}: network_mode='no-network' is not supported by Docker on this machine"
     assert caplog.messages[0] == f"trials run in the sandbox, because Docker cannot run {reason}"
     with pytest.raises(ConfigError) as error:
         harbor_tasks(environment_type="docker")
@@ -187,7 +187,7 @@ def test_an_option_that_docker_does_not_have_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(
+def test_auto_reports_the_reasons_of_docker_and_of_the_sandbox(
     machine: Callable[..., None], tmp_path: Path
 ) -> None:
     machine(engine=None, sandbox=None)
@@ -197,8 +197,14 @@ def test_auto_reports_the_reason_of_docker_if_the_sandbox_refuses_too(
     shutil.rmtree(directory.parent)
     directory = variant(tmp_path, task_toml="[environment]\ngpus = 1\n")
     shutil.rmtree(directory / "environment")
-    with pytest.raises(ConfigError, match="no Dockerfile"):
+    with pytest.raises(ConfigError, match="no Dockerfile") as error:
         harbor_tasks(directory, environment_type="auto")
+    assert str(error.value).splitlines() == [
+        "Docker cannot run these tasks:",
+        f"{directory / 'environment'}: no Dockerfile and no [environment].docker_image; add one of them",
+        "The sandbox cannot run these tasks:",
+        f"{directory}: the sandbox has no GPU or TPU",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from src.core.trajectory import (
     Turn,
     ZeroReason,
 )
-from src.envs.message_env import StepResult, run_episode, turn_seed
+from src.envs.message_env import MessageEnv, ResetResult, StepResult, run_episode, turn_seed
 from src.learning.datums import sequences_of
 from src.learning.filters import is_trainable, with_failures_rewarded
-from src.policy.chat import Chat
+from src.policy.chat import Chat, Message
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, run_graded
 from tests.fakes.policy import FakePolicy
@@ -193,6 +193,51 @@ async def test_a_step_without_a_result_is_a_failure_that_names_it():
     failure, _, _ = await fail([cast(StepResult, None)], ["A"])
     assert failure.kind == FailureKind.ENV_ERROR
     assert failure.message.startswith("TypeError: step of ScriptedEnv returned NoneType, not StepResult")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            StepResult(messages=cast(list[Message], "hi")),
+            "returned the message 'h'; return messages of the form",
+        ),
+        (StepResult(messages=[{"rol": "user", "content": "hi"}]), "returned the message \"{'rol': 'user'"),
+        (StepResult(messages=[{"role": "user", "content": None}]), "returned the message \"{'role': 'user'"),
+        (StepResult(metrics={"a": cast(float, "b")}), "returned the metric a='b', which is not a number"),
+    ],
+    ids=["text", "no role", "no content", "metric"],
+)
+async def test_a_wrong_part_of_a_step_result_is_named(result: StepResult, message: str):
+    failure, _, _ = await fail([result], ["A"])
+    assert failure.kind == FailureKind.ENV_ERROR
+    assert failure.message.startswith(f"TypeError: step of ScriptedEnv {message}")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [([], "returned no messages; return at least one"), ([{"role": "user"}], "returned the message")],
+)
+async def test_wrong_first_messages_are_a_failure(messages: list[Message], message: str):
+    class Broken(ScriptedEnv):
+        async def start(self) -> ResetResult:
+            return ResetResult(messages=messages)
+
+    chat = toy_chat()
+    result = await run_episode(Broken([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
+    assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
+    assert result.message.startswith(f"TypeError: start of Broken {message}")
+
+
+async def test_a_step_that_is_not_async_is_a_failure():
+    class Broken(ScriptedEnv):
+        def step(self, answer: str) -> StepResult:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return StepResult(is_done=True)
+
+    chat, env = toy_chat(), cast(MessageEnv, Broken([]))
+    result = await run_episode(env, FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
+    assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
+    assert result.message.startswith("NotAsyncError: step of Broken is not async; write `async def step`")
 
 
 async def test_a_message_that_is_not_json_is_a_failure():

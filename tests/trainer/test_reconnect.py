@@ -99,9 +99,12 @@ class Bench(FakeRun):
 @pytest.mark.parametrize(
     ("waits", "message"),
     [
-        (True, "server lost: rolling out step 4: the server at http://"),
+        (True, "server lost or request failed: rolling out step 4: the server at http://"),
         # The message depends on which part of the trainer notices the loss first.
-        (False, "server lost: training(: no model session-| step 4: the server at http://)"),
+        (
+            False,
+            "server lost or request failed: training(: no model session-| step 4: the server at http://)",
+        ),
     ],
     ids=["while a trial waits", "when training goes on"],
 )

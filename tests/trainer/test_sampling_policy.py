@@ -3,7 +3,7 @@ import tinker
 
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason
-from src.policy.sampling_policy import SampleRequest, TinkerPolicy, TopPPolicy
+from src.policy.sampling_policy import SampleRequest, TinkerPolicy, TopPPolicy, sdk_boundary
 from tests.fakes.backend import Ready
 
 
@@ -83,3 +83,14 @@ async def test_prompt_logprobs_that_are_not_finite_are_an_error():
     policy = TinkerPolicy(FixedClient([], [], prompt_logprobs=[None, -1.0, float("nan")]), version=0)
     with pytest.raises(BackendError, match=r"computing logprobs: .* not finite"):
         await policy.logprobs([5, 6, 7])
+
+
+def test_a_failed_request_is_reported_with_the_servers_message():
+    error = tinker.RequestFailedError(
+        "Request failed: no such loss for self.request_id='7' and expected type self.model_cls=<class 'X'>",
+        request_id="7",
+        category=tinker.types.RequestErrorCategory.User,
+    )
+    with pytest.raises(BackendError) as caught, sdk_boundary("training"):
+        raise error
+    assert str(caught.value) == "training: no such loss"

@@ -50,8 +50,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def printed(*arguments: object) -> str:
-    console = Console(width=150, record=True, file=io.StringIO())
+def printed(*arguments: object, width: int = 150) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     for content in show.shown(*map(str, arguments)):
         console.print(content)
     return console.export_text()
@@ -66,6 +66,10 @@ def test_a_run_is_shown_with_a_row_per_step_and_evaluation(run: Path):
         ["eval_000001", "1", "2", "0.500", "1/2", "3"],
         ["step_000001", "2", "3", "0.500", "1/2", "1", "1", "3"],
     ]
+
+
+def test_names_are_whole_on_a_narrow_terminal(run: Path):
+    assert "eval_000001" in printed(run, width=40) and "step_000001" in printed(run, width=40)
 
 
 @pytest.mark.parametrize(

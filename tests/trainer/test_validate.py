@@ -42,6 +42,18 @@ def test_a_separate_verifier_environment_is_reported(
     )
 
 
+def test_a_separate_verifier_that_lacks_a_file_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = variant(tmp_path, task_toml='[verifier]\nenvironment_mode = "separate"\n')
+    (task / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
+    assert validate([f"tasks_dir={task}", "environment_type=sandbox"]) == 1
+    assert (
+        "; the verifier's environment has only the files that `artifacts` in task.toml names; "
+        in capsys.readouterr().out.splitlines()[0]
+    )
+
+
 def test_a_solution_without_the_full_score_is_reported_with_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,9 @@ def read_json_lines(path: Path) -> list[Record]:
 
 def _json_object(line: bytes, *, where: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: the line is not UTF-8 text; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: the line is not JSON ({error}); correct or remove it") from error
     if not isinstance(value, dict):

@@ -26,7 +26,7 @@ from src.envs.harbor.trial_directory import JobsQuota
 from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import MAX_TRIAL_NETWORKS, why_no_engine
-from src.envs.sandbox.dockerfile import USE_SANDBOX
+from src.envs.sandbox.dockerfile import USE_DOCKER, USE_SANDBOX
 from src.envs.sandbox.sandbox_directory import sandbox_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
@@ -113,8 +113,14 @@ def check_directories(
             raise
         try:
             checked = checked_for("sandbox")
-        except ConfigError:
-            raise error from None
+        except ConfigError as sandbox_error:
+            docker_reasons, sandbox_reasons = str(error), str(sandbox_error)
+            if docker_reasons == sandbox_reasons:
+                raise
+            raise ConfigError(
+                f"Docker cannot run these tasks:\n{docker_reasons.replace(f'; {USE_SANDBOX}', '')}\n"
+                f"The sandbox cannot run these tasks:\n{sandbox_reasons.replace(f'; {USE_DOCKER}', '')}"
+            ) from None
         reason = str(error).splitlines()[0].replace(f"; {USE_SANDBOX}", "")
         note = f"trials run in the sandbox, because Docker cannot run {reason}"
         return replace(checked, notes=[note, *checked.notes])

@@ -314,7 +314,7 @@ def check_for_containers(directory: Path, config: TaskConfig, *, options: Mappin
         )
     except (ValueError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        reason = reason.replace("EnvironmentType.DOCKER environment", "Harbor's Docker environment")
+        reason = reason.replace("EnvironmentType.DOCKER environment", "Docker on this machine")
         raise ConfigError(f"{directory}: {reason}; {USE_SANDBOX}") from error
     mode = config.verifier.network_mode or config.environment.network_mode
     # The packages of the image are unknown.

@@ -175,7 +175,8 @@ class HarborTrial:
         if waited_s and not (session.llm.turns and await running.policy.responds()):
             return self._failure(
                 FailureKind.BACKEND,
-                f"the agent reached its time limit after it waited {waited_s:.0f} s for an answer",
+                f"the agent reached its time limit after it waited {waited_s:.0f} s for an answer; if the "
+                "server is slow, raise agent_timeout_multiplier or lower max_tokens",
             )
         reason, detail = None, ""
         try:
