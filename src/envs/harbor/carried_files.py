@@ -17,7 +17,7 @@ import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO
 
@@ -211,22 +211,6 @@ class CarryRules:
         return not self._excluded.match(path)
 
 
-def carry_rules(
-    environment: Mapping[str, str], modules: Iterable[str] = (), interpreters: Iterable[str] = ()
-) -> CarryRules:
-    """Return `CarryRules`, which are cached because the environments of most trials have equal variables."""
-    return _carry_rules(
-        tuple(sorted(environment.items())), tuple(sorted(modules)), tuple(sorted(interpreters))
-    )
-
-
-@lru_cache(maxsize=64)
-def _carry_rules(
-    environment: tuple[tuple[str, str], ...], modules: tuple[str, ...], interpreters: tuple[str, ...]
-) -> CarryRules:
-    return CarryRules(dict(environment), modules, interpreters)
-
-
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:
     """Parse a listing in `LISTING_FORMAT`. Return a map from path to entry.
 
@@ -272,8 +256,13 @@ def changes_between(
     """Return the changes from `before` to `after`. Raises AgentFault if they exceed the limits."""
     changed = {path: entry for path, entry in after.items() if before.get(path) != entry}
     carried = {path: entry for path, entry in changed.items() if rules.carries(path, entry)}
-    locked = {path for path, entry in before.items() if _is_locked(entry)}
-    # The archive restores the mode of a locked directory, so it must contain the parents of changed files.
+    # The directories whose owner lacks a part of OWNER_ACCESS. The archive restores their modes, so it must
+    # contain the parents of changed files.
+    locked = {
+        path
+        for path, entry in before.items()
+        if entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
+    }
     for parent in locked.intersection([path.rpartition("/")[0] for path in carried], after):
         if rules.carries(parent, after[parent]):
             carried[parent] = after[parent]
@@ -341,18 +330,25 @@ class FilteredArchive:
         self.size = ArchiveSize()
 
     def add(
-        self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
+        self,
+        source: IO[bytes],
+        directory: str = "/",
+        *,
+        keep: Callable[[str], bool] = lambda path: True,
+        max_members: int | None = None,
     ) -> None:
         """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
-        The names of the members in `source` are relative to `directory`. A hard link to a file that is not
-        added becomes a file with the contents of that file.
+        Only the first `max_members` members are read (None: all). The names of the members in `source` are
+        relative to `directory`. A hard link to a file that is not added becomes a file with the contents of
+        that file.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
         files: dict[str, tarfile.TarInfo] = {}
+        source.seek(0)
         try:
             with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
-                for member in archive:
+                for member in islice(archive, max_members):
                     path = _normalize(f"{directory}/{member.name}")
                     if member.isreg():
                         files[path] = member
@@ -497,11 +493,6 @@ def leads_to_verifier(path: str, target: str) -> bool:
         destination == reserved or destination.startswith(f"{reserved}/") or reserved.startswith(prefix)
         for reserved in VERIFIER_PATHS
     )
-
-
-def _is_locked(entry: FileEntry) -> bool:
-    """Return whether the entry is a directory whose owner lacks a part of OWNER_ACCESS."""
-    return entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
 
 
 def is_below(path: str, directories: Collection[str]) -> bool:

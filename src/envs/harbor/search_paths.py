@@ -47,6 +47,15 @@ def home_directories(accounts: bytes, workdirs: str) -> str:
     return ":".join(home for home in homes if home.startswith("/") and home not in workdirs.split(":"))
 
 
+async def search_paths(accounts: bytes, run: RunScript, *environments: Mapping[str, str]) -> dict[str, str]:
+    """Return the `VARIABLES` of all environments with the targets of symbolic links. HOME also contains the
+    home directories of `accounts`, the contents of /etc/passwd.
+    """
+    variables = search_variables(*environments)
+    homes = {"HOME": home_directories(accounts, variables["PWD"])}
+    return await with_link_targets(search_variables(variables, homes), run)
+
+
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
     """Return `variables`, in which each path is followed by the paths to which its symbolic links lead. An
     agent could change the files there instead. `run` runs a script in the environment before the agent acts.

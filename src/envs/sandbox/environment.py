@@ -70,7 +70,8 @@ class SandboxEnvironment(BaseEnvironment):
         self._has_network_option = network
         self._sandbox: Bubblewrap | None = None
         self._plan = BuildPlan(environment={})
-        self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths in the sandbox
+        # Host files and their paths in the sandbox. If this is a list, `upload_dir` only appends to it.
+        self.held_uploads: list[tuple[Path, str]] | None = None
         super().__init__(*args, **kwargs)
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
 
@@ -202,10 +203,6 @@ class SandboxEnvironment(BaseEnvironment):
             stdout=stdout,
             shell="sh",
         )
-
-    def hold_uploads(self) -> None:
-        """Make `upload_dir` append to `held_uploads` instead of copying files into the sandbox."""
-        self.held_uploads = []
 
     @override
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
