@@ -43,9 +43,9 @@ STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
     "/etc/z*", "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
-    "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
-    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
-    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*", "/etc/dpkg/dpkg.cfg*", "/etc/gdb",
+    "/etc/*rc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
+    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/vim", "/etc/apt/apt.conf*",
+    "/etc/dpkg/dpkg.cfg*", "/etc/gdb", "/etc/mercurial", "/etc/ccache*",
     "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
@@ -68,8 +68,8 @@ SETTINGS = (  # more files that programs read
     # Grading in place does not remove these, because a package that the agent installed may need them.
     # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
-    "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/gemrc", "/etc/irbrc", "/etc/conda", "/etc/rustup",
-    "/etc/julia", "/etc/ipython", "/etc/jupyter", "/etc/emacs", "/etc/octave*",
+    "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/conda", "/etc/rustup", "/etc/julia", "/etc/ipython",
+    "/etc/jupyter", "/etc/emacs", "/etc/octave*",
     # Programs look for these in the parent directories of the tests.
     "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
     "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
@@ -145,8 +145,9 @@ class CarryRules:
         """
         loaded = [
             path
-            for name in LOADED
-            for path in paths_of(name, environment.get(name, ""))
+            for name, value in environment.items()
+            if LOADED.fullmatch(name)
+            for path in paths_of(name, value)
             if path.startswith("/")
         ]
         programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
