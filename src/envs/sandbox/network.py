@@ -150,12 +150,11 @@ class SlirpNetwork:
                     raise SandboxError(
                         f"slirp4netns cannot connect a sandbox ({reason[-1] if reason else 'no message'})"
                     )
-        except TimeoutError as error:
+        except BaseException as error:
             await network.close()
+            if not isinstance(error, TimeoutError):
+                raise
             raise SandboxError(f"slirp4netns did not connect a sandbox within {READY_TIMEOUT_S} s") from error
-        except BaseException:
-            await network.close()
-            raise
         finally:
             os.close(ready)
         return network
