@@ -122,9 +122,6 @@ class FileChanges:
     unlocked: Sequence[str] = ()  # directories that need OWNER_ACCESS for these changes
     symlinks: frozenset[str] = frozenset()  # links that existed before the agent acted, minus `removed`
 
-    def affect(self, path: str) -> bool:
-        return path in self.carried or path in self.removed
-
 
 class CarryRules:
     """The tables above, extended by the search paths in the environment variables of a task and by the files

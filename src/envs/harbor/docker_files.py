@@ -40,6 +40,7 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     check_limits,
     is_below,
+    is_same_or_below,
 )
 from src.envs.harbor.search_paths import search_paths
 from src.envs.sandbox.containers import find_container
@@ -165,7 +166,6 @@ class DockerFiles:
         self._environment = environment
         self._verifier_variables = verifier_variables
         self._variables: Mapping[str, str] = {}
-        self._mounts: tuple[str, ...] = ()
         self._accounts = b""
         self._baseline = ArchiveSize()
 
@@ -221,7 +221,7 @@ class DockerFiles:
                 ) from fault
 
     def _export(self, container: Any, archive: IO[bytes]) -> tuple[FileChanges, ArchiveSize]:
-        self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
+        mounts = [mount["Destination"] for mount in container.attrs["Mounts"]]
         difference = _difference(container)
         modules = {path[: match.end()] for path in difference for match in MODULE_DIRECTORY.finditer(path)}
         modules = {path for path in modules if difference.get(path, MODIFIED) == MODIFIED}
@@ -229,14 +229,14 @@ class DockerFiles:
         removed = [
             path
             for path, kind in difference.items()
-            if kind == REMOVED and rules.removes(path) and self._is_inside(path)
+            if kind == REMOVED and rules.removes(path) and _is_outside(path, mounts)
         ]
         # The engine reports no types, modes or sizes. `FilteredArchive` checks them for each member.
         any_entry = FileEntry(kind="d", mode=0, size=0)
         changed = {
             path: kind
             for path, kind in difference.items()
-            if kind != REMOVED and rules.carries(path, any_entry) and self._is_inside(path)
+            if kind != REMOVED and rules.carries(path, any_entry) and _is_outside(path, mounts)
         }
         # The difference does not contain the volumes of the image (VOLUME), so they are exported completely.
         volumes = _volumes(container)
@@ -259,13 +259,6 @@ class DockerFiles:
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
         return FileChanges(carried=carried, removed=removed, emptied=emptied), filtered.size
 
-    def _is_inside(self, path: str) -> bool:
-        """Return whether `path` is outside all mounts and contains no mount."""
-        return not any(
-            path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
-            for mount in self._mounts
-        )
-
 
 def engine_answers() -> bool:
     """Return whether the Docker engine responds."""
@@ -287,6 +280,11 @@ def _in_container[Result](
 
 def _volumes(container: Any) -> list[str]:
     return [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
+
+
+def _is_outside(path: str, mounts: Sequence[str]) -> bool:
+    """Return whether `path` is outside all mounts and contains no mount."""
+    return not any(is_same_or_below(path, mount) or is_same_or_below(mount, path) for mount in mounts)
 
 
 def _variables(container: Any) -> dict[str, str]:

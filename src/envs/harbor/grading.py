@@ -44,7 +44,7 @@ from harbor.verifier.verifier import Verifier
 
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes
+from src.envs.harbor.carried_files import ACCOUNTS, PROBE_FILE, FileChanges, probe_changes
 from src.envs.harbor.docker_files import DockerFiles, engine_answers
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
@@ -55,6 +55,7 @@ from src.envs.harbor.trial_result import require_graded_end
 from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.sandbox.containers import ContainerEnvironment
 from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.sandbox_directory import remove_path
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +229,10 @@ class Grading:
                     ZeroReason.SANDBOX_BROKEN, f"the agent's files cannot be exported: {error}"
                 ) from error
             # Every file in this directory must come from the verifier of the fresh environment.
-            _clear(self._trial.paths.verifier_dir)
+            for path in self._trial.paths.verifier_dir.iterdir():
+                remove_path(path)
             fresh = await self._await_fresh(self._fresh)
-            if isinstance(fresh, ContainerEnvironment) and changes.affect("/etc/passwd"):
+            if isinstance(fresh, ContainerEnvironment) and ACCOUNTS in changes.carried:
                 await fresh.keep_home(self._trial.task.config.verifier.user)
             await files.unpack(fresh, archive, changes)
         self.environment = fresh
@@ -340,15 +342,6 @@ async def graded(trial: Trial, method: GradingMethod) -> AsyncGenerator[Grading]
     finally:
         del _gradings[key]
         await asyncio.shield(asyncio.ensure_future(grading.close()))
-
-
-def _clear(directory: Path) -> None:
-    """Remove the contents of a directory without following links."""
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 async def _stop(environment: BaseEnvironment) -> None:

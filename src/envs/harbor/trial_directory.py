@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE_FILE, REWARD_FILES, note
-from src.envs.sandbox.sandbox_directory import remove_tree
+from src.envs.sandbox.sandbox_directory import remove_path
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def apply_limits(
             remaining_files -= 1
             remaining_bytes -= length
     for path in excess:
-        _remove(path)
+        remove_path(path)
     if excess:
         note(
             directory / NOTE_FILE,
@@ -135,9 +135,9 @@ def keep_essential(directory: Path) -> DirectorySummary:
             if entry.is_dir(follow_symlinks=False) and entry.name == "verifier":
                 for path in [*Path(entry.path).iterdir()]:
                     if f"verifier/{path.name}" not in ESSENTIAL:
-                        _remove(path)
+                        remove_path(path)
             elif entry.name not in ESSENTIAL:
-                _remove(Path(entry.path))
+                remove_path(Path(entry.path))
     for entry, _ in _entries(directory):
         if entry.is_file(follow_symlinks=False):
             if entry.name in LOGS and entry.stat(follow_symlinks=False).st_size > MAX_LOG_BYTES:
@@ -173,10 +173,3 @@ def _entries(directory: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
             yield entry, depth
             if entry.is_dir(follow_symlinks=False) and depth <= MAX_DEPTH:
                 pending.append((entry.path, depth + 1))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-    else:
-        path.unlink(missing_ok=True)

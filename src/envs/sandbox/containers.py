@@ -44,6 +44,7 @@ from src.envs.sandbox.file_copy import (
     DownloadBudget,
     TrialDownloads,
     decode_output,
+    unpack,
     unpack_file,
 )
 from src.envs.sandbox.resource_limits import SandboxLimits
@@ -244,7 +245,7 @@ class ContainerEnvironment(DockerEnvironment):
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
         reader = ChunkReader(chunks, remaining.archive_bytes + tarfile.RECORDSIZE)
-        return self._downloads.unpack(reader, target, remaining) and not reader.was_cut
+        return unpack(reader, target, remaining, self._downloads.downloaded) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
         """Download a regular file of a container, within the limits of the trial. This method blocks its

@@ -39,6 +39,7 @@ from src.envs.sandbox.file_copy import (
     BoundedFile,
     TrialDownloads,
     decode_output,
+    unpack,
     write_untrusted_file,
 )
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
@@ -101,22 +102,18 @@ class SandboxEnvironment(BaseEnvironment):
     def _validate_definition(self) -> None:
         self._plan = read_build_plan(self.environment_dir, self.task_env_config)
 
-    @property
-    def shares_network(self) -> bool:
+    @override
+    async def start(self, force_build: bool) -> None:
         network = network_access(self.task_env_config, has_network_option=self._has_network_option)
         if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
-        return network is NetworkAccess.PUBLIC
-
-    @override
-    async def start(self, force_build: bool) -> None:
         run = sandbox_directory(self._run_label)
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self.session_id)[:64]
         self._sandbox = await Bubblewrap.start(
             run / f"{next(_instances)}-{name}",
             skeleton=build_rootfs(run),
             hostname="sandbox",
-            share_network=self.shares_network,
+            share_network=network is NetworkAccess.PUBLIC,
             limits=self._limits(),
         )
         await self._build()
@@ -292,7 +289,9 @@ class SandboxEnvironment(BaseEnvironment):
             if received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: tar returned no data")
             received.seek(0)
-            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), remaining)
+            is_whole &= await asyncio.to_thread(
+                unpack, received, Path(target_dir), remaining, self._downloads.downloaded
+            )
         self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:

@@ -93,10 +93,6 @@ class TrialDownloads:
             size=min(self._remaining.size, MAX_BYTES // share),
         )
 
-    def unpack(self, archive: Readable, target: Path, remaining: DownloadBudget) -> bool:
-        """Call `unpack` and record the files that it wrote. This method blocks its thread."""
-        return unpack(archive, target, remaining, self.downloaded)
-
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """Return the files and directories below a host directory, except the files in `downloaded`, each
         with its path below `target`. This method blocks its thread.

@@ -4,7 +4,7 @@ A control group (cgroup) limits the number of processes of a sandbox and their t
 the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and the
 cgroup file system is writable. With cgroup v2, a trainer that is not root can create them below a cgroup that
 systemd delegated to its user. Otherwise, memory is limited per process and the number of processes per user.
-`limits_enforced_by` reports which limits apply.
+`cgroup_parents` logs which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
 the trainer was killed.
@@ -97,17 +97,6 @@ class CgroupParents:
         return [("pids.max", limits.processes), *memory_values]
 
 
-def limits_enforced_by() -> str:
-    """Return a clause that describes which limits of sandboxes this machine can enforce."""
-    parents = cgroup_parents()
-    if parents is None:
-        return (
-            "limits per process and per user only, because the trainer cannot create cgroups: "
-            "the total memory of a sandbox is not limited"
-        )
-    return f"cgroup v{parents.version}, which limits the total memory and processes of a sandbox"
-
-
 @cache
 def cgroup_parents() -> CgroupParents | None:
     """Try to create cgroups. Return the parents below which this process can create them, or None. Logs the
@@ -190,17 +179,12 @@ def possible_parents(mountinfo: str, own_cgroups: str) -> Iterator[CgroupParents
     unified = own_cgroup("")
     if unified is not None:
         point = mounts[""][1]
-        ancestors = [
-            directory for directory in (unified, *unified.parents) if directory.is_relative_to(point)
-        ]
-        for directory in ancestors:
-            if _can_have_children(directory):
+        for directory in (unified, *unified.parents):
+            if directory.is_relative_to(point) and _can_have_children(directory):
                 yield CgroupParents(version=2, directories=(directory,))
-    single = [own_cgroup(controller) for controller in CONTROLLERS]
-    if all(single):
-        yield CgroupParents(
-            version=1, directories=tuple(directory for directory in single if directory is not None)
-        )
+    single = tuple(filter(None, map(own_cgroup, CONTROLLERS)))
+    if len(single) == len(CONTROLLERS):
+        yield CgroupParents(version=1, directories=single)
 
 
 def _can_have_children(directory: Path) -> bool:
