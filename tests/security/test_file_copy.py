@@ -29,7 +29,6 @@ from src.envs.sandbox.file_copy import (
     BoundedFile,
     ChunkReader,
     DownloadBudget,
-    TrialDownloads,
     unpack,
 )
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -217,7 +216,7 @@ async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Pa
 
 @needs_sandbox
 async def test_a_used_up_number_of_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrialDownloads, "budget_for", lambda *_: DownloadBudget(files=0))
+    monkeypatch.setattr("src.envs.sandbox.file_copy.MAX_FILES", 0)
     async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
         await sandbox_environment.exec("echo x > /app/a")
         with pytest.raises(

@@ -22,7 +22,6 @@ import shlex
 import tarfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, override
 
@@ -235,16 +234,14 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        budget = self._downloads.budget_for(str(source_path))
-        remaining = replace(budget)
-        with BoundedFile(budget.size) as received:
+        with self._downloads.download(str(source_path)) as budget, BoundedFile(budget.size) as received:
             is_whole = await self._download(
                 f"test -f {source} && /usr/bin/head -c {budget.size + 1} -- {source}",
                 str(source_path),
                 received,
             )
             if not is_whole or budget.files <= 0:
-                self._downloads.record(str(source_path), budget, budget, is_whole=False)
+                budget.is_whole = False
                 reason = (
                     "the limit on the number of files that are downloaded from an environment is reached; "
                     "download fewer files"
@@ -253,9 +250,8 @@ class SandboxEnvironment(BaseEnvironment):
                     f"takes more than {COLLECT_TIMEOUT_S:g} s"
                 )
                 raise SandboxError(f"cannot download {source_path}: {reason}")
-            remaining.files -= 1
-            remaining.size -= received.tell()
-            self._downloads.record(str(source_path), budget, remaining, is_whole=True)
+            budget.files -= 1
+            budget.size -= received.tell()
             await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
@@ -269,8 +265,6 @@ class SandboxEnvironment(BaseEnvironment):
         if await self._bubblewrap.path_kind(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
             os.makedirs(target_dir, exist_ok=True)
             return
-        budget = self._downloads.budget_for(str(source_dir))
-        remaining = replace(budget)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         source = shlex.quote(str(source_dir))
         # Root has no capabilities in the sandbox, so tar would leave out files without read permission.
@@ -282,17 +276,19 @@ class SandboxEnvironment(BaseEnvironment):
             for file in {" ".join(REWARD_FILES)}; do
                 [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"
             done
-            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |
-                /usr/bin/head -c {budget.archive_bytes + 1}"""
-        with BoundedFile(budget.archive_bytes) as received:
-            is_whole = await self._download(script, str(source_dir), received)
-            if received.tell() == 0:
-                raise SandboxError(f"cannot download {source_dir}: tar returned no data")
-            received.seek(0)
-            is_whole &= await asyncio.to_thread(
-                unpack, received, Path(target_dir), remaining, self._downloads.downloaded
-            )
-        self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |"""
+        with self._downloads.download(str(source_dir)) as budget:
+            limit = budget.archive_bytes
+            with BoundedFile(limit) as received:
+                command = f"{script} /usr/bin/head -c {limit + 1}"
+                is_whole = await self._download(command, str(source_dir), received)
+                if received.tell() == 0:
+                    raise SandboxError(f"cannot download {source_dir}: tar returned no data")
+                received.seek(0)
+                is_whole &= await asyncio.to_thread(
+                    unpack, received, Path(target_dir), budget, self._downloads.downloaded
+                )
+            budget.is_whole = is_whole
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
         """Write the output of a script to `received` and return whether the output is complete. The output is
