@@ -118,9 +118,7 @@ class _Export:
         return True
 
     def add(self, path: str, *, is_new: bool) -> None:
-        """Add `path` to the archive. For a directory that the image already has, add only the directory
-        itself.
-        """
+        """Add `path`, without the contents of a directory that the image already has."""
         if (answer := self._archive(path)) is None:
             return
         chunks, status = answer
@@ -205,9 +203,7 @@ class DockerFiles:
             await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
     def _measure_volumes(self, container: Any) -> None:
-        """Export the files before the agent acts, discard the archive and record its size. Raises
-        SandboxError if the volumes of the image exceed the limits.
-        """
+        """Record the size of the first archive. Raises SandboxError if it exceeds the limits."""
         if not (volumes := _volumes(container)):
             return
         with open(os.devnull, "wb") as archive:

@@ -150,9 +150,7 @@ class Grading:
         self._started.clear()
 
     def _agent_files(self) -> AgentFiles | None:
-        """Return the agent's files, or None if the trial is graded in place or in a separate verifier
-        environment.
-        """
+        """Return the agent's files, or None if the trial is not graded in a fresh environment."""
         environment = self._trial.agent_environment
         if self._is_separate or self._method.mode is GradingMode.IN_PLACE:
             return None
@@ -238,9 +236,7 @@ class Grading:
         self.environment = fresh
 
     async def _await_fresh(self, starting: asyncio.Task[BaseEnvironment]) -> BaseEnvironment:
-        """Return the fresh environment. If it did not start, for example because processes of the agent
-        overloaded the machine, start another one.
-        """
+        """Return the fresh environment. If it did not start, perhaps because of the agent, start another."""
         try:
             return await starting
         except Exception as error:

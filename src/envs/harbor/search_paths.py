@@ -26,9 +26,7 @@ RunScript = Callable[[str], Awaitable[bytes]]
 
 
 def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that match one of the tables above, with the paths of all environments, separated
-    by colons.
-    """
+    """Return the variables in the tables above, with the paths of all environments, separated by colons."""
     variables: dict[str, str] = {}
     for environment in environments:
         for name, value in environment.items():

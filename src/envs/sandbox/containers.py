@@ -216,9 +216,7 @@ class ContainerEnvironment(DockerEnvironment):
         return {section: overrides for section, overrides in sections.items() if overrides}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
-        """Download a directory of a container, within the limits of the trial. This method blocks its
-        thread.
-        """
+        """Download a directory, within the limits of the trial. This method blocks its thread."""
         directory = source.rstrip("/")
         with (
             engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client,
@@ -245,9 +243,7 @@ class ContainerEnvironment(DockerEnvironment):
             budget.is_whole = False
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
-        """Download a regular file of a container, within the limits of the trial. This method blocks its
-        thread.
-        """
+        """Download a regular file, within the limits of the trial. This method blocks its thread."""
         with (
             engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client,
             self._downloads.download(source) as budget,

@@ -167,9 +167,7 @@ def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject
 
 
 def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObject]:
-    """Return the images that compose built for the services of a project, but not the task's image, which
-    other trials use.
-    """
+    """Return the images that compose built for the services of a project, without the image of the task."""
     return [
         _DockerObject(
             kind="image",

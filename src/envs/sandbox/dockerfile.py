@@ -279,9 +279,7 @@ def _run_script(value: str) -> str:
 
 
 def _words(value: str) -> list[str]:
-    """Return the words of an instruction in either form: `a "b c"` or `["a", "b c"]`. Raises ValueError
-    otherwise.
-    """
+    """Return the words of `a "b c"` or `["a", "b c"]`. Raises ValueError otherwise."""
     if not value.startswith("["):
         return _split(value)
     words = json.loads(value)
@@ -304,9 +302,7 @@ def _copy(
     *,
     unpacks: bool,
 ) -> Copy:
-    """Parse COPY or ADD. `unpacks` is true for ADD. Archives are refused for ADD, because Docker unpacks them
-    and the sandbox does not.
-    """
+    """Parse COPY or ADD (`unpacks`). ADD of an archive is refused, because the sandbox does not unpack it."""
     instruction = "ADD" if unpacks else "COPY"
     mode, value = _copy_options(value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
@@ -356,9 +352,7 @@ def _copied(
     into_directory: bool,
     unpacks: bool,
 ) -> list[tuple[Path, str]]:
-    """Return the files and directories of the build context that match `source`, each with its path in the
-    sandbox.
-    """
+    """Return the files of the build context that match `source`, each with its path in the sandbox."""
     relative = source.lstrip("/") or "."
     matches = [context / relative]
     if any(c in relative for c in "*?["):

@@ -217,9 +217,7 @@ class SandboxEnvironment(BaseEnvironment):
         await self._upload([(Path(source_path), path)], path)
 
     async def _file_path(self, target: str, name: str) -> str:
-        """Return the path of a file that is copied to `target`: `target`/`name` if `target` is a directory,
-        as for `cp`, else `target`.
-        """
+        """Return `target`, or `target`/`name` if `target` is a directory, as for `cp`."""
         return f"{target}/{name}" if await self.is_dir(target) else target
 
     @override

@@ -317,9 +317,7 @@ def _unpack_member(
 
 
 def _rename_cut_file(path: Path, *, is_reward: bool) -> Path:
-    """Mark a truncated file by its name, so that it is not mistaken for the complete file. Remove a truncated
-    reward file.
-    """
+    """Rename a truncated file, so that it is not taken for the complete one, or remove a reward file."""
     if is_reward:
         path.unlink()
         return path

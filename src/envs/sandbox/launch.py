@@ -67,9 +67,7 @@ VISIBLE_IN_PROC = (
 
 
 class Launch:
-    """The host resources of one sandbox: a user, a directory, cgroups, the seccomp filter, and the command
-    line that starts the sandbox.
-    """
+    """The host resources of one sandbox, and the command line that starts it."""
 
     def __init__(
         self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: SandboxLimits
@@ -127,8 +125,7 @@ class Launch:
         return True
 
     async def clean_up_when_empty(self) -> None:
-        """Remove the files and cgroups. Wait up to sum(CGROUP_WAITS_S) seconds for processes of the sandbox
-        that end later than bubblewrap."""
+        """Call `clean_up` until the sandbox has no process, for up to sum(CGROUP_WAITS_S) seconds."""
         for wait_s in CGROUP_WAITS_S:
             if self.clean_up():
                 return

@@ -105,9 +105,7 @@ class SlirpNetwork:
 
     @classmethod
     async def connect(cls, namespace_pid: int, user: SandboxUser) -> SlirpNetwork:
-        """Connect the network namespace of a process to the public network. Raises SandboxError if
-        slirp4netns fails.
-        """
+        """Connect the network namespace of a process. Raises SandboxError if slirp4netns fails."""
         program = shutil.which("slirp4netns", path=PROGRAMS)
         if program is None:
             raise SandboxError(str(why_no_network()))

@@ -57,9 +57,7 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of the
-        user.
-        """
+        """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC is a limit per user."""
         return {
             resource.RLIMIT_FSIZE: self.storage_mb * 2**20,
             resource.RLIMIT_NOFILE: OPEN_FILES,

@@ -147,9 +147,7 @@ _locks: dict[Path, int] = {}  # the descriptors of the locks that this process h
 
 
 def _remove_run(directory: Path) -> bool:
-    """Remove a run's directory and cgroups. If a cgroup still has processes, keep the directory and return
-    False.
-    """
+    """Remove a run's directory and cgroups. Keep both and return False if a cgroup still has processes."""
     removed = True
     for record in sorted(directory.glob(f"*/{RECORD_NAME}")):
         removed = remove_cgroups(record) and removed
