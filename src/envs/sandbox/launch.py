@@ -102,12 +102,11 @@ class Launch:
                     seccomp=self.seccomp,
                 ),
             ]
-        except OSError as error:
+        except BaseException as error:
             self.clean_up()
+            if not isinstance(error, OSError):
+                raise
             raise SandboxError(f"cannot prepare a sandbox in {directory}: {error}") from error
-        except BaseException:
-            self.clean_up()
-            raise
 
     def clean_up(self) -> bool:
         """Remove the files and cgroups from the host and release the user. While a cgroup has processes, keep
