@@ -19,10 +19,9 @@ from itertools import batched
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from docker.errors import APIError, DockerException, NotFound
+from docker.errors import APIError, NotFound
 from harbor.constants import MAIN_SERVICE_NAME
 from harbor.environments.base import BaseEnvironment
-from requests.exceptions import RequestException
 
 from src.core.errors import AgentFault, SandboxError, boundary
 from src.core.trajectory import ZeroReason
@@ -254,16 +253,6 @@ class DockerFiles:
         carried = dict.fromkeys(changed, any_entry) if filtered.size.members else {}
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
         return FileChanges(carried=carried, removed=removed, emptied=emptied), filtered.size
-
-
-def engine_answers() -> bool:
-    """Return whether the Docker engine responds."""
-    try:
-        with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
-            client.ping()
-    except (DockerException, RequestException):
-        return False
-    return True
 
 
 def _in_container[Result](

@@ -45,7 +45,7 @@ from harbor.verifier.verifier import Verifier
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor.carried_files import ACCOUNTS, PROBE_FILE, FileChanges, probe_changes
-from src.envs.harbor.docker_files import DockerFiles, engine_answers
+from src.envs.harbor.docker_files import DockerFiles
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
@@ -158,7 +158,7 @@ class Grading:
         if isinstance(environment, SandboxEnvironment):
             return SandboxFiles(environment, verifier_variables)
         environment_type = str(getattr(environment.type(), "value", environment.type()))
-        if can_be_fresh(environment.environment_dir, environment_type) and engine_answers():
+        if can_be_fresh(environment.environment_dir, environment_type):
             return DockerFiles(environment, verifier_variables)
         return None
 
