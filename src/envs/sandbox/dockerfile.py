@@ -78,7 +78,6 @@ class MakeDirectory:
     """A directory to create with its parents."""
 
     path: str
-    line: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +124,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     environment.update(_environment(value, variables))
                 case "WORKDIR":
                     workdir = str(PurePosixPath(workdir) / _expand(_unquoted(value), variables))
-                    steps.append(MakeDirectory(path=workdir, line=line))
+                    steps.append(MakeDirectory(path=workdir))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
                         raise _refusal(f"run as the user {value}")

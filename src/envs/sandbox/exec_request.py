@@ -13,7 +13,6 @@ import fcntl
 import os
 import secrets
 import termios
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -91,6 +90,7 @@ class ExecRequest:
         self._paths = [f"{directory}/{self.token}.{name}" for name in ("stdout", "stderr")]
         self._script = f"{directory}/{number}.sh"
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._error: SandboxError | None = None  # an output could not be stored
         descriptors: list[int] = []
         try:
             for path in self._paths:
@@ -115,9 +115,13 @@ class ExecRequest:
         has the reason.
         """
         verb, argument = await self.answer
-        with _storing_output():
+        try:
             self.stdout.drain()
             self.stderr.drain()
+        except OSError as error:
+            self._fail(error)
+        if self._error is not None:
+            raise self._error
         if verb == "failed":
             self.stderr.data += f"cannot start a command: {argument}\n".encode()
         status = CANNOT_START_STATUS if verb == "failed" else int(argument)
@@ -138,19 +142,14 @@ class ExecRequest:
     def _on_output(self, stream: Stream) -> None:
         more = False
         try:
-            with _storing_output():
-                more = stream.read()
-        except SandboxError as error:
-            if not self.answer.done():
-                self.answer.set_exception(error)
+            more = stream.read()
+        except OSError as error:
+            self._fail(error)
         if not more:
             self._loop.remove_reader(stream.descriptor)
 
-
-@contextlib.contextmanager
-def _storing_output() -> Generator[None]:
-    """Convert an OSError, for example because the disk that stores the output is full."""
-    try:
-        yield
-    except OSError as error:
-        raise SandboxError(f"cannot store the output of a command: {error}") from error
+    def _fail(self, error: OSError) -> None:
+        """End the command with an error, for example because the disk that stores the output is full."""
+        self._error = SandboxError(f"cannot store the output of a command: {error}")
+        if not self.answer.done():
+            self.answer.set_exception(self._error)
