@@ -12,7 +12,6 @@ This file is long because the tables of paths and the checks that apply them bel
 from __future__ import annotations
 
 import io
-import os
 import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -140,41 +139,33 @@ class CarryRules:
         """`modules` are the module directories that existed before the agent acted, and `interpreters` are
         the directories that contained a Python interpreter.
         """
-        loaded = [
-            path
+        paths = {
+            name: [_normalize(path) for path in paths_of(name, value) if path.startswith("/")]
             for name, value in environment.items()
-            if LOADED.fullmatch(name)
-            for path in paths_of(name, value)
-            if path.startswith("/")
-        ]
-        programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
-        home_directories = [path.rstrip("/") for path in environment.get("HOME", "/root").split(":")]
-        homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
-        self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
-        workdirs = environment.get("PWD", "").split(":")
-        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
-        tools = {tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)}
+        }
+        workdirs = paths.get("PWD", [])
+        loaded = [path for name in paths if LOADED.fullmatch(name) for path in paths[name]]
         module_paths = [
             path
             for name in MODULE_VARIABLES
-            for path in map(_normalize, filter(os.path.isabs, environment.get(name, "").split(":")))
+            for path in paths.get(name, [])
             if not any(is_same_or_below(path, work) or is_same_or_below(work, path) for work in workdirs)
         ]
+        homes = [home for home in paths.get("HOME", ["/root"]) if home != "/"]
+        self._path_directories = {*paths.get("PATH", []), *map(_normalize, interpreters)}
+        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
         patterns = [
-            *tools,
-            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
-            *module_paths,
-            *map(_normalize, [*loaded, *modules]),
+            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS),
+            *(f"{home}/{name}" for home in homes for name in (".*", "bin")),
+            *(*loaded, *module_paths, *map(_normalize, modules)),
+            *(tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
         self._excluded = _compile(patterns)
         self._exceptions = _compile(EXCEPTIONS)
         self._excluded_from_exceptions = _compile(EXCLUDED_FROM_EXCEPTIONS)
-        all_patterns = [
-            *patterns,
-            *EXCLUDED_FROM_EXCEPTIONS,
-            *(f"{path}/*" for path in self._path_directories),
-        ]
+        programs = [f"{path}/*" for path in self._path_directories]
+        all_patterns = [*patterns, *EXCLUDED_FROM_EXCEPTIONS, *programs]
         self._parents = {str(parent) for pattern in all_patterns for parent in PurePosixPath(pattern).parents}
 
     def carries(self, path: str, entry: FileEntry) -> bool:
