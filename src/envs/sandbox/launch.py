@@ -21,9 +21,7 @@ from src.core.errors import SandboxError
 from src.envs.sandbox.exec_server import CONTROL, exec_server_command
 from src.envs.sandbox.network import name_servers, namespace_prefix, why_no_network
 from src.envs.sandbox.resource_limits import (
-    RECORD_NAME,
     SandboxLimits,
-    cgroup_name,
     cgroup_parents,
     join_prefix,
     remove_cgroups,
@@ -87,8 +85,7 @@ class Launch:
             resolver = self._write_resolver() if has_network else None
             self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=limits.memory_mb * 2**20))
             parents = cgroup_parents()
-            record = directory / RECORD_NAME
-            groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)
+            groups = [] if parents is None else parents.create(directory, limits)
             self.command = [
                 *join_prefix(groups),
                 *self.user.prefix(),
@@ -115,7 +112,7 @@ class Launch:
         if self.seccomp >= 0:
             os.close(self.seccomp)
             self.seccomp = -1
-        if not remove_cgroups(self.directory / RECORD_NAME):
+        if not remove_cgroups(self.directory):
             return False
         self.user.release()
         self.user = SandboxUser()

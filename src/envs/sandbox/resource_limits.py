@@ -73,12 +73,13 @@ class CgroupParents:
     version: int
     directories: tuple[Path, ...]
 
-    def create(self, name: str, limits: SandboxLimits, *, record: Path) -> list[Path]:
-        """Create the cgroups of a sandbox, set their limits and return their paths. The paths are written to
-        `record` first. Raises OSError if one of these steps fails.
+    def create(self, sandbox: Path, limits: SandboxLimits) -> list[Path]:
+        """Create the cgroups of the sandbox with the directory `sandbox`, set their limits and return their
+        paths. The paths are written to the directory first. Raises OSError if one of these steps fails.
         """
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{sandbox.parent.name}-{sandbox.name}")
         groups = [directory / f"{CGROUP_PREFIX}-{name}" for directory in self.directories]
-        record.write_text("".join(f"{group}\n" for group in groups))
+        (sandbox / RECORD_NAME).write_text("".join(f"{group}\n" for group in groups))
         for group in groups:
             group.mkdir()
             for file, value in self._values(limits):
@@ -124,10 +125,11 @@ def join_prefix(groups: Sequence[Path]) -> list[str]:
     return ["/bin/sh", "-c", JOIN, "sh", *(str(group / "cgroup.procs") for group in groups), "--"]
 
 
-def remove_cgroups(record: Path) -> bool:
-    """Remove the cgroups that `record` lists. Return False if one of them cannot be removed, for example
-    because it still has processes.
+def remove_cgroups(sandbox: Path) -> bool:
+    """Remove the cgroups of the sandbox with the directory `sandbox`. Return False if one of them cannot be
+    removed, for example because it still has processes.
     """
+    record = sandbox / RECORD_NAME
     try:
         lines = record.read_text().splitlines()
     except FileNotFoundError:
@@ -222,8 +224,3 @@ def _works(parents: CgroupParents) -> bool:
         for group in groups:
             with contextlib.suppress(OSError):
                 group.rmdir()
-
-
-def cgroup_name(directory: Path) -> str:
-    """Return the name of a sandbox's cgroups, made of the names of its run and its directory."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{directory.parent.name}-{directory.name}")

@@ -150,7 +150,7 @@ def _remove_run(directory: Path) -> bool:
     """Remove a run's directory and cgroups. Keep both and return False if a cgroup still has processes."""
     removed = True
     for record in sorted(directory.glob(f"*/{RECORD_NAME}")):
-        removed = remove_cgroups(record) and removed
+        removed = remove_cgroups(record.parent) and removed
     if removed and directory.exists():
         remove_tree(directory)
     if (descriptor := _locks.pop(directory, None)) is not None:
