@@ -301,6 +301,11 @@ IMAGE_FORGERIES = {
         graded_if("python3 -c 'import json, sys; sys.exit(json.loads(\"1\") == 1)'"),
         "echo 'loads = str' > /opt/lib/json.py",
     ),
+    "a module in PYTHONUSERBASE": (
+        "ENV PYTHONUSERBASE=/opt/user\n",
+        graded_if("python3 -c 'raise SystemExit(1)'"),
+        "d=$(python3 -m site --user-site); mkdir -p $d; echo 'import os; os._exit(0)' > $d/a.pth",
+    ),
     "the file of BASH_ENV": (
         "RUN touch /opt/settings\nENV BASH_ENV=/opt/settings\n",
         BY_BASH,

@@ -14,7 +14,6 @@ from src.envs.sandbox.resource_limits import (
     CgroupParents,
     SandboxLimits,
     cgroup_parents,
-    limits_enforced_by,
     possible_parents,
     remove_cgroups,
 )
@@ -132,12 +131,6 @@ async def test_open_files_and_core_files_are_limited() -> None:
         assert (await bubblewrap.run("ulimit -n 100000")).status != 0
 
 
-def test_the_mechanism_that_enforces_the_limits_is_reported() -> None:
-    parents = cgroup_parents()
-    expected = "limits per process and per user only" if parents is None else f"cgroup v{parents.version}"
-    assert limits_enforced_by().startswith(expected)
-
-
 @needs_cgroup
 async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
     parents = cgroup_parents()
@@ -165,7 +158,7 @@ async def test_files_are_removed_after_the_last_wait(
     )
     attempts = iter([False, False])
     monkeypatch.setattr(
-        launch, "remove_cgroups", lambda record: next(attempts, True) and remove_cgroups(record)
+        launch, "remove_cgroups", lambda sandbox: next(attempts, True) and remove_cgroups(sandbox)
     )
     await prepared.clean_up_when_empty()
     assert not directory.exists()
@@ -183,7 +176,7 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_run(
     ended_run = tmp_path / f"ended-{os.getpid()}"
     sandbox_directory = ended_run / "1-trial"
     sandbox_directory.mkdir(parents=True)
-    cgroups = parents.create(f"ended-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
+    cgroups = parents.create(sandbox_directory, SandboxLimits())
     assert all(cgroup.is_dir() for cgroup in cgroups)
     remove_ended_runs()
     assert not any(cgroup.exists() for cgroup in cgroups)
@@ -195,9 +188,10 @@ def test_cgroup_v2_limits_memory_swap_and_processes(tmp_path: Path) -> None:
     cgroup = parent / "agent-trainer-run-1"
     parents = CgroupParents(version=2, directories=(parent,))
     cgroup.mkdir(parents=True)
-    record = tmp_path / "cgroups"
+    sandbox_directory = tmp_path / "run" / "1"
+    sandbox_directory.mkdir(parents=True)
     with pytest.raises(FileExistsError):  # a cgroup with this name exists
-        parents.create("run-1", SandboxLimits(), record=record)
+        parents.create(sandbox_directory, SandboxLimits())
     for file in ("memory.max", "memory.swap.max", "pids.max"):
         (cgroup / file).touch()
 
@@ -206,11 +200,11 @@ def test_cgroup_v2_limits_memory_swap_and_processes(tmp_path: Path) -> None:
             pass
 
     parents = CgroupParents(version=2, directories=(ExistingDirectory(parent),))
-    parents.create("run-1", SandboxLimits(processes=7, memory_mb=3), record=record)
+    parents.create(sandbox_directory, SandboxLimits(processes=7, memory_mb=3))
     written = {path.name: path.read_text() for path in cgroup.iterdir()}
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
-    assert remove_cgroups(record) is False, "a cgroup that cannot be removed stays recorded"
-    assert record.exists()
+    assert remove_cgroups(sandbox_directory) is False, "a cgroup that cannot be removed stays recorded"
+    assert (sandbox_directory / "cgroups").exists()
 
 
 def cgroup_v2(directory: Path, *, enabled: str, processes: str = "") -> Path:

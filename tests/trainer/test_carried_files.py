@@ -131,12 +131,24 @@ def test_a_tool_in_opt_is_not_carried_over_unless_it_is_the_work() -> None:
     assert CarryRules({"PATH": "/opt/bin", "PWD": "/app"}).carries("/opt/data", file)
 
 
-@pytest.mark.parametrize("name", ["GIT_CONFIG_GLOBAL", "PIP_CONFIG_FILE", "LD_AUDIT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GIT_CONFIG_GLOBAL", "PIP_CONFIG_FILE", "LD_AUDIT", "XDG_CONFIG_HOME", "PYTHONUSERBASE"),
+        *("CURL_HOME", "HGRCPATH", "CCACHE_CONFIGPATH", "npm_config_userconfig"),
+    ],
+)
 def test_files_that_variables_name_are_not_carried_over(name: str) -> None:
     rules = CarryRules(search_variables({"PATH": "/usr/bin", name: "/opt/settings"}))
     file = FileEntry(kind="f", mode=0o644, size=1)
     assert not rules.carries("/opt/settings", file) and not rules.removes("/opt/settings")
     assert rules.carries("/opt/data", file)
+
+
+def test_files_that_variables_of_a_task_name_are_carried_over() -> None:
+    names = ("OUTPUT_PATH", "DATA_HOME", "APP_CONFIG", "SRC", "PIPELINE", "XDG_RUNTIME_DIR", "PYTHON_DIR")
+    rules = CarryRules(search_variables({name: f"/data/{name}" for name in names}))
+    assert all(rules.carries(f"/data/{name}", FileEntry(kind="f", mode=0o644, size=1)) for name in names)
 
 
 def test_module_paths_are_not_carried_over_unless_they_are_the_work() -> None:
@@ -167,7 +179,7 @@ def test_settings_that_programs_look_for_are_not_carried_over() -> None:
             "/.git/config",
             "/package.json",
             "/go.work",
-            "/etc/mavenrc",
+            *("/etc/mavenrc", "/etc/inputrc", "/etc/mercurial/hgrc", "/etc/ccache.conf"),
         ),
         *("/etc/xdg/pip/pip.conf", "/usr/local/share/lua/5.4/a.lua", "/var/lib/gems/3.1.0/a.rb"),
     )

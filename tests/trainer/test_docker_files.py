@@ -18,7 +18,7 @@ from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
 from src.envs.harbor import carried_files
 from src.envs.harbor.carried_files import FileChanges
-from src.envs.harbor.docker_files import ADDED, MODIFIED, DockerFiles
+from src.envs.harbor.docker_files import ADDED, GO_MODE_DIRECTORY, MODIFIED, DockerFiles
 
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
 
@@ -63,7 +63,8 @@ class FakeContainer:
             unchanged.size = 2000
             archive.addfile(unchanged, io.BytesIO(bytes(2000)))
         data = packed.getvalue()
-        return (data[start : start + self._chunk_size] for start in range(0, len(data), self._chunk_size)), {}
+        chunks = (data[start : start + self._chunk_size] for start in range(0, len(data), self._chunk_size))
+        return chunks, {"mode": GO_MODE_DIRECTORY | 0o755}
 
 
 async def export(
@@ -136,7 +137,8 @@ class TreeContainer:
                 else:
                     member.size = 600
                 archive.addfile(member, io.BytesIO(bytes(member.size)))
-        return (data for data in [packed.getvalue()]), {}
+        is_directory = any(other.startswith(f"{path}/") for other in self._kinds)
+        return (data for data in [packed.getvalue()]), {"mode": GO_MODE_DIRECTORY if is_directory else 0}
 
 
 @pytest.mark.parametrize("is_large", [False, True])

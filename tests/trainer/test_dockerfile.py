@@ -149,7 +149,7 @@ def test_copy_does_not_unpack_an_archive(tmp_path: Path) -> None:
 def test_a_comment_may_contain_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nWORKDIR /app\n")
     (step,) = parse_dockerfile(tmp_path / "Dockerfile").steps
-    assert step == MakeDirectory(path="/app", line=3)
+    assert step == MakeDirectory(path="/app")
 
 
 def build_plan(directory: Path, dockerfile: str) -> BuildPlan:

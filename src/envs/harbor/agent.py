@@ -149,18 +149,6 @@ class TrainingTerminus2(Terminus2):
         return interaction
 
     @override
-    def _limit_output_length(self, output: str, max_bytes: int = 10000) -> str:
-        """Return Harbor's result, but encode the whole output (up to 16 MiB) once instead of twice."""
-        if len(output) <= 2 * max_bytes:
-            return super()._limit_output_length(output, max_bytes)
-        half = max_bytes // 2
-        first = output[:max_bytes].encode()[:half].decode(errors="ignore")
-        last = output[-max_bytes:].encode()[-half:].decode(errors="ignore")
-        omitted = len(output.encode()) - len(first.encode()) - len(last.encode())
-        notice = f"[... output limited to {max_bytes} bytes; {omitted} interior bytes omitted ...]"
-        return f"{first}\n{notice}\n{last}"
-
-    @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Run the agent on the task. Raises TrainerError if grading is impossible, and errors of Terminus-2
         that are not errors of the terminal.

@@ -12,12 +12,11 @@ This file is long because the tables of paths and the checks that apply them bel
 from __future__ import annotations
 
 import io
-import os
 import re
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO
 
@@ -43,9 +42,9 @@ STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
     "/etc/z*", "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
-    "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
-    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
-    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*", "/etc/dpkg/dpkg.cfg*", "/etc/gdb",
+    "/etc/*rc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
+    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/vim", "/etc/apt/apt.conf*",
+    "/etc/dpkg/dpkg.cfg*", "/etc/gdb", "/etc/mercurial", "/etc/ccache*",
     "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
@@ -68,8 +67,8 @@ SETTINGS = (  # more files that programs read
     # Grading in place does not remove these, because a package that the agent installed may need them.
     # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
-    "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/gemrc", "/etc/irbrc", "/etc/conda", "/etc/rustup",
-    "/etc/julia", "/etc/ipython", "/etc/jupyter", "/etc/emacs", "/etc/octave*",
+    "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/conda", "/etc/rustup", "/etc/julia", "/etc/ipython",
+    "/etc/jupyter", "/etc/emacs", "/etc/octave*",
     # Programs look for these in the parent directories of the tests.
     "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
     "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
@@ -122,9 +121,6 @@ class FileChanges:
     unlocked: Sequence[str] = ()  # directories that need OWNER_ACCESS for these changes
     symlinks: frozenset[str] = frozenset()  # links that existed before the agent acted, minus `removed`
 
-    def affect(self, path: str) -> bool:
-        return path in self.carried or path in self.removed
-
 
 class CarryRules:
     """The tables above, extended by the search paths in the environment variables of a task and by the files
@@ -143,40 +139,33 @@ class CarryRules:
         """`modules` are the module directories that existed before the agent acted, and `interpreters` are
         the directories that contained a Python interpreter.
         """
-        loaded = [
-            path
-            for name in LOADED
-            for path in paths_of(name, environment.get(name, ""))
-            if path.startswith("/")
-        ]
-        programs = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
-        home_directories = [path.rstrip("/") for path in environment.get("HOME", "/root").split(":")]
-        homes = [f"{home}/{name}" for home in home_directories if home for name in (".*", "bin")]
-        self._path_directories = {_normalize(path) for path in (*programs, *interpreters)}
-        workdirs = environment.get("PWD", "").split(":")
-        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
-        tools = {tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)}
+        paths = {
+            name: [_normalize(path) for path in paths_of(name, value) if path.startswith("/")]
+            for name, value in environment.items()
+        }
+        workdirs = paths.get("PWD", [])
+        loaded = [path for name in paths if LOADED.fullmatch(name) for path in paths[name]]
         module_paths = [
             path
             for name in MODULE_VARIABLES
-            for path in map(_normalize, filter(os.path.isabs, environment.get(name, "").split(":")))
+            for path in paths.get(name, [])
             if not any(is_same_or_below(path, work) or is_same_or_below(work, path) for work in workdirs)
         ]
+        homes = [home for home in paths.get("HOME", ["/root"]) if home != "/"]
+        self._path_directories = {*paths.get("PATH", []), *map(_normalize, interpreters)}
+        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
         patterns = [
-            *tools,
-            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS, *homes),
-            *module_paths,
-            *map(_normalize, [*loaded, *modules]),
+            *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS),
+            *(f"{home}/{name}" for home in homes for name in (".*", "bin")),
+            *(*loaded, *module_paths, *map(_normalize, modules)),
+            *(tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
         self._excluded = _compile(patterns)
         self._exceptions = _compile(EXCEPTIONS)
         self._excluded_from_exceptions = _compile(EXCLUDED_FROM_EXCEPTIONS)
-        all_patterns = [
-            *patterns,
-            *EXCLUDED_FROM_EXCEPTIONS,
-            *(f"{path}/*" for path in self._path_directories),
-        ]
+        programs = [f"{path}/*" for path in self._path_directories]
+        all_patterns = [*patterns, *EXCLUDED_FROM_EXCEPTIONS, *programs]
         self._parents = {str(parent) for pattern in all_patterns for parent in PurePosixPath(pattern).parents}
 
     def carries(self, path: str, entry: FileEntry) -> bool:
@@ -209,22 +198,6 @@ class CarryRules:
         if self._exceptions.match(path):
             return not self._excluded_from_exceptions.match(path)
         return not self._excluded.match(path)
-
-
-def carry_rules(
-    environment: Mapping[str, str], modules: Iterable[str] = (), interpreters: Iterable[str] = ()
-) -> CarryRules:
-    """Return `CarryRules`, which are cached because the environments of most trials have equal variables."""
-    return _carry_rules(
-        tuple(sorted(environment.items())), tuple(sorted(modules)), tuple(sorted(interpreters))
-    )
-
-
-@lru_cache(maxsize=64)
-def _carry_rules(
-    environment: tuple[tuple[str, str], ...], modules: tuple[str, ...], interpreters: tuple[str, ...]
-) -> CarryRules:
-    return CarryRules(dict(environment), modules, interpreters)
 
 
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:
@@ -272,8 +245,13 @@ def changes_between(
     """Return the changes from `before` to `after`. Raises AgentFault if they exceed the limits."""
     changed = {path: entry for path, entry in after.items() if before.get(path) != entry}
     carried = {path: entry for path, entry in changed.items() if rules.carries(path, entry)}
-    locked = {path for path, entry in before.items() if _is_locked(entry)}
-    # The archive restores the mode of a locked directory, so it must contain the parents of changed files.
+    # The directories whose owner lacks a part of OWNER_ACCESS. The archive restores their modes, so it must
+    # contain the parents of changed files.
+    locked = {
+        path
+        for path, entry in before.items()
+        if entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
+    }
     for parent in locked.intersection([path.rpartition("/")[0] for path in carried], after):
         if rules.carries(parent, after[parent]):
             carried[parent] = after[parent]
@@ -341,18 +319,25 @@ class FilteredArchive:
         self.size = ArchiveSize()
 
     def add(
-        self, source: IO[bytes], directory: str = "/", *, keep: Callable[[str], bool] = lambda path: True
+        self,
+        source: IO[bytes],
+        directory: str = "/",
+        *,
+        keep: Callable[[str], bool] = lambda path: True,
+        max_members: int | None = None,
     ) -> None:
         """Add the members of the archive `source` that are carried over and for whose path `keep` is true.
-        The names of the members in `source` are relative to `directory`. A hard link to a file that is not
-        added becomes a file with the contents of that file.
+        Only the first `max_members` members are read (None: all). The names of the members in `source` are
+        relative to `directory`. A hard link to a file that is not added becomes a file with the contents of
+        that file.
 
         Raises AgentFault if `source` is not a tar archive or exceeds the limits.
         """
         files: dict[str, tarfile.TarInfo] = {}
+        source.seek(0)
         try:
             with tarfile.open(fileobj=source, mode="r:", errors="surrogateescape") as archive:
-                for member in archive:
+                for member in islice(archive, max_members):
                     path = _normalize(f"{directory}/{member.name}")
                     if member.isreg():
                         files[path] = member
@@ -497,11 +482,6 @@ def leads_to_verifier(path: str, target: str) -> bool:
         destination == reserved or destination.startswith(f"{reserved}/") or reserved.startswith(prefix)
         for reserved in VERIFIER_PATHS
     )
-
-
-def _is_locked(entry: FileEntry) -> bool:
-    """Return whether the entry is a directory whose owner lacks a part of OWNER_ACCESS."""
-    return entry.kind == "d" and entry.mode & OWNER_ACCESS != OWNER_ACCESS
 
 
 def is_below(path: str, directories: Collection[str]) -> bool:

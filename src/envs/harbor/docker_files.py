@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from itertools import batched
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from docker.errors import APIError, DockerException, NotFound
+from docker.errors import APIError, NotFound
 from harbor.constants import MAIN_SERVICE_NAME
 from harbor.environments.base import BaseEnvironment
-from requests.exceptions import RequestException
 
 from src.core.errors import AgentFault, SandboxError, boundary
 from src.core.trajectory import ZeroReason
@@ -41,8 +39,9 @@ from src.envs.harbor.carried_files import (
     FilteredArchive,
     check_limits,
     is_below,
+    is_same_or_below,
 )
-from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
+from src.envs.harbor.search_paths import search_paths
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -50,6 +49,8 @@ ENGINE_TIMEOUT_S = 120
 MAX_REQUESTS = 50  # for more changed paths, an archive of their directory is exported
 MAX_DIRECTORY_BYTES = 2**28  # the size of the largest such archive
 MAX_EXPORT_REQUESTS = 5000  # the number of requests of one export; a request takes up to 0.1 s
+MAX_HEADER_BYTES = 2**16  # of the first member of an archive, with its extended headers
+GO_MODE_DIRECTORY = 1 << 31  # os.ModeDir of Go, in the status of a path
 MAX_PREFIXES = 200  # the number of prefixes that are searched for Python interpreters
 MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
@@ -99,14 +100,14 @@ class _Export:
         """Add `paths` from one archive of `directory`, which also contains the unchanged files. Return False
         if this archive is too large, or if `directory` is `/` or does not exist.
         """
-        if directory == "/" or (stream := self._archive(directory)) is None:
+        if directory == "/" or (answer := self._archive(directory)) is None:
             return False
-        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
-            for chunk in stream:
+        chunks, _ = answer
+        with contextlib.closing(chunks), tempfile.TemporaryFile() as packed:
+            for chunk in chunks:
                 packed.write(chunk)
                 if packed.tell() > MAX_DIRECTORY_BYTES:
                     return False
-            packed.seek(0)
             exact = set(paths)
             self.filtered.add(
                 packed,
@@ -116,16 +117,14 @@ class _Export:
         return True
 
     def add(self, path: str, *, is_new: bool) -> None:
-        """Add `path` to the archive. For a directory that the image already has, add only the directory
-        itself.
-        """
-        if (stream := self._archive(path)) is None:
+        """Add `path`, without the contents of a directory that the image already has."""
+        if (answer := self._archive(path)) is None:
             return
-        directory = str(PurePosixPath(path).parent)
+        chunks, status = answer
+        is_old_directory = not is_new and bool(status["mode"] & GO_MODE_DIRECTORY)
         # An open stream would prevent the engine from removing the container, so the stream is always closed.
-        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
-            first: tarfile.TarInfo | None = None
-            for chunk in stream:
+        with contextlib.closing(chunks), tempfile.TemporaryFile() as packed:
+            for chunk in chunks:
                 packed.write(chunk)
                 self.num_bytes += len(chunk)
                 if self.num_bytes > self.limit:
@@ -133,19 +132,14 @@ class _Export:
                         ZeroReason.FILES_TOO_LARGE,
                         f"{path} and other files that the agent changed have more than {self.limit} bytes",
                     )
-                if is_new or first is not None:
-                    continue
-                first = _first_member(packed)
-                if first is not None and first.isdir():
-                    _truncate(packed, first)
-                    self.filtered.add(packed, directory)
-                    return
-            packed.seek(0)
-            self.filtered.add(packed, directory)
+                if is_old_directory and packed.tell() >= MAX_HEADER_BYTES:
+                    break
+            max_members = 1 if is_old_directory else None
+            self.filtered.add(packed, str(PurePosixPath(path).parent), max_members=max_members)
 
     def _archive(self, path: str) -> Any:
-        """Return a stream of the archive of `path`, or None if the path does not exist. Raises AgentFault
-        after MAX_EXPORT_REQUESTS requests.
+        """Return a stream of the archive of `path` and the status of `path`, or None if the path does not
+        exist. Raises AgentFault after MAX_EXPORT_REQUESTS requests.
         """
         self.num_requests += 1
         if self.num_requests > MAX_EXPORT_REQUESTS:
@@ -154,7 +148,7 @@ class _Export:
                 f"the files that the agent changed need more than {MAX_EXPORT_REQUESTS} requests",
             )
         try:
-            return self.container.get_archive(path)[0]
+            return self.container.get_archive(path)
         except NotFound:
             return None
 
@@ -169,7 +163,6 @@ class DockerFiles:
         self._environment = environment
         self._verifier_variables = verifier_variables
         self._variables: Mapping[str, str] = {}
-        self._mounts: tuple[str, ...] = ()
         self._accounts = b""
         self._baseline = ArchiveSize()
 
@@ -189,9 +182,8 @@ class DockerFiles:
                 variables["PWD"] = workdir
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
-            homes = {"HOME": home_directories(self._accounts, variables["PWD"])}
-            self._variables = await with_link_targets(
-                search_variables(variables, self._verifier_variables, libraries, homes), output_of
+            self._variables = await search_paths(
+                self._accounts, output_of, variables, self._verifier_variables, libraries
             )
             await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 
@@ -210,9 +202,7 @@ class DockerFiles:
             await asyncio.to_thread(_in_container, fresh, _unpack, archive, changes)
 
     def _measure_volumes(self, container: Any) -> None:
-        """Export the files before the agent acts, discard the archive and record its size. Raises
-        SandboxError if the volumes of the image exceed the limits.
-        """
+        """Record the size of the first archive. Raises SandboxError if it exceeds the limits."""
         if not (volumes := _volumes(container)):
             return
         with open(os.devnull, "wb") as archive:
@@ -226,7 +216,7 @@ class DockerFiles:
                 ) from fault
 
     def _export(self, container: Any, archive: IO[bytes]) -> tuple[FileChanges, ArchiveSize]:
-        self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
+        mounts = [mount["Destination"] for mount in container.attrs["Mounts"]]
         difference = _difference(container)
         modules = {path[: match.end()] for path in difference for match in MODULE_DIRECTORY.finditer(path)}
         modules = {path for path in modules if difference.get(path, MODIFIED) == MODIFIED}
@@ -234,14 +224,14 @@ class DockerFiles:
         removed = [
             path
             for path, kind in difference.items()
-            if kind == REMOVED and rules.removes(path) and self._is_inside(path)
+            if kind == REMOVED and rules.removes(path) and _is_outside(path, mounts)
         ]
         # The engine reports no types, modes or sizes. `FilteredArchive` checks them for each member.
         any_entry = FileEntry(kind="d", mode=0, size=0)
         changed = {
             path: kind
             for path, kind in difference.items()
-            if kind != REMOVED and rules.carries(path, any_entry) and self._is_inside(path)
+            if kind != REMOVED and rules.carries(path, any_entry) and _is_outside(path, mounts)
         }
         # The difference does not contain the volumes of the image (VOLUME), so they are exported completely.
         volumes = _volumes(container)
@@ -264,23 +254,6 @@ class DockerFiles:
         emptied = [path for path in volumes if path in carried and rules.removes(path)]
         return FileChanges(carried=carried, removed=removed, emptied=emptied), filtered.size
 
-    def _is_inside(self, path: str) -> bool:
-        """Return whether `path` is outside all mounts and contains no mount."""
-        return not any(
-            path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
-            for mount in self._mounts
-        )
-
-
-def engine_answers() -> bool:
-    """Return whether the Docker engine responds."""
-    try:
-        with engine(timeout_s=ENGINE_TIMEOUT_S) as client:
-            client.ping()
-    except (DockerException, RequestException):
-        return False
-    return True
-
 
 def _in_container[Result](
     environment: BaseEnvironment, function: Callable[..., Result], *args: object
@@ -292,6 +265,11 @@ def _in_container[Result](
 
 def _volumes(container: Any) -> list[str]:
     return [mount["Destination"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
+
+
+def _is_outside(path: str, mounts: Sequence[str]) -> bool:
+    """Return whether `path` is outside all mounts and contains no mount."""
+    return not any(is_same_or_below(path, mount) or is_same_or_below(mount, path) for mount in mounts)
 
 
 def _variables(container: Any) -> dict[str, str]:
@@ -388,25 +366,3 @@ def _unpack(container: Any, archive: IO[bytes], changes: FileChanges) -> None:
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be unpacked: {error.explanation}"
             ) from error
-
-
-def _first_member(packed: IO[bytes]) -> tarfile.TarInfo | None:
-    """Return the first member of the archive, or None if the headers of the member are incomplete or
-    invalid.
-    """
-    packed.seek(0)
-    try:
-        with tarfile.open(fileobj=packed, mode="r:", errors="surrogateescape") as archive:
-            return archive.next()
-    except (tarfile.TarError, ValueError, OverflowError, EOFError):
-        return None
-    finally:
-        packed.seek(0, 2)
-
-
-def _truncate(packed: IO[bytes], first: tarfile.TarInfo) -> None:
-    """Truncate the archive to its first member, which is a directory."""
-    packed.truncate(first.offset_data)
-    packed.seek(0, 2)
-    packed.write(bytes(2 * tarfile.BLOCKSIZE))
-    packed.seek(0)

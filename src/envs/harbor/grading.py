@@ -44,8 +44,8 @@ from harbor.verifier.verifier import Verifier
 
 from src.core.errors import AgentFault, SandboxError
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import PROBE_FILE, FileChanges, probe_changes
-from src.envs.harbor.docker_files import DockerFiles, engine_answers
+from src.envs.harbor.carried_files import ACCOUNTS, PROBE_FILE, FileChanges, probe_changes
+from src.envs.harbor.docker_files import DockerFiles
 from src.envs.harbor.fresh_environment import fresh_environment
 from src.envs.harbor.grading_method import GradingMethod, GradingMode, can_be_fresh
 from src.envs.harbor.in_place import clean_in_place
@@ -55,6 +55,7 @@ from src.envs.harbor.trial_result import require_graded_end
 from src.envs.harbor.verifier_reward import verifier_reward
 from src.envs.sandbox.containers import ContainerEnvironment
 from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.sandbox_directory import remove_path
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +150,7 @@ class Grading:
         self._started.clear()
 
     def _agent_files(self) -> AgentFiles | None:
-        """Return the agent's files, or None if the trial is graded in place or in a separate verifier
-        environment.
-        """
+        """Return the agent's files, or None if the trial is not graded in a fresh environment."""
         environment = self._trial.agent_environment
         if self._is_separate or self._method.mode is GradingMode.IN_PLACE:
             return None
@@ -159,7 +158,7 @@ class Grading:
         if isinstance(environment, SandboxEnvironment):
             return SandboxFiles(environment, verifier_variables)
         environment_type = str(getattr(environment.type(), "value", environment.type()))
-        if can_be_fresh(environment.environment_dir, environment_type) and engine_answers():
+        if can_be_fresh(environment.environment_dir, environment_type):
             return DockerFiles(environment, verifier_variables)
         return None
 
@@ -228,17 +227,16 @@ class Grading:
                     ZeroReason.SANDBOX_BROKEN, f"the agent's files cannot be exported: {error}"
                 ) from error
             # Every file in this directory must come from the verifier of the fresh environment.
-            _clear(self._trial.paths.verifier_dir)
+            for path in self._trial.paths.verifier_dir.iterdir():
+                remove_path(path)
             fresh = await self._await_fresh(self._fresh)
-            if isinstance(fresh, ContainerEnvironment) and changes.affect("/etc/passwd"):
+            if isinstance(fresh, ContainerEnvironment) and ACCOUNTS in changes.carried:
                 await fresh.keep_home(self._trial.task.config.verifier.user)
             await files.unpack(fresh, archive, changes)
         self.environment = fresh
 
     async def _await_fresh(self, starting: asyncio.Task[BaseEnvironment]) -> BaseEnvironment:
-        """Return the fresh environment. If it did not start, for example because processes of the agent
-        overloaded the machine, start another one.
-        """
+        """Return the fresh environment. If it did not start, perhaps because of the agent, start another."""
         try:
             return await starting
         except Exception as error:
@@ -340,15 +338,6 @@ async def graded(trial: Trial, method: GradingMethod) -> AsyncGenerator[Grading]
     finally:
         del _gradings[key]
         await asyncio.shield(asyncio.ensure_future(grading.close()))
-
-
-def _clear(directory: Path) -> None:
-    """Remove the contents of a directory without following links."""
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 async def _stop(environment: BaseEnvironment) -> None:

@@ -85,9 +85,7 @@ def parse_grading_option(
 
 
 def task_checksum(directory: Path) -> str:
-    """Return a SHA-256 of the names, the contents and the executable bits of a task's files. The task's
-    grading.json is left out.
-    """
+    """Return a SHA-256 of the names, contents and executable bits of a task's files except grading.json."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path != directory / RECORD_NAME:
@@ -99,9 +97,7 @@ def task_checksum(directory: Path) -> str:
 
 
 def write_records(directory: Path, environment_type: str, methods: Mapping[Task, GradingMethod]) -> Path:
-    """Write the grading methods of the tasks for one environment type to grading.json in `directory`. Return
-    the path of the file.
-    """
+    """Write the methods of tasks for one environment type to grading.json in `directory`. Return its path."""
     path = directory / RECORD_NAME
     records = _records(path)
     for task, method in methods.items():

@@ -18,9 +18,7 @@ from src.records.atomic_io import replace_text
 
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:
-    """Write config.json and result.json to `directory`, for the trials in it that have ended. Write nothing
-    if no trial has ended.
-    """
+    """Write config.json and result.json for the trials in `directory` that have ended, if there are any."""
     results = [result for trial_dir in sorted(directory.glob("*")) if (result := trial_result(trial_dir))]
     if not results:
         return

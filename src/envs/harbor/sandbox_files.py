@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -16,16 +16,16 @@ from src.envs.harbor.carried_files import (
     LISTING_FORMAT,
     MAX_BYTES,
     MAX_LISTING_BYTES,
+    CarryRules,
     FileChanges,
     FileEntry,
     FilteredArchive,
-    carry_rules,
     changes_between,
     interpreter_directories,
     module_directories,
     parse_listing,
 )
-from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
+from src.envs.harbor.search_paths import search_paths
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 from src.envs.sandbox.file_copy import write_untrusted_file
 
@@ -56,19 +56,19 @@ class SandboxFiles:
 
     def __init__(self, environment: SandboxEnvironment, verifier_variables: Mapping[str, str]) -> None:
         self._environment = environment
+        self._verifier_variables = verifier_variables
         self._before: Mapping[str, FileEntry] = {}
-        self._variables = search_variables(environment.environment_variables, verifier_variables)
-        self._rules = carry_rules(self._variables)
+        self._variables: Mapping[str, str] = {}
         self._accounts = b""
 
     async def snapshot(self) -> None:
         self._before = await self._list()
         self._accounts = await self._output_of(f"cat {ACCOUNTS}")
-        homes = {"HOME": home_directories(self._accounts, self._variables["PWD"])}
-        self._rules = carry_rules(
-            await with_link_targets(search_variables(self._variables, homes), self._output_of),
-            module_directories(self._before),
-            interpreter_directories(self._before),
+        self._variables = await search_paths(
+            self._accounts,
+            self._output_of,
+            self._environment.environment_variables,
+            self._verifier_variables,
         )
 
     async def freeze(self) -> None:
@@ -77,20 +77,30 @@ class SandboxFiles:
         """
         await self._environment.kill_processes()
         if self._environment.held_uploads is None:
-            self._environment.hold_uploads()
+            self._environment.held_uploads = []
 
     async def export(self, archive: IO[bytes]) -> FileChanges:
         after = await self._list(unlock=UNLOCK)
-        changes = await asyncio.to_thread(changes_between, self._before, after, self._rules)
+        rules = await asyncio.to_thread(
+            CarryRules,
+            self._variables,
+            module_directories(self._before),
+            interpreter_directories(self._before),
+        )
+        changes = await asyncio.to_thread(changes_between, self._before, after, rules)
         uploads = self._environment.held_uploads or []
         if not changes.carried and not uploads:
             return changes
-        with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
+        filtered = FilteredArchive(archive, rules, changes, accounts=self._accounts)
+        with tempfile.TemporaryFile() as packed:
             if changes.carried:
                 await self._pack(changes, packed)
-            await asyncio.to_thread(
-                self._filter, packed, archive, changes, uploads, Path(scratch) / "uploads.tar"
-            )
+                await asyncio.to_thread(filtered.add, packed)
+        if uploads:  # They come last, so they replace files of the same name.
+            with tempfile.NamedTemporaryFile() as packed:
+                await asyncio.to_thread(write_archive, Path(packed.name), uploads)
+                await asyncio.to_thread(filtered.add, packed)
+        filtered.close()
         return changes
 
     async def unpack(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
@@ -112,27 +122,6 @@ class SandboxFiles:
                 ZeroReason.FILES_UNREADABLE,
                 f"the agent's files cannot be unpacked in a fresh sandbox: {reason}",
             )
-
-    def _filter(
-        self,
-        packed: IO[bytes],
-        archive: IO[bytes],
-        changes: FileChanges,
-        uploads: Sequence[tuple[Path, str]],
-        uploads_archive: Path,
-    ) -> None:
-        """Write the allowed files to `archive`. The uploads come last, so they replace files of the same
-        name.
-        """
-        filtered = FilteredArchive(archive, self._rules, changes, accounts=self._accounts)
-        if changes.carried:
-            packed.seek(0)
-            filtered.add(packed)
-        if uploads:
-            write_archive(uploads_archive, uploads)
-            with uploads_archive.open("rb") as file:
-                filtered.add(file)
-        filtered.close()
 
     async def _output_of(self, script: str) -> bytes:
         return (await self._environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S)).stdout

@@ -7,19 +7,18 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-# fmt: off
-LOADED = (  # variables that name files, or directories of files, with code or with settings of programs
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "BASH_ENV", "ENV", "INPUTRC", "OPENSSL_CONF",
-    "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "WGETRC", "PYTHONHOME",
-    "PYTHONSTARTUP", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "NPM_CONFIG_USERCONFIG", "NPM_CONFIG_GLOBALCONFIG",
+# Matches variables of the loader and of common programs that name files, or directories of files, with code
+# or settings. Not every variable counts, because a task can name its data with a variable such as OUTPUT_DIR.
+LOADED = re.compile(
+    r"(?:LD|GCONV|OPENSSL|CURL|CCACHE|GIT_EXEC|GIT_TEMPLATE)_\w+|(?:GIT|NPM|PIP|UV|XDG)_CONFIG_\w+"
+    r"|PYTHON(?!PATH)[A-Z]+|BASH_ENV|ENV|INPUTRC|WGETRC|HGRCPATH",
+    re.IGNORECASE,
 )
-# fmt: on
 # The variables that name the directories in which interpreters look for modules.
 MODULE_VARIABLES = ("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB")
-# HOME is among the variables because programs read the hidden files of that directory. PWD is among them
-# because a directory in /opt that contains the working directory of the task does not count as an installed
-# program (`CarryRules`).
-VARIABLES = ("PATH", "HOME", "PWD", *LOADED, *MODULE_VARIABLES)
+# Programs read the hidden files of HOME. PWD is needed because a directory in /opt that contains the working
+# directory of the task does not count as an installed program (`CarryRules`).
+OTHER_VARIABLES = ("PATH", "HOME", "PWD")
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -27,11 +26,12 @@ RunScript = Callable[[str], Awaitable[bytes]]
 
 
 def search_variables(*environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the `VARIABLES` with the paths of all environments, separated by colons."""
+    """Return the variables in the tables above, with the paths of all environments, separated by colons."""
     variables: dict[str, str] = {}
-    for name in VARIABLES:
-        if values := [environment[name] for environment in environments if name in environment]:
-            variables[name] = ":".join(values)
+    for environment in environments:
+        for name, value in environment.items():
+            if LOADED.fullmatch(name) or name in MODULE_VARIABLES or name in OTHER_VARIABLES:
+                variables[name] = f"{variables[name]}:{value}" if name in variables else value
     return variables
 
 
@@ -45,6 +45,15 @@ def home_directories(accounts: bytes, workdirs: str) -> str:
     fields = [line.split(":") for line in accounts.decode("utf-8", "surrogateescape").splitlines()]
     homes = dict.fromkeys(line[5].rstrip("/") for line in fields if len(line) > 5)
     return ":".join(home for home in homes if home.startswith("/") and home not in workdirs.split(":"))
+
+
+async def search_paths(accounts: bytes, run: RunScript, *environments: Mapping[str, str]) -> dict[str, str]:
+    """Return the `search_variables` of all environments with the targets of symbolic links. HOME also
+    contains the home directories of `accounts`, the contents of /etc/passwd.
+    """
+    variables = search_variables(*environments)
+    homes = {"HOME": home_directories(accounts, variables["PWD"])}
+    return await with_link_targets(search_variables(variables, homes), run)
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:

@@ -27,7 +27,7 @@ from src.core.errors import BackendError, PromptTooLong, TrainerError, boundary
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.message_env import turn_seed
-from src.policy.chat import Chat
+from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import Policy, SampleRequest
 
 
@@ -65,7 +65,7 @@ class TinkerLLM(BaseLLM):
         self._chat = chat
         self._limits = limits
         self._model_name = model_name
-        self._messages: list[tuple[str, str]] = []  # (role, content) of the recorded main conversation
+        self._messages: list[Message] = []  # of the recorded main conversation
         # number of messages n -> (prompt ids, completion ids), which together encode the first n messages of
         # the main conversation
         self._ids: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
@@ -86,7 +86,7 @@ class TinkerLLM(BaseLLM):
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent
-        messages = [*_pairs(history or []), ("user", prompt)]
+        messages = [*_plain(history or []), {"role": "user", "content": prompt}]
         prompt_ids, num_reused = self._prompt(messages)
         max_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
         if max_tokens == 0:
@@ -125,17 +125,17 @@ class TinkerLLM(BaseLLM):
 
     def count_tokens(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of tokens of a conversation, by the tokenizer of the model."""
-        messages = _pairs(history)
+        messages = _plain(history)
         if not messages:
             return 0
         if messages == self._messages:
             return sum(map(len, self._ids[len(messages)]))
-        return len(self._chat.render(_dicts(messages)))
+        return len(self._chat.render(messages))
 
     @property
     def conversation(self) -> list[Mapping[str, object]]:
         """The messages of the main conversation."""
-        return list(_dicts(self._messages))
+        return list(self._messages)
 
     @contextmanager
     def subagent_calls(self) -> Generator[None]:
@@ -146,13 +146,13 @@ class TinkerLLM(BaseLLM):
         finally:
             self._is_subagent = False
 
-    def _prompt(self, messages: list[tuple[str, str]]) -> tuple[Sequence[int], int]:
+    def _prompt(self, messages: list[Message]) -> tuple[Sequence[int], int]:
         """Return the ids of a prompt, and how many of its first messages reuse recorded ids."""
         history, prompt = messages[:-1], messages[-1]
         num_reused = len(history)
         if num_reused in self._ids and history == self._messages[:num_reused]:
-            return self._chat.extend(*self._ids[num_reused], _dicts([prompt])), num_reused
-        return self._chat.render(_dicts(messages)), 0
+            return self._chat.extend(*self._ids[num_reused], [prompt]), num_reused
+        return self._chat.render(messages), 0
 
     async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
         self._num_calls += 1
@@ -175,10 +175,10 @@ class TinkerLLM(BaseLLM):
                 raise
             raise EpisodeEnd(error) from error
 
-    def _record(self, turn: Turn, messages: list[tuple[str, str]], *, num_reused: int, content: str) -> None:
+    def _record(self, turn: Turn, messages: list[Message], *, num_reused: int, content: str) -> None:
         if num_reused < len(self._messages):
             self.prefix_breaks += 1
-        self._messages = [*messages, ("assistant", content)]
+        self._messages = [*messages, {"role": "assistant", "content": content}]
         self._ids = {length: ids for length, ids in self._ids.items() if length <= num_reused}
         self._ids[len(self._messages)] = (turn.prompt_ids, turn.completion_ids)
         self._consecutive_overflows = 0
@@ -203,9 +203,5 @@ class TinkerLLM(BaseLLM):
         )
 
 
-def _pairs(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in messages]
-
-
-def _dicts(messages: Sequence[tuple[str, str]]) -> list[dict[str, object]]:
-    return [{"role": role, "content": content} for role, content in messages]
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE_FILE, REWARD_FILES, note
-from src.envs.sandbox.sandbox_directory import remove_tree
+from src.envs.sandbox.sandbox_directory import remove_path
 
 logger = logging.getLogger(__name__)
 
@@ -40,34 +40,26 @@ class DirectorySummary:
 
 @dataclass(kw_only=True, slots=True)
 class JobsQuota:
-    """The size limit of a run's jobs directory. A trial that would exceed the limit keeps only its essential
-    files.
-    """
+    """The size limit of a jobs directory. A trial that would exceed it keeps only its essential files."""
 
     limit: int  # bytes
-    _used: int | None = None  # None: not measured yet
-    # directory of a trial -> its bytes when the jobs directory was measured; `enforce` removes the entry of a
-    # trial
-    _measured: dict[Path, int] = field(default_factory=dict)
+    _sizes: dict[Path, int] | None = None  # directory of a trial -> its bytes; None: not measured yet
     _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enforce(self, directory: Path) -> DirectorySummary:
-        """Apply the limits to the directory of a trial that has ended. This call blocks; call it in a
-        thread."""
+        """Apply the limits to the directory of a trial that has ended. This method blocks its thread."""
         with self._lock:  # Two trials must not both use the last free bytes.
-            if self._used is None:
-                self._measured = _measure(directory.parents[1])
-                self._used = sum(self._measured.values())
-            # The measured bytes of this trial are subtracted, because its final size is added below.
-            self._used -= self._measured.pop(directory, 0)
+            if self._sizes is None:
+                self._sizes = _measure(directory.parents[1])
+            self._sizes.pop(directory, None)
             if not directory.is_dir():
                 return DirectorySummary(size=0, is_complete=True)
             summary = apply_limits(directory)
-            if self._used + summary.size > self.limit:
+            if sum(self._sizes.values()) + summary.size > self.limit:
                 summary = keep_essential(directory)
                 self._warn_once(directory.parents[1])
-            self._used += summary.size
+            self._sizes[directory] = summary.size
             return summary
 
     def _warn_once(self, jobs: Path) -> None:
@@ -114,7 +106,7 @@ def apply_limits(
             remaining_files -= 1
             remaining_bytes -= length
     for path in excess:
-        _remove(path)
+        remove_path(path)
     if excess:
         note(
             directory / NOTE_FILE,
@@ -135,9 +127,9 @@ def keep_essential(directory: Path) -> DirectorySummary:
             if entry.is_dir(follow_symlinks=False) and entry.name == "verifier":
                 for path in [*Path(entry.path).iterdir()]:
                     if f"verifier/{path.name}" not in ESSENTIAL:
-                        _remove(path)
+                        remove_path(path)
             elif entry.name not in ESSENTIAL:
-                _remove(Path(entry.path))
+                remove_path(Path(entry.path))
     for entry, _ in _entries(directory):
         if entry.is_file(follow_symlinks=False):
             if entry.name in LOGS and entry.stat(follow_symlinks=False).st_size > MAX_LOG_BYTES:
@@ -173,10 +165,3 @@ def _entries(directory: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
             yield entry, depth
             if entry.is_dir(follow_symlinks=False) and depth <= MAX_DEPTH:
                 pending.append((entry.path, depth + 1))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -67,9 +67,7 @@ class TaskValidation:
         return self.oracle is not None and self.oracle.reward is not None and self.nop.reward is not None
 
     def line(self, *, logs_dir: str | None = None) -> str:
-        """Return this task's line of the report. `logs_dir` is the directory of the trials; None: the
-        directory is not kept.
-        """
+        """Return the line of the report. `logs_dir` has the trials; None: the directory is not kept."""
         if self.oracle is None and not self.is_unsound:
             return (
                 f"--   {self.task.id}: nop {self.nop.reward}; no {SOLUTION}, so it is unknown whether the "
@@ -146,8 +144,7 @@ async def validate(
 async def _run_task(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> AgentResult | None:
-    """Run a task with one of Harbor's agents. Return None if the agent is the oracle and the task has no
-    solution."""
+    """Run a task with one of Harbor's agents. Return None if the oracle has no solution to run."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
     config = TrialConfig(

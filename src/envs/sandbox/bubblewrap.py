@@ -26,12 +26,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from src.core.errors import SandboxError
-from src.envs.sandbox.exec_request import ExecRequest
+from src.envs.sandbox.exec_request import Answer, CommandResult, ExecRequest
 from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, PathKind
 from src.envs.sandbox.launch import Launch
 from src.envs.sandbox.network import NAMESPACE_LINE, PROGRAMS, SlirpNetwork
@@ -50,15 +49,6 @@ class CommandTimeout(SandboxError):
     """A command exceeded its time limit. Its process group was killed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommandResult:
-    """The exit status and the output of a command. `stdout` is empty when the output went to a file."""
-
-    status: int
-    stdout: bytes
-    stderr: bytes
-
-
 class Bubblewrap:
     """A running sandbox. `Bubblewrap.start` starts it and `stop` ends it."""
 
@@ -67,7 +57,7 @@ class Bubblewrap:
         self._launch = launch
         self._network: SlirpNetwork | None = None
         self._numbers = itertools.count(1)
-        self._pending: dict[int, ExecRequest | asyncio.Future[int]] = {}
+        self._pending: dict[int, asyncio.Future[Answer]] = {}  # the number of a request -> its answer
         self._staged: set[Path] = set()  # files to which the sandbox's user has not been given access yet
         self._watcher: asyncio.Task[None] | None = None
 
@@ -103,15 +93,14 @@ class Bubblewrap:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await sandbox._wait_until_ready(has_network=share_network)
-        except TimeoutError as error:
+        except BaseException as error:
             await sandbox.stop()
+            if not isinstance(error, TimeoutError):
+                raise
             raise SandboxError(
                 f"a sandbox did not start within {START_TIMEOUT_S} s; lower n_parallel_envs if the machine "
                 "is overloaded"
             ) from error
-        except BaseException:
-            await sandbox.stop()
-            raise
         return sandbox
 
     @property
@@ -138,17 +127,14 @@ class Bubblewrap:
         with self._start_request(script, stdout, shell) as request:
             try:
                 async with asyncio.timeout(timeout_s):
-                    status = await request.done
+                    return await request.result()
             except TimeoutError as error:
                 self._send(f"kill {request.number}")
-                await asyncio.wait({request.done}, timeout=KILL_TIMEOUT_S)
+                await asyncio.wait({request.answer}, timeout=KILL_TIMEOUT_S)
                 raise CommandTimeout(f"Command timed out after {timeout_s:g} seconds") from error
             except asyncio.CancelledError:
                 self._send(f"kill {request.number}")
                 raise
-        return CommandResult(
-            status=status, stdout=bytes(request.stdout.data), stderr=bytes(request.stderr.data)
-        )
 
     async def kill_processes(self) -> None:
         """Kill all processes in the sandbox except pid 1 and wait until they have ended."""
@@ -174,12 +160,13 @@ class Bubblewrap:
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")
         number = next(self._numbers)
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._pending[number] = done
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
         try:
             self._send(" ".join([verb, str(number), *arguments]))
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                return await done
+                _, status = await answer
+                return int(status)
         finally:
             del self._pending[number]
 
@@ -187,7 +174,8 @@ class Bubblewrap:
         """End all processes of the sandbox and remove its host files. Safe to call twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        ended = self._watcher or asyncio.create_task(self._drain())
+        # A sandbox that did not start has no watcher.
+        ended: asyncio.Task[Any] = self._watcher or asyncio.create_task(self._process.communicate())
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.shield(ended)
@@ -229,13 +217,13 @@ class Bubblewrap:
 
     @contextlib.contextmanager
     def _start_request(self, script: str, stdout: BinaryIO | None, shell: Shell) -> Generator[ExecRequest]:
-        """Yield a command that has been sent to the sandbox. `_watch` sets its result."""
+        """Yield a command that has been sent to the sandbox. `_watch` sets its answer."""
         for path in list(self._staged):
             if path.exists():
                 self._launch.user.grant_access(path, 0o640)
                 self._staged.discard(path)
         request = ExecRequest(self._launch.requests, next(self._numbers), script, stdout, self._launch.user)
-        self._pending[request.number] = request
+        self._pending[request.number] = request.answer
         try:
             self._send(f"run {request.number} {request.token} {shell}")
             yield request
@@ -248,33 +236,21 @@ class Bubblewrap:
         if not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
 
-    async def _drain(self) -> None:
-        """Wait until the processes of a sandbox that did not start have ended."""
-        await self._process.communicate()
-
     async def _watch(self) -> None:
         """Dispatch the answers of pid 1 until the sandbox ends. Then fail the requests without an answer."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             verb, number, argument = line.decode().rstrip("\n").split(" ", 2)
-            match verb, self._pending.get(int(number)):
-                case "exit", ExecRequest() as request:
-                    request.finish(int(argument))
-                case "failed", ExecRequest() as request:
-                    request.refuse(argument)
-                case _, asyncio.Future() as waiting if not waiting.done():
-                    waiting.set_result(int(argument))
-                case _:
-                    pass  # the request was cancelled or has timed out
+            answer = self._pending.get(int(number))
+            if answer is not None and not answer.done():  # else the request was cancelled or has timed out
+                answer.set_result((verb, argument))
         await self._process.wait()
         error = SandboxError(
             f"the sandbox ended before it answered (exit status {self._process.returncode} of bubblewrap)"
         )
-        for waiting in self._pending.values():
-            if isinstance(waiting, ExecRequest):
-                waiting.fail(error)
-            elif not waiting.done():
-                waiting.set_exception(error)
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)
 
 
 def why_no_sandbox() -> str | None:

@@ -19,7 +19,6 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, override
 
@@ -44,6 +43,7 @@ from src.envs.sandbox.file_copy import (
     DownloadBudget,
     TrialDownloads,
     decode_output,
+    unpack,
     unpack_file,
 )
 from src.envs.sandbox.resource_limits import SandboxLimits
@@ -216,43 +216,38 @@ class ContainerEnvironment(DockerEnvironment):
         return {section: overrides for section, overrides in sections.items() if overrides}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
-        """Download a directory of a container, within the limits of the trial. This method blocks its
-        thread.
-        """
-        budget = self._downloads.budget_for(source)
-        remaining = replace(budget)
-        is_whole = True
-        with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
+        """Download a directory, within the limits of the trial. This method blocks its thread."""
+        directory = source.rstrip("/")
+        with (
+            engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client,
+            self._downloads.download(source) as budget,
+        ):
             container = find_container(client, self.session_id, service)
-            if source.rstrip("/") == VERIFIER_DIRECTORY:
-                for name in REWARD_FILES:
-                    is_whole &= self._unpack(
-                        container, f"{source.rstrip('/')}/{name}", target, remaining, optional=True
-                    )
-            is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, remaining)
-        self._downloads.record(source, budget, remaining, is_whole=is_whole)
+            for name in REWARD_FILES if directory == VERIFIER_DIRECTORY else ():
+                self._unpack(container, f"{directory}/{name}", target, budget, optional=True)
+            self._unpack(container, f"{directory}/.", target, budget)
 
     def _unpack(
-        self, container: Any, path: str, target: Path, remaining: DownloadBudget, *, optional: bool = False
-    ) -> bool:
+        self, container: Any, path: str, target: Path, budget: DownloadBudget, *, optional: bool = False
+    ) -> None:
         try:
             chunks, _ = container.get_archive(path)
         except NotFound as error:
             if optional:
-                return True
+                return
             raise SandboxError(f"cannot download {path}: it does not exist in the container") from error
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
-        reader = ChunkReader(chunks, remaining.archive_bytes + tarfile.RECORDSIZE)
-        return self._downloads.unpack(reader, target, remaining) and not reader.was_cut
+        reader = ChunkReader(chunks, budget.archive_bytes + tarfile.RECORDSIZE)
+        if not unpack(reader, target, budget, self._downloads.downloaded) or reader.was_cut:
+            budget.is_whole = False
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
-        """Download a regular file of a container, within the limits of the trial. This method blocks its
-        thread.
-        """
-        budget = self._downloads.budget_for(source)
-        remaining = replace(budget)
-        with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
+        """Download a regular file, within the limits of the trial. This method blocks its thread."""
+        with (
+            engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client,
+            self._downloads.download(source) as budget,
+        ):
             try:
                 chunks, _ = find_container(client, self.session_id, service).get_archive(source)
             except DockerException as error:
@@ -260,13 +255,10 @@ class ContainerEnvironment(DockerEnvironment):
                     f"cannot download {source}: {' '.join(str(error).split())[:200]}"
                 ) from error
             try:
-                unpack_file(
-                    ChunkReader(chunks, remaining.archive_bytes + tarfile.RECORDSIZE), target, remaining
-                )
+                unpack_file(ChunkReader(chunks, budget.archive_bytes + tarfile.RECORDSIZE), target, budget)
             except SandboxError:
-                self._downloads.record(source, budget, budget, is_whole=False)
+                budget.is_whole = False
                 raise
-        self._downloads.record(source, budget, remaining, is_whole=True)
 
     @staticmethod
     @override

@@ -102,26 +102,20 @@ def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
         ended: list[_DockerObject] = []
         kept_projects: set[str] = set()
         for item in _list_objects(client, f"{OWNER_LABEL}={owner()}"):
-            process = item.labels.get(PROCESS_LABEL)
-            if item.labels.get(RUN_LABEL) in kept_labels or (process is not None and _is_running(process)):
-                kept_projects.add(item.labels.get(PROJECT_LABEL, ""))
-            elif process is not None and _is_on_other_host(process):
-                kept_projects.add(item.labels.get(PROJECT_LABEL, ""))
-                report.skipped.append(f"{item.name}: its trainer ran on the host {process.partition(':')[0]}")
+            process = item.labels.get(PROCESS_LABEL, "")
+            host = process.partition(":")[0]
+            if item.labels.get(RUN_LABEL) in kept_labels or _is_running(process):
+                kept_projects.add(item.project)
+            elif process and host != socket.gethostname():
+                kept_projects.add(item.project)
+                report.skipped.append(f"{item.name}: its trainer ran on the host {host}")
             else:
                 ended.append(item)
-        kept_projects.discard("")  # the value for objects that compose did not create
-        projects = {
-            item.labels[PROJECT_LABEL] for item in ended if PROJECT_LABEL in item.labels
-        } - kept_projects
-        for project in sorted(projects):
+        kept_projects.discard("")
+        for project in sorted({item.project for item in ended} - kept_projects - {""}):
             ended += _list_objects(client, f"{PROJECT_LABEL}={project}")
             ended += _built_images(client, project)
-        unique = {
-            (item.kind, item.id): item
-            for item in ended
-            if item.labels.get(PROJECT_LABEL, "") not in kept_projects
-        }
+        unique = {(item.kind, item.id): item for item in ended if item.project not in kept_projects}
         for item in sorted(unique.values(), key=lambda item: KINDS.index(item.kind)):
             _remove(item, report)
     return report
@@ -135,6 +129,11 @@ class _DockerObject:
     labels: dict[str, str]
     remove: Callable[[], object]
     reload: Callable[[], object]  # raises NotFound after the removal
+
+    @property
+    def project(self) -> str:
+        """The compose project, or an empty text if compose did not create the object."""
+        return self.labels.get(PROJECT_LABEL, "")
 
 
 def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject]:
@@ -167,9 +166,7 @@ def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject
 
 
 def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObject]:
-    """Return the images that compose built for the services of a project, but not the task's image, which
-    other trials use.
-    """
+    """Return the images that compose built for the services of a project, without the image of the task."""
     return [
         _DockerObject(
             kind="image",
@@ -210,10 +207,6 @@ def _remove(item: _DockerObject, report: CleanupReport) -> None:
         report.failed.append(f"{item.name}: {error}")
     else:
         report.failed.append(f"{item.name}: {reason}")
-
-
-def _is_on_other_host(process: str) -> bool:
-    return process.partition(":")[0] != socket.gethostname()
 
 
 def _is_running(process: str) -> bool:

@@ -47,8 +47,6 @@ SHELL_FORM = re.compile(r"(?:\S*/)?(sh|bash)((?: -[eux]+| -[eux]*o pipefail)*) (
 USE_DOCKER = "use environment_type=docker for this task"
 USE_SANDBOX = "try environment_type=sandbox"
 
-DEFAULT_SHELL: tuple[Shell, str] = ("sh", "")  # the shell, and a line that sets its options
-
 
 class _InvalidLine(ValueError):
     """An instruction is invalid or not supported. `parse_dockerfile` adds the file and the line number."""
@@ -80,7 +78,6 @@ class MakeDirectory:
     """A directory to create with its parents."""
 
     path: str
-    line: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +100,8 @@ def parse_dockerfile(path: Path) -> BuildPlan:
     arguments: dict[str, str] = {}
     workdir = "/"
     stages, image = 0, ""
-    shell, shell_options = DEFAULT_SHELL
+    shell: Shell = "sh"
+    shell_options = ""  # a line that sets the options of the shell
     context = path.parent.resolve()
     is_excluded = _ignore_rules(path)
 
@@ -126,7 +124,7 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                     environment.update(_environment(value, variables))
                 case "WORKDIR":
                     workdir = str(PurePosixPath(workdir) / _expand(_unquoted(value), variables))
-                    steps.append(MakeDirectory(path=workdir, line=line))
+                    steps.append(MakeDirectory(path=workdir))
                 case "USER":
                     if value.split(":")[0] not in ("root", "0"):
                         raise _refusal(f"run as the user {value}")
@@ -138,7 +136,9 @@ def parse_dockerfile(path: Path) -> BuildPlan:
                 case "SHELL":
                     if (form := SHELL_FORM.fullmatch(" ".join(_words(value)))) is None:
                         raise _refusal(f"use SHELL {value}")
-                    shell, shell_options = _shell(form)
+                    shell = "bash" if form[1] == "bash" else "sh"
+                    options = f"{form[2]} {form[3].removesuffix('c').rstrip('-')}".strip()
+                    shell_options = f"set {options}\n" if options else ""
                 case "RUN":
                     script = _run_script(value)
                     if reason := why_not_runnable(script):
@@ -236,14 +236,14 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 text = CONTINUES.sub("", text) + following
         name, *values = text.split(maxsplit=1)
         value = values[0] if values else ""
-        if name.upper() in ("RUN", "COPY", "ADD") and (marker := _here_document(value)):
-            body = []
-            while index < len(lines) and lines[index].strip() != marker.group(2):
-                body.append(lines[index])
-                index += 1
-            index += 1
-            if name.upper() != "RUN":
-                raise ConfigError(f"{path}:{first + 1}: {_refusal(f'{name.upper()} a here-document')}")
+        # Group 2 is the end marker of a here-document. Matches of quoted text have no group 2.
+        marker = next((match for match in HERE_DOCUMENT_OR_QUOTED.finditer(value) if match[2]), None)
+        if marker and name.upper() in ("COPY", "ADD"):
+            raise ConfigError(f"{path}:{first + 1}: {_refusal(f'{name.upper()} a here-document')}")
+        if marker and name.upper() == "RUN":
+            end = next((i for i in range(index, len(lines)) if lines[i].strip() == marker[2]), len(lines))
+            body = lines[index:end]
+            index = end + 1
             # `RUN <<EOF` runs the body. With a command before or after the marker, the body is the input of
             # that command.
             command = RUN_OPTIONS.sub("", value, count=1)
@@ -254,19 +254,6 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
             )
         instructions.append((first + 1, name.upper(), value.strip()))
     return instructions
-
-
-def _here_document(value: str) -> re.Match[str] | None:
-    """Return the match of the first word that begins a here-document, or None. Quoted text is skipped. Group
-    2 of the match is the end marker.
-    """
-    return next((match for match in HERE_DOCUMENT_OR_QUOTED.finditer(value) if match[2]), None)
-
-
-def _shell(form: re.Match[str]) -> tuple[Shell, str]:
-    """Return the shell of a match of SHELL_FORM and the line, or "", that sets its options."""
-    options = f"{form[2]} {form[3].removesuffix('c').rstrip('-')}".strip()
-    return "bash" if form[1] == "bash" else "sh", f"set {options}\n" if options else ""
 
 
 def _interpreter_shell(interpreter: str) -> Shell:
@@ -291,9 +278,7 @@ def _run_script(value: str) -> str:
 
 
 def _words(value: str) -> list[str]:
-    """Return the words of an instruction in either form: `a "b c"` or `["a", "b c"]`. Raises ValueError
-    otherwise.
-    """
+    """Return the words of `a "b c"` or `["a", "b c"]`. Raises ValueError otherwise."""
     if not value.startswith("["):
         return _split(value)
     words = json.loads(value)
@@ -316,9 +301,7 @@ def _copy(
     *,
     unpacks: bool,
 ) -> Copy:
-    """Parse COPY or ADD. `unpacks` is true for ADD. Archives are refused for ADD, because Docker unpacks them
-    and the sandbox does not.
-    """
+    """Parse COPY or ADD (`unpacks`). ADD of an archive is refused, because the sandbox does not unpack it."""
     instruction = "ADD" if unpacks else "COPY"
     mode, value = _copy_options(value, instruction=instruction)
     words = [_expand(word, variables) for word in _words(value)]
@@ -368,9 +351,7 @@ def _copied(
     into_directory: bool,
     unpacks: bool,
 ) -> list[tuple[Path, str]]:
-    """Return the files and directories of the build context that match `source`, each with its path in the
-    sandbox.
-    """
+    """Return the files of the build context that match `source`, each with its path in the sandbox."""
     relative = source.lstrip("/") or "."
     matches = [context / relative]
     if any(c in relative for c in "*?["):

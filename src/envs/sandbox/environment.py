@@ -22,7 +22,6 @@ import shlex
 import tarfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, override
 
@@ -39,6 +38,7 @@ from src.envs.sandbox.file_copy import (
     BoundedFile,
     TrialDownloads,
     decode_output,
+    unpack,
     write_untrusted_file,
 )
 from src.envs.sandbox.launch import BASE_ENVIRONMENT
@@ -70,7 +70,8 @@ class SandboxEnvironment(BaseEnvironment):
         self._has_network_option = network
         self._sandbox: Bubblewrap | None = None
         self._plan = BuildPlan(environment={})
-        self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths in the sandbox
+        # Host files and their paths in the sandbox. If this is a list, `upload_dir` only appends to it.
+        self.held_uploads: list[tuple[Path, str]] | None = None
         super().__init__(*args, **kwargs)
         self._downloads = TrialDownloads(self.trial_paths.trial_dir)
 
@@ -100,22 +101,18 @@ class SandboxEnvironment(BaseEnvironment):
     def _validate_definition(self) -> None:
         self._plan = read_build_plan(self.environment_dir, self.task_env_config)
 
-    @property
-    def shares_network(self) -> bool:
+    @override
+    async def start(self, force_build: bool) -> None:
         network = network_access(self.task_env_config, has_network_option=self._has_network_option)
         if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
-        return network is NetworkAccess.PUBLIC
-
-    @override
-    async def start(self, force_build: bool) -> None:
         run = sandbox_directory(self._run_label)
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self.session_id)[:64]
         self._sandbox = await Bubblewrap.start(
             run / f"{next(_instances)}-{name}",
             skeleton=build_rootfs(run),
             hostname="sandbox",
-            share_network=self.shares_network,
+            share_network=network is NetworkAccess.PUBLIC,
             limits=self._limits(),
         )
         await self._build()
@@ -203,10 +200,6 @@ class SandboxEnvironment(BaseEnvironment):
             shell="sh",
         )
 
-    def hold_uploads(self) -> None:
-        """Make `upload_dir` append to `held_uploads` instead of copying files into the sandbox."""
-        self.held_uploads = []
-
     @override
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         if not path.startswith("/"):
@@ -224,9 +217,7 @@ class SandboxEnvironment(BaseEnvironment):
         await self._upload([(Path(source_path), path)], path)
 
     async def _file_path(self, target: str, name: str) -> str:
-        """Return the path of a file that is copied to `target`: `target`/`name` if `target` is a directory,
-        as for `cp`, else `target`.
-        """
+        """Return `target`, or `target`/`name` if `target` is a directory, as for `cp`."""
         return f"{target}/{name}" if await self.is_dir(target) else target
 
     @override
@@ -241,16 +232,14 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        budget = self._downloads.budget_for(str(source_path))
-        remaining = replace(budget)
-        with BoundedFile(budget.size) as received:
+        with self._downloads.download(str(source_path)) as budget, BoundedFile(budget.size) as received:
             is_whole = await self._download(
                 f"test -f {source} && /usr/bin/head -c {budget.size + 1} -- {source}",
                 str(source_path),
                 received,
             )
             if not is_whole or budget.files <= 0:
-                self._downloads.record(str(source_path), budget, budget, is_whole=False)
+                budget.is_whole = False
                 reason = (
                     "the limit on the number of files that are downloaded from an environment is reached; "
                     "download fewer files"
@@ -259,9 +248,8 @@ class SandboxEnvironment(BaseEnvironment):
                     f"takes more than {COLLECT_TIMEOUT_S:g} s"
                 )
                 raise SandboxError(f"cannot download {source_path}: {reason}")
-            remaining.files -= 1
-            remaining.size -= received.tell()
-            self._downloads.record(str(source_path), budget, remaining, is_whole=True)
+            budget.files -= 1
+            budget.size -= received.tell()
             await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
@@ -275,8 +263,6 @@ class SandboxEnvironment(BaseEnvironment):
         if await self._bubblewrap.path_kind(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
             os.makedirs(target_dir, exist_ok=True)
             return
-        budget = self._downloads.budget_for(str(source_dir))
-        remaining = replace(budget)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         source = shlex.quote(str(source_dir))
         # Root has no capabilities in the sandbox, so tar would leave out files without read permission.
@@ -288,15 +274,19 @@ class SandboxEnvironment(BaseEnvironment):
             for file in {" ".join(REWARD_FILES)}; do
                 [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"
             done
-            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |
-                /usr/bin/head -c {budget.archive_bytes + 1}"""
-        with BoundedFile(budget.archive_bytes) as received:
-            is_whole = await self._download(script, str(source_dir), received)
-            if received.tell() == 0:
-                raise SandboxError(f"cannot download {source_dir}: tar returned no data")
-            received.seek(0)
-            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), remaining)
-        self._downloads.record(str(source_dir), budget, remaining, is_whole=is_whole)
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |"""
+        with self._downloads.download(str(source_dir)) as budget:
+            limit = budget.archive_bytes
+            with BoundedFile(limit) as received:
+                command = f"{script} /usr/bin/head -c {limit + 1}"
+                is_whole = await self._download(command, str(source_dir), received)
+                if received.tell() == 0:
+                    raise SandboxError(f"cannot download {source_dir}: tar returned no data")
+                received.seek(0)
+                is_whole &= await asyncio.to_thread(
+                    unpack, received, Path(target_dir), budget, self._downloads.downloaded
+                )
+            budget.is_whole = is_whole
 
     async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
         """Write the output of a script to `received` and return whether the output is complete. The output is

@@ -25,6 +25,15 @@ MAX_FILE_BYTES = 2**30
 CANNOT_START_STATUS = 126
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandResult:
+    """The exit status and the output of a command. `stdout` is empty when the output went to a file."""
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+
+
 @dataclass(slots=True)
 class Stream:
     """The bytes received from a FIFO. They are written to `file`, or kept in `data` if `file` is None. Bytes
@@ -64,9 +73,12 @@ class Stream:
             self.data += kept
 
 
+type Answer = tuple[str, str]  # the first word of an answer of the exec server, and its last argument
+
+
 class ExecRequest:
     """The script and the FIFOs of a command, and the output received so far. `Bubblewrap` sends the request.
-    `done` is a future with the exit status of the command.
+    `answer` is a future with the answer of the exec server.
     """
 
     def __init__(
@@ -77,7 +89,8 @@ class ExecRequest:
         self._loop = asyncio.get_running_loop()
         self._paths = [f"{directory}/{self.token}.{name}" for name in ("stdout", "stderr")]
         self._script = f"{directory}/{number}.sh"
-        self.done: asyncio.Future[int] = self._loop.create_future()
+        self.answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._error: SandboxError | None = None  # an output could not be stored
         descriptors: list[int] = []
         try:
             for path in self._paths:
@@ -96,28 +109,23 @@ class ExecRequest:
         for stream in (self.stdout, self.stderr):
             self._loop.add_reader(stream.descriptor, self._on_output, stream)
 
-    def finish(self, status: int) -> None:
-        """Set the exit status of a command that has ended, after reading the rest of its output from the
-        FIFOs.
+    async def result(self) -> CommandResult:
+        """Wait for the answer, and read the rest of the output from the FIFOs. If the sandbox could not start
+        the command, for example because of its process limit, the status is CANNOT_START_STATUS and stderr
+        has the reason.
         """
+        verb, argument = await self.answer
         try:
             self.stdout.drain()
             self.stderr.drain()
-        except OSError as error:  # for example because the disk that stores the output is full
-            self.fail(SandboxError(f"cannot store the output of a command: {error}"))
-        if not self.done.done():
-            self.done.set_result(status)
-
-    def refuse(self, reason: str) -> None:
-        """Finish with the status CANNOT_START_STATUS and with `reason` in stderr. The sandbox could not start
-        the command, for example because of the sandbox's process limit.
-        """
-        self.stderr.data += f"cannot start a command: {reason}\n".encode()
-        self.finish(CANNOT_START_STATUS)
-
-    def fail(self, error: SandboxError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        except OSError as error:
+            self._fail(error)
+        if self._error is not None:
+            raise self._error
+        if verb == "failed":
+            self.stderr.data += f"cannot start a command: {argument}\n".encode()
+        status = CANNOT_START_STATUS if verb == "failed" else int(argument)
+        return CommandResult(status=status, stdout=bytes(self.stdout.data), stderr=bytes(self.stderr.data))
 
     def close(self) -> None:
         for stream in (self.stdout, self.stderr):
@@ -127,15 +135,21 @@ class ExecRequest:
         for path in (*self._paths, self._script):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # marks the exception as read, so that asyncio does not log it
-        self.done.cancel()
+        if self.answer.done() and not self.answer.cancelled():
+            self.answer.exception()  # marks the exception as read, so that asyncio does not log it
+        self.answer.cancel()
 
     def _on_output(self, stream: Stream) -> None:
+        more = False
         try:
             more = stream.read()
         except OSError as error:
-            self.fail(SandboxError(f"cannot store the output of a command: {error}"))
-            more = False
+            self._fail(error)
         if not more:
             self._loop.remove_reader(stream.descriptor)
+
+    def _fail(self, error: OSError) -> None:
+        """End the command with an error, for example because the disk that stores the output is full."""
+        self._error = SandboxError(f"cannot store the output of a command: {error}")
+        if not self.answer.done():
+            self.answer.set_exception(self._error)

@@ -149,9 +149,7 @@ while (1) {
 
 
 def exec_server_command(limits: Mapping[int, int]) -> list[str]:
-    """Return the command line of pid 1. `limits` maps `resource.RLIMIT_*` to limits for pid 1 and every
-    command.
-    """
+    """Return the command line of pid 1. `limits` maps `resource.RLIMIT_*` to limits of every process."""
     numbers = call_numbers(("prctl", "prlimit64", "rt_sigprocmask", "signalfd4"))
     pairs = [str(value) for pair in {**limits, resource.RLIMIT_CORE: 0}.items() for value in pair]
     return [INTERPRETER, "-e", _PROGRAM, "--", *map(str, numbers), *pairs]

@@ -19,7 +19,8 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
@@ -60,6 +61,7 @@ class DownloadBudget:
 
     files: int = MAX_FILES
     size: int = MAX_BYTES
+    is_whole: bool = True  # False if a part of the download was left out
 
     @property
     def archive_bytes(self) -> int:
@@ -79,23 +81,30 @@ class TrialDownloads:
         # already has them.
         self.downloaded: set[Path] = set()
 
-    def budget_for(self, source: str) -> DownloadBudget:
-        """Return the budget of a download: the remaining limits. A path directly below /logs gets at most
-        1/LOG_SHARE of the limits of the environment, unless the path is that of the artifacts.
-        """
-        share = (
-            LOG_SHARE
-            if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts")
-            else 1
-        )
-        return DownloadBudget(
-            files=min(self._remaining.files, MAX_FILES // share),
-            size=min(self._remaining.size, MAX_BYTES // share),
-        )
+    @contextmanager
+    def download(self, source: str) -> Generator[DownloadBudget]:
+        """Yield the budget of a download. Afterwards, subtract the used part from the limits of the
+        environment, and note a download that is not complete.
 
-    def unpack(self, archive: Readable, target: Path, remaining: DownloadBudget) -> bool:
-        """Call `unpack` and record the files that it wrote. This method blocks its thread."""
-        return unpack(archive, target, remaining, self.downloaded)
+        A path directly below /logs gets at most 1/LOG_SHARE of the limits of the environment, unless the path
+        is that of the artifacts.
+        """
+        is_log = PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts")
+        share = LOG_SHARE if is_log else 1
+        files = min(self._remaining.files, MAX_FILES // share)
+        size = min(self._remaining.size, MAX_BYTES // share)
+        budget = DownloadBudget(files=files, size=size)
+        try:
+            yield budget
+        finally:
+            self._remaining.files -= files - budget.files
+            self._remaining.size -= size - budget.size
+            if not budget.is_whole:
+                note(
+                    self._note,
+                    f"{source}: at most {files} files, {size / 2**20:g} MiB, {MAX_DEPTH} levels "
+                    f"and {COLLECT_TIMEOUT_S:g} s of download are allowed; the rest was omitted",
+                )
 
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """Return the files and directories below a host directory, except the files in `downloaded`, each
@@ -110,21 +119,6 @@ class TrialDownloads:
     def has_downloads_below(self, target: Path) -> bool:
         """Return whether a host directory contains files in `downloaded`."""
         return any(path.is_relative_to(target.absolute()) for path in self.downloaded)
-
-    def record(
-        self, source: str, budget: DownloadBudget, remaining: DownloadBudget, *, is_whole: bool
-    ) -> None:
-        """Subtract the used part of a download's budget from the limits of the environment. Note a download
-        that is not complete.
-        """
-        self._remaining.files -= budget.files - remaining.files
-        self._remaining.size -= budget.size - remaining.size
-        if not is_whole:
-            note(
-                self._note,
-                f"{source}: at most {budget.files} files, {budget.size / 2**20:g} MiB, {MAX_DEPTH} levels "
-                f"and {COLLECT_TIMEOUT_S:g} s of download are allowed; the rest was omitted",
-            )
 
 
 class BoundedFile(io.FileIO):
@@ -323,9 +317,7 @@ def _unpack_member(
 
 
 def _rename_cut_file(path: Path, *, is_reward: bool) -> Path:
-    """Mark a truncated file by its name, so that it is not mistaken for the complete file. Remove a truncated
-    reward file.
-    """
+    """Rename a truncated file, so that it is not taken for the complete one, or remove a reward file."""
     if is_reward:
         path.unlink()
         return path

@@ -21,9 +21,7 @@ from src.core.errors import SandboxError
 from src.envs.sandbox.exec_server import CONTROL, exec_server_command
 from src.envs.sandbox.network import name_servers, namespace_prefix, why_no_network
 from src.envs.sandbox.resource_limits import (
-    RECORD_NAME,
     SandboxLimits,
-    cgroup_name,
     cgroup_parents,
     join_prefix,
     remove_cgroups,
@@ -67,9 +65,7 @@ VISIBLE_IN_PROC = (
 
 
 class Launch:
-    """The host resources of one sandbox: a user, a directory, cgroups, the seccomp filter, and the command
-    line that starts the sandbox.
-    """
+    """The host resources of one sandbox, and the command line that starts it."""
 
     def __init__(
         self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: SandboxLimits
@@ -89,8 +85,7 @@ class Launch:
             resolver = self._write_resolver() if has_network else None
             self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=limits.memory_mb * 2**20))
             parents = cgroup_parents()
-            record = directory / RECORD_NAME
-            groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)
+            groups = [] if parents is None else parents.create(directory, limits)
             self.command = [
                 *join_prefix(groups),
                 *self.user.prefix(),
@@ -104,12 +99,11 @@ class Launch:
                     seccomp=self.seccomp,
                 ),
             ]
-        except OSError as error:
+        except BaseException as error:
             self.clean_up()
+            if not isinstance(error, OSError):
+                raise
             raise SandboxError(f"cannot prepare a sandbox in {directory}: {error}") from error
-        except BaseException:
-            self.clean_up()
-            raise
 
     def clean_up(self) -> bool:
         """Remove the files and cgroups from the host and release the user. While a cgroup has processes, keep
@@ -118,7 +112,7 @@ class Launch:
         if self.seccomp >= 0:
             os.close(self.seccomp)
             self.seccomp = -1
-        if not remove_cgroups(self.directory / RECORD_NAME):
+        if not remove_cgroups(self.directory):
             return False
         self.user.release()
         self.user = SandboxUser()
@@ -127,8 +121,7 @@ class Launch:
         return True
 
     async def clean_up_when_empty(self) -> None:
-        """Remove the files and cgroups. Wait up to sum(CGROUP_WAITS_S) seconds for processes of the sandbox
-        that end later than bubblewrap."""
+        """Call `clean_up` until the sandbox has no process, for up to sum(CGROUP_WAITS_S) seconds."""
         for wait_s in CGROUP_WAITS_S:
             if self.clean_up():
                 return

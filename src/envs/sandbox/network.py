@@ -105,9 +105,7 @@ class SlirpNetwork:
 
     @classmethod
     async def connect(cls, namespace_pid: int, user: SandboxUser) -> SlirpNetwork:
-        """Connect the network namespace of a process to the public network. Raises SandboxError if
-        slirp4netns fails.
-        """
+        """Connect the network namespace of a process. Raises SandboxError if slirp4netns fails."""
         program = shutil.which("slirp4netns", path=PROGRAMS)
         if program is None:
             raise SandboxError(str(why_no_network()))
@@ -150,12 +148,11 @@ class SlirpNetwork:
                     raise SandboxError(
                         f"slirp4netns cannot connect a sandbox ({reason[-1] if reason else 'no message'})"
                     )
-        except TimeoutError as error:
+        except BaseException as error:
             await network.close()
+            if not isinstance(error, TimeoutError):
+                raise
             raise SandboxError(f"slirp4netns did not connect a sandbox within {READY_TIMEOUT_S} s") from error
-        except BaseException:
-            await network.close()
-            raise
         finally:
             os.close(ready)
         return network

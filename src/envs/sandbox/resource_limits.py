@@ -4,7 +4,7 @@ A control group (cgroup) limits the number of processes of a sandbox and their t
 the files in the sandbox's tmpfs file systems. The trainer can create control groups if it is root and the
 cgroup file system is writable. With cgroup v2, a trainer that is not root can create them below a cgroup that
 systemd delegated to its user. Otherwise, memory is limited per process and the number of processes per user.
-`limits_enforced_by` reports which limits apply.
+`cgroup_parents` logs which limits apply.
 
 A file in the directory of each sandbox lists the sandbox's cgroups, so that a later run can remove them if
 the trainer was killed.
@@ -57,9 +57,7 @@ class SandboxLimits:
         return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
     def rlimits(self) -> dict[int, int]:
-        """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of the
-        user.
-        """
+        """Return the limits of each process by `resource.RLIMIT_*`. RLIMIT_NPROC is a limit per user."""
         return {
             resource.RLIMIT_FSIZE: self.storage_mb * 2**20,
             resource.RLIMIT_NOFILE: OPEN_FILES,
@@ -75,12 +73,13 @@ class CgroupParents:
     version: int
     directories: tuple[Path, ...]
 
-    def create(self, name: str, limits: SandboxLimits, *, record: Path) -> list[Path]:
-        """Create the cgroups of a sandbox, set their limits and return their paths. The paths are written to
-        `record` first. Raises OSError if one of these steps fails.
+    def create(self, sandbox: Path, limits: SandboxLimits) -> list[Path]:
+        """Create the cgroups of the sandbox with the directory `sandbox`, set their limits and return their
+        paths. The paths are written to the directory first. Raises OSError if one of these steps fails.
         """
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{sandbox.parent.name}-{sandbox.name}")
         groups = [directory / f"{CGROUP_PREFIX}-{name}" for directory in self.directories]
-        record.write_text("".join(f"{group}\n" for group in groups))
+        (sandbox / RECORD_NAME).write_text("".join(f"{group}\n" for group in groups))
         for group in groups:
             group.mkdir()
             for file, value in self._values(limits):
@@ -95,17 +94,6 @@ class CgroupParents:
         else:
             memory_values = [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)]
         return [("pids.max", limits.processes), *memory_values]
-
-
-def limits_enforced_by() -> str:
-    """Return a clause that describes which limits of sandboxes this machine can enforce."""
-    parents = cgroup_parents()
-    if parents is None:
-        return (
-            "limits per process and per user only, because the trainer cannot create cgroups: "
-            "the total memory of a sandbox is not limited"
-        )
-    return f"cgroup v{parents.version}, which limits the total memory and processes of a sandbox"
 
 
 @cache
@@ -137,10 +125,11 @@ def join_prefix(groups: Sequence[Path]) -> list[str]:
     return ["/bin/sh", "-c", JOIN, "sh", *(str(group / "cgroup.procs") for group in groups), "--"]
 
 
-def remove_cgroups(record: Path) -> bool:
-    """Remove the cgroups that `record` lists. Return False if one of them cannot be removed, for example
-    because it still has processes.
+def remove_cgroups(sandbox: Path) -> bool:
+    """Remove the cgroups of the sandbox with the directory `sandbox`. Return False if one of them cannot be
+    removed, for example because it still has processes.
     """
+    record = sandbox / RECORD_NAME
     try:
         lines = record.read_text().splitlines()
     except FileNotFoundError:
@@ -190,17 +179,12 @@ def possible_parents(mountinfo: str, own_cgroups: str) -> Iterator[CgroupParents
     unified = own_cgroup("")
     if unified is not None:
         point = mounts[""][1]
-        ancestors = [
-            directory for directory in (unified, *unified.parents) if directory.is_relative_to(point)
-        ]
-        for directory in ancestors:
-            if _can_have_children(directory):
+        for directory in (unified, *unified.parents):
+            if directory.is_relative_to(point) and _can_have_children(directory):
                 yield CgroupParents(version=2, directories=(directory,))
-    single = [own_cgroup(controller) for controller in CONTROLLERS]
-    if all(single):
-        yield CgroupParents(
-            version=1, directories=tuple(directory for directory in single if directory is not None)
-        )
+    single = tuple(filter(None, map(own_cgroup, CONTROLLERS)))
+    if len(single) == len(CONTROLLERS):
+        yield CgroupParents(version=1, directories=single)
 
 
 def _can_have_children(directory: Path) -> bool:
@@ -240,8 +224,3 @@ def _works(parents: CgroupParents) -> bool:
         for group in groups:
             with contextlib.suppress(OSError):
                 group.rmdir()
-
-
-def cgroup_name(directory: Path) -> str:
-    """Return the name of a sandbox's cgroups, made of the names of its run and its directory."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{directory.parent.name}-{directory.name}")

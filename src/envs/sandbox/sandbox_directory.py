@@ -47,7 +47,7 @@ def root_directory() -> Path:
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700
     parent = ROOTS_PARENT if is_root else _cache_directory()
-    if parent is not None and (is_root or _is_private(parent)):
+    if parent is not None:
         root = parent / NAME
         try:
             root.mkdir(mode=mode, exist_ok=True)
@@ -60,25 +60,16 @@ def root_directory() -> Path:
 
 
 def _cache_directory() -> Path | None:
+    """Return ~/.cache, or None if it does not exist or if other users can replace its entries."""
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
-    except KeyError:
-        return None
-    cache_directory = home / ".cache"
-    try:
+        directory = home / ".cache"
         if home.is_dir() and _is_ours(home):
-            cache_directory.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        is_private = _is_ours(directory) and directory.stat().st_mode & 0o002 == 0
+    except (KeyError, OSError):
         return None
-    return cache_directory
-
-
-def _is_private(directory: Path) -> bool:
-    """Return whether only this user and its group can replace entries of the directory."""
-    try:
-        return _is_ours(directory) and directory.stat().st_mode & 0o002 == 0
-    except OSError:
-        return False
+    return directory if is_private else None
 
 
 def _is_ours(directory: Path) -> bool:
@@ -156,12 +147,10 @@ _locks: dict[Path, int] = {}  # the descriptors of the locks that this process h
 
 
 def _remove_run(directory: Path) -> bool:
-    """Remove a run's directory and cgroups. If a cgroup still has processes, keep the directory and return
-    False.
-    """
+    """Remove a run's directory and cgroups. Keep both and return False if a cgroup still has processes."""
     removed = True
     for record in sorted(directory.glob(f"*/{RECORD_NAME}")):
-        removed = remove_cgroups(record) and removed
+        removed = remove_cgroups(record.parent) and removed
     if removed and directory.exists():
         remove_tree(directory)
     if (descriptor := _locks.pop(directory, None)) is not None:
@@ -184,6 +173,14 @@ def remove_ended_runs() -> list[str]:
     if ended_directories:
         logger.info("removed the sandbox directories of %d ended runs", len(ended_directories))
     return [directory.name for directory in ended_directories]
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a directory tree without following links."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_tree(directory: Path) -> None:

@@ -16,7 +16,7 @@ KEYWORDS = frozenset(
 WRAPPERS = frozenset(
     {"sudo", "env", "exec", "command", "nice", "nohup", "timeout", "xargs", "eval", "stdbuf", "retry"}
 )
-INFORMATION = frozenset({"--version", "--help", "-V"})
+WITHOUT_NETWORK = frozenset({"--version", "--help", "-V", "--no-index", "--offline"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
 REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
@@ -70,12 +70,10 @@ def needs_network(words: Sequence[str]) -> str | None:
     program = re.sub(r"^pip[\d.]+$", "pip", program)
     verbs = INSTALLERS.get(program)
     plain = [argument for argument in arguments if not argument.startswith("-")]
-    if verbs is None or not plain or set(arguments) & INFORMATION:
+    if verbs is None or not plain or set(arguments) & WITHOUT_NETWORK:
         return None
     verb = next((verb for verb in (" ".join(plain[:2]), plain[0]) if verb in verbs), None)
     if verbs and verb is None:
-        return None
-    if "--no-index" in arguments or "--offline" in arguments:
         return None
     if program in ("curl", "wget") and (
         any(LOCAL.match(argument) for argument in plain)
@@ -124,6 +122,7 @@ class _Lexer:
         self._at = 0
         self._word: str | None = None  # None between two words
         self._words: list[str] = []
+        self._is_quoted = False  # whether the current position is between double quotes
         self._is_target = False  # whether the next word is the target of a redirection
         # (end marker, whether a shell reads the body) of each here-document of this line
         self._here: list[tuple[str, bool]] = []
@@ -139,17 +138,20 @@ class _Lexer:
             self._at += 2
             if text[at + 1 : at + 2] != "\n":
                 self._add(text[at + 1 : at + 2])
+        elif char == '"':
+            self._at += 1
+            self._add("")
+            self._is_quoted = not self._is_quoted
+        elif text.startswith("$(", at) or char == "`":
+            self._add("")
+            self._substitution()
+        elif self._is_quoted:
+            self._add(char)
+            self._at += 1
         elif char == "'":
             end = _find(text, "'", at + 1)
             self._add(text[at + 1 : end])
             self._at = end + 1
-        elif char == '"':
-            self._at += 1
-            self._add("")
-            self._double_quoted()
-        elif text.startswith("$(", at) or char == "`":
-            self._add("")
-            self._substitution()
         elif char == "#" and self._word is None:
             self._at = _find(text, "\n", at)
         elif char in " \t\r":
@@ -170,9 +172,9 @@ class _Lexer:
         self._word = (self._word or "") + piece
 
     def _end_word(self) -> None:
-        if self._word is not None and not self._is_target:
-            self._words.append(self._word)
         if self._word is not None:
+            if not self._is_target:
+                self._words.append(self._word)
             self._is_target = False
         self._word = None
 
@@ -187,19 +189,6 @@ class _Lexer:
             self.commands += commands(script)
         else:
             self.commands.append(words)
-
-    def _double_quoted(self) -> None:
-        text = self._text
-        while self._at < len(text) and (char := text[self._at]) != '"':
-            if char == "\\":
-                self._add(text[self._at + 1 : self._at + 2])
-                self._at += 2
-            elif text.startswith("$(", self._at) or char == "`":
-                self._substitution()
-            else:
-                self._add(char)
-                self._at += 1
-        self._at += 1
 
     def _substitution(self) -> None:
         """Read $(commands), `commands` or $((arithmetic)) at the current position."""

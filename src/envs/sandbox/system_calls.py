@@ -18,15 +18,15 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from src.core.errors import SandboxError
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 NEWEST_CALL = 456  # futex_requeue, of Linux 6.7; the numbers from 424 on are the same on both architectures
 
-# name: (x86_64, aarch64); None where the architecture lacks the call.
-NUMBERS: dict[str, tuple[int | None, int | None]] = {
+# System calls that no task needs. name: (x86_64, aarch64); None where the architecture lacks the call.
+DENIED: dict[str, tuple[int | None, int | None]] = {
     "_sysctl": (156, None),
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -43,17 +43,12 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fspick": (433, 433),
     "get_kernel_syms": (177, None),
     "init_module": (175, 105),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425),
     "ioperm": (173, None),
     "iopl": (172, None),
-    "ioprio_set": (251, 30),
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
     "lookup_dcookie": (212, 18),
-    "mmap": (9, 222),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
     "move_mount": (429, 429),
@@ -62,26 +57,15 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "open_tree": (428, 428),
     "perf_event_open": (298, 241),
     "pivot_root": (155, 41),
-    "prctl": (157, 167),
-    "prlimit64": (302, 261),
     "query_module": (178, None),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "reboot": (169, 142),
     "request_key": (249, 218),
-    "rt_sigprocmask": (14, 135),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
     "setdomainname": (171, 162),
     "sethostname": (170, 161),
     "setns": (308, 268),
-    "setpriority": (141, 140),
     "settimeofday": (164, 170),
-    "signalfd4": (289, 74),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
     "swapoff": (168, 225),
     "swapon": (167, 224),
     "sysfs": (139, None),
@@ -93,22 +77,30 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "vhangup": (153, 58),
 }
-# fmt: off
-DENIED = (
-    "_sysctl", "acct", "add_key", "bpf", "clock_adjtime", "clock_settime", "create_module", "delete_module",
-    "fanotify_init", "finit_module", "fsconfig", "fsmount", "fsopen", "fspick", "get_kernel_syms",
-    "init_module", "ioperm", "iopl", "kexec_file_load", "kexec_load", "keyctl", "lookup_dcookie", "mount",
-    "mount_setattr", "move_mount", "nfsservctl", "open_by_handle_at", "open_tree", "perf_event_open",
-    "pivot_root", "query_module", "quotactl", "quotactl_fd", "reboot", "request_key", "setdomainname",
-    "sethostname", "setns", "settimeofday", "swapoff", "swapon", "sysfs", "syslog", "umount2", "unshare",
-    "uselib", "userfaultfd", "ustat", "vhangup",
-)
+NUMBERS = {
+    **DENIED,
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "ioprio_set": (251, 30),
+    "mmap": (9, 222),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "rt_sigprocmask": (14, 135),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "setpriority": (141, 140),
+    "signalfd4": (289, 74),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+}
 # Calls that change another process of the same user, whose id is the first argument. The filter denies these
 # calls on pid 1.
 OF_ANOTHER_PROCESS = (
-    "prlimit64", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler",
+    *("prlimit64", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler"),
 )
-# fmt: on
 UNAVAILABLE = ("io_uring_enter", "io_uring_register", "io_uring_setup")
 """Calls that fail with ENOSYS, so that libraries use other calls."""
 SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
@@ -124,7 +116,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 type Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def call_numbers(names: Sequence[str]) -> list[int]:
+def call_numbers(names: Iterable[str]) -> list[int]:
     """Return the numbers of system calls on this machine's architecture, without the calls that it lacks.
 
     Raises SandboxError if the architecture is unknown.

@@ -71,8 +71,7 @@ def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPl
 
 
 def image_warning(plan: BuildPlan) -> str | None:
-    """Return a warning if the Dockerfile of a plan starts from an image other than debian, ubuntu or
-    buildpack-deps, else None."""
+    """Return a warning if a Dockerfile starts from an image that is not DEBIAN_LIKE, else None."""
     if plan.image is None or DEBIAN_LIKE.match(plan.image):
         return None
     return (
