@@ -60,16 +60,19 @@ CHAT_BODY = BodyLimits(max_bytes=8 << 20, json=CHAT_BOUNDS)
 
 class BodyBudget:
     """Limits the bytes of bodies that are received and parsed at the same time. Requests are admitted in
-    order."""
+    order. Each tenant has its own budget, a fraction 1 / `parts` of the server's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parts: int = 1) -> None:
+        self._parts = parts
         self._used = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
         """Wait until `num_bytes` are free, and reserve them until the block ends. Raise CapacityError if the
-        wait takes longer than `timeout_s`. A body larger than `capacity` reserves the whole capacity."""
+        wait takes longer than `timeout_s`. `capacity` is that of the server. A body larger than the capacity
+        of this budget reserves the whole capacity."""
+        capacity //= self._parts
         num_bytes = min(num_bytes, capacity)
         if self._waiting or self._used + num_bytes > capacity:
             await self._wait(num_bytes, capacity, timeout_s)
@@ -112,7 +115,8 @@ class BodyBudget:
         return self._used
 
 
-async def read_parsed[T](
+@asynccontextmanager
+async def parsed[T](
     request: Request,
     parse: Callable[[bytes], T],
     limits: BodyLimits,
@@ -120,10 +124,10 @@ async def read_parsed[T](
     budget: BodyBudget,
     max_bytes: int,
     stalled_s: float,
-) -> T:
-    """Return `parse(body)` of the decompressed body. Large and compressed bodies are decompressed and
-    parsed in a thread. Raise UserError for an invalid body, and CapacityError if too many bodies are being
-    received."""
+) -> AsyncGenerator[T]:
+    """Provide `parse(body)` of the decompressed body. The bytes of a large body stay reserved until the block
+    ends. Large and compressed bodies are decompressed and parsed in a thread. Raise UserError for an invalid
+    body, and CapacityError if too many bodies are being received."""
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
@@ -140,8 +144,9 @@ async def read_parsed[T](
         if compressed and encoding != "zstd":
             raise UserError(f"content-encoding {encoding[:80]!r} is not supported; send zstd or none")
         if not compressed and len(body) <= SMALL_BYTES:
-            return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(
+            yield parse(body)
+            return
+        yield await asyncio.get_running_loop().run_in_executor(
             _PARSERS, lambda: parse(decompress(body, limit) if compressed else body)
         )
 

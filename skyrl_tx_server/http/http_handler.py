@@ -11,6 +11,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +29,7 @@ from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
+from skyrl_tx_server.http.listening import TENANT
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import Limits
@@ -100,6 +102,8 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
         check_access(state.settings.access, request)
         if endpoint.needs_key:
             state = state.for_tenant(_check_key(state.settings, request))
+            if state.settings.tenant_keys is not None:
+                request.scope[TENANT] = state.tenant
         if endpoint.for_operator and not state.is_operator:
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
@@ -150,11 +154,12 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_parsed[T](
+def parsed[T](
     state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
-) -> T:
-    """Return `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint."""
-    return await bodies.read_parsed(
+) -> AbstractAsyncContextManager[T]:
+    """Provide `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint. The
+    bytes of a large body stay reserved until the block ends."""
+    return bodies.parsed(
         request,
         parse,
         limits or request.scope.get(_LIMITS, CONTROL_BODY),
@@ -164,8 +169,25 @@ async def read_parsed[T](
     )
 
 
+async def read_parsed[T](state: AppState, request: Request, parse: Callable[[bytes], T]) -> T:
+    """Return `parse(body)`. Apply the limits of the request's endpoint to the body."""
+    async with parsed(state, request, parse) as value:
+        return value
+
+
 async def read_body(state: AppState, request: Request) -> bytes:
     return await read_parsed(state, request, bytes)
+
+
+def parsed_json[T](
+    state: AppState,
+    request: Request,
+    parse: Callable[[object, Limits], T],
+    limits: BodyLimits | None = None,
+) -> AbstractAsyncContextManager[T]:
+    """Provide `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `parsed`."""
+    bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
+    return parsed(state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits)
 
 
 async def read_parsed_json[T](
@@ -174,11 +196,9 @@ async def read_parsed_json[T](
     parse: Callable[[object, Limits], T],
     limits: BodyLimits | None = None,
 ) -> T:
-    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `read_parsed`."""
-    bounds = (limits or request.scope.get(_LIMITS, CONTROL_BODY)).json
-    return await read_parsed(
-        state, request, lambda body: parse(parse_json(body, bounds), state.limits), limits
-    )
+    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `parsed`."""
+    async with parsed_json(state, request, parse, limits) as value:
+        return value
 
 
 async def read_fields(state: AppState, request: Request, where: str) -> JsonReader:

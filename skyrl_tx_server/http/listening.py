@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import ssl
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import FrameType
 
@@ -34,6 +34,10 @@ HANDSHAKE_TIMEOUT_S = 20.0
 MAX_URL_BYTES = 16 << 10
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 8
+"""Maximum number of requests that a connection sends before the reply to the request before them."""
+TENANT = "skyrl_tx_server.tenant"
+"""Key in the scope of a request: the tenant that sent it. Servers without tenants do not set it."""
 RESERVED_FILES = 128
 """File descriptors reserved for checkpoints, the listening socket, libraries and devices."""
 MAX_OPEN_FILES = 1 << 20
@@ -69,7 +73,7 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._open: set[BoundedProtocol] = set()
+        self._open: dict[BoundedProtocol, None] = {}  # in the order in which they were accepted
         self._idle: OrderedDict[BoundedProtocol, None] = OrderedDict()
 
     @property
@@ -77,10 +81,10 @@ class Connections:
         return len(self._open) >= self._limit
 
     def add(self, protocol: BoundedProtocol) -> None:
-        self._open.add(protocol)
+        self._open[protocol] = None
 
     def remove(self, protocol: BoundedProtocol) -> None:
-        self._open.discard(protocol)
+        self._open.pop(protocol, None)
         self._idle.pop(protocol, None)
 
     def mark_idle(self, protocol: BoundedProtocol) -> None:
@@ -95,6 +99,23 @@ class Connections:
             return False
         protocol, _ = self._idle.popitem(last=False)
         protocol.abort()
+        return True
+
+    def close_one(self) -> bool:
+        """Close the connection that has been idle longest or, if none is idle, a connection of the tenant
+        with the most connections. Return False if there is no such connection."""
+        return self.close_longest_idle() or self._close_of_largest_tenant()
+
+    def _close_of_largest_tenant(self) -> bool:
+        """Close the oldest connection of the tenant that has the most connections with a request. Return
+        False if the server has no tenants."""
+        by_tenant: defaultdict[object, list[BoundedProtocol]] = defaultdict(list)
+        for protocol in self._open:
+            if (tenant := protocol.tenant) is not None:
+                by_tenant[tenant].append(protocol)
+        if not by_tenant:
+            return False
+        max(by_tenant.values(), key=len)[0].abort()
         return True
 
 
@@ -118,6 +139,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_idle = True
         self._num_header_bytes = 0
 
+    @property
+    def tenant(self) -> object:
+        """The tenant whose request is being answered. None: there is no such request, its key is not checked
+        yet, or the server has no tenants."""
+        return None if self._is_idle else self.cycle.scope.get(TENANT)
+
     def abort(self) -> None:
         self.transport.abort()
 
@@ -140,6 +167,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_head_deadline()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")
         super().on_message_begin()
         self._num_header_bytes = 0
 
@@ -188,8 +217,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 class Acceptor:
     """Accepts connections on one socket until `close` is called. uvicorn uses it as an asyncio server. At the
-    limit of connections, a new connection replaces the connection that has been idle longest, or is closed if
-    no connection is idle."""
+    limit of connections, a new connection replaces the connection that has been idle longest. If no
+    connection is idle, it replaces a connection of the tenant with the most connections, or is closed if the
+    server has no tenants."""
 
     def __init__(
         self,
@@ -235,7 +265,7 @@ class Acceptor:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             has_warned = False
-            if self._connections.are_full and not self._connections.close_longest_idle():
+            if self._connections.are_full and not self._connections.close_one():
                 accepted.close()
                 continue
             # The loop releases the descriptor of a closed connection in its next iteration.
