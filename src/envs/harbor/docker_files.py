@@ -42,7 +42,12 @@ from src.envs.harbor.carried_files import (
     check_limits,
     is_below,
 )
-from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
+from src.envs.harbor.search_paths import (
+    home_directories,
+    search_variables,
+    with_link_targets,
+    with_linked_tools,
+)
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -190,9 +195,8 @@ class DockerFiles:
             lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
             homes = {"HOME": home_directories(self._accounts, variables["PWD"])}
-            self._variables = await with_link_targets(
-                search_variables(variables, self._verifier_variables, libraries, homes), output_of
-            )
+            found = search_variables(variables, self._verifier_variables, libraries, homes)
+            self._variables = await with_link_targets(await with_linked_tools(found, output_of), output_of)
             await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 
     async def freeze(self) -> None:

@@ -25,7 +25,12 @@ from src.envs.harbor.carried_files import (
     module_directories,
     parse_listing,
 )
-from src.envs.harbor.search_paths import home_directories, search_variables, with_link_targets
+from src.envs.harbor.search_paths import (
+    home_directories,
+    search_variables,
+    with_link_targets,
+    with_linked_tools,
+)
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 from src.envs.sandbox.file_copy import write_untrusted_file
 
@@ -65,8 +70,9 @@ class SandboxFiles:
         self._before = await self._list()
         self._accounts = await self._output_of(f"cat {ACCOUNTS}")
         homes = {"HOME": home_directories(self._accounts, self._variables["PWD"])}
+        variables = await with_linked_tools(search_variables(self._variables, homes), self._output_of)
         self._rules = carry_rules(
-            await with_link_targets(search_variables(self._variables, homes), self._output_of),
+            await with_link_targets(variables, self._output_of),
             module_directories(self._before),
             interpreter_directories(self._before),
         )

@@ -12,14 +12,19 @@ LOADED = (  # variables that name files, or directories of files, with code or w
     "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "BASH_ENV", "ENV", "INPUTRC", "OPENSSL_CONF",
     "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH", "GIT_TEMPLATE_DIR", "WGETRC", "PYTHONHOME",
     "PYTHONSTARTUP", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "NPM_CONFIG_USERCONFIG", "NPM_CONFIG_GLOBALCONFIG",
+    "PSQLRC", "R_PROFILE", "R_ENVIRON", "ZDOTDIR",
 )
 # fmt: on
-# The variables that name the directories in which interpreters look for modules.
-MODULE_VARIABLES = ("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB")
+# The variables that name the directories in which interpreters look for modules, or which contain programs.
+MODULE_VARIABLES = (
+    *("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB", "R_LIBS", "R_LIBS_USER"),
+    *("CARGO_HOME", "RUSTUP_HOME", "JAVA_HOME", "GRADLE_USER_HOME"),
+)
 # HOME is among the variables because programs read the hidden files of that directory. PWD is among them
 # because a directory in /opt that contains the working directory of the task does not count as an installed
 # program (`CarryRules`).
 VARIABLES = ("PATH", "HOME", "PWD", *LOADED, *MODULE_VARIABLES)
+TOOL = re.compile("/opt/[^/]+(?=/)")  # the directory of a program that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -66,6 +71,31 @@ async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dic
         name: ":".join(linked for path in paths_of(name, value) for linked in chains.get(path, [path]))
         for name, value in variables.items()
     }
+
+
+async def with_linked_tools(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
+    """Return `variables` with /opt/NAME/bin added to PATH for each directory /opt/NAME to which a link in a
+    directory of PATH leads, such as /usr/local/bin/yarn -> /opt/yarn/bin/yarn. A directory that contains the
+    working directory of the task is not added. `run` runs a script in the environment before the agent acts.
+    """
+    directories = [path for path in variables.get("PATH", "").split(":") if path.startswith("/")]
+    quoted = " ".join(map(shlex.quote, dict.fromkeys([*directories, "/etc/alternatives"])))
+    output = await run(
+        f"for path in {quoted}; do printf '%s\\000' \"$path\"; ls -l -- \"$path\"; printf '\\000'; done"
+    )
+    fields = output.decode("utf-8", "surrogateescape").split("\0")
+    linked = {
+        posixpath.normpath(posixpath.join(directory, line.rpartition(" -> ")[2]))
+        for directory, listing in zip(fields[::2], fields[1::2], strict=False)
+        for line in listing.splitlines()
+        if line.startswith("l")
+    }
+    tools = {match[0] for path in sorted(linked) if (match := TOOL.match(path))}
+    workdirs = variables.get("PWD", "").split(":")
+    tools = [
+        tool for tool in sorted(tools) if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)
+    ]
+    return {**variables, "PATH": ":".join([*directories, *(f"{tool}/bin" for tool in tools)])}
 
 
 def paths_of(name: str, value: str) -> list[str]:
