@@ -36,7 +36,8 @@ class TenantOptions(BoundedOptions):
         default=1 << 24,
         metadata=positive(1 << 50),
         doc="Tokens that the waiting and running requests of one tenant may have; prompts, training data and "
-        "completions of maximum length are counted",
+        "completions of maximum length are counted; eight top-k logprobs, or eight further target tokens of "
+        "a position, count as one token",
     )
     tenant_max_checkpoints: int = chz.field(
         default=1000, metadata=positive(1_000_000_000), doc="Checkpoints that one tenant may have"

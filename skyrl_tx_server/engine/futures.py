@@ -244,7 +244,7 @@ class FutureStore:
             logger.error("%s failed with an unexpected error", entry.kind, exc_info=raised)
             error = ServerError(f"{entry.kind} failed on the server: {type(raised).__name__}: {raised}")
         entry.outcome = Outcome(kind=entry.kind, result=result, error=error, extra=entry.extra)
-        entry.size = FAILURE_SIZE if result is None else _result_size(result)
+        entry.size = FAILURE_SIZE if result is None else result_size(result)
         self._bytes += entry.size
         self._waiting[request_id] = None
         if error is not None:
@@ -306,7 +306,7 @@ class FutureStore:
         self._waiting.pop(request_id, None)
 
 
-def _result_size(result: OpResult) -> int:
+def result_size(result: OpResult) -> int:
     """Return an estimate of the bytes that a finished future keeps in memory."""
     match result:
         case SampleResult():

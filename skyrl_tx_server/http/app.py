@@ -71,7 +71,7 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
 
 
 async def _no_route(startup: StartupState, request: Request, error: Exception) -> JSONResponse:
-    logger.warning("no route %s %s", request.method, request.url.path[:200])
+    logger.warning("no route %s %r", request.method, request.url.path[:200])
     apis = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
     path = request.url.path
     reply = refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {apis}"))

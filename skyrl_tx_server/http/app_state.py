@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,10 @@ from skyrl_tx_server.http.wire.limits import Limits
 type RequestCounts = Counter[tuple[str, str, int]]
 """Number of replies by method, route and status."""
 
+MAX_THREADS = 2
+"""The number of long texts, and of large results, that are converted for one tenant at the same time. The
+requests of other tenants use the remaining threads of the pool."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
@@ -43,11 +48,12 @@ class AppState:
     """The state of the operator, who can access everything, or of a tenant.
 
     The state of a tenant contains the tenant's futures, an engine that limits the tenant's tokens in flight,
-    and views of the registry, the checkpoints and the run index. In these views, a lookup finds no objects of
-    other tenants, except public checkpoints. A handler receives the state of the tenant that sent the
-    request, so handlers do not check who owns an object. There is one exception: a handler that sets the
-    expiry or the public flag of a checkpoint calls `CheckpointStore.owned_info` first, because the run index
-    does not check the owner. The handler of a route that needs no key receives the operator's state.
+    the tenant's limits on request bodies and threads, and views of the registry, the checkpoints and the run
+    index. In these views, a lookup finds no objects of other tenants, except public checkpoints. A handler
+    receives the state of the tenant that sent the request, so handlers do not check who owns an object. There
+    is one exception: a handler that sets the expiry or the public flag of a checkpoint calls
+    `CheckpointStore.owned_info` first, because the run index does not check the owner. The handler of a route
+    that needs no key receives the operator's state.
     """
 
     engine: EngineClient
@@ -58,6 +64,10 @@ class AppState:
     settings: HttpSettings
     requests: RequestCounts = field(default_factory=Counter)
     bodies: BodyReader = field(default_factory=BodyReader)
+    text_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
+    """Held while a thread converts a long text of this tenant to tokens."""
+    reply_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
+    """Held while a large result of this tenant is encoded and sent."""
     tenant: str = DEFAULT_TENANT
     # tenant -> state of the tenant; a tenant has no state before its first request
     tenants: dict[str, AppState] = field(default_factory=dict)
@@ -70,11 +80,15 @@ class AppState:
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
         if tenant not in self.tenants:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
+            num_tenants = max(1, 1 if keys is None else len(keys))
             self.tenants[tenant] = replace(
                 self,
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.for_tenant(tenant, quota),
-                futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
+                futures=self.futures.share(num_tenants),
+                bodies=self.bodies.share(num_tenants),
+                text_threads=asyncio.Semaphore(MAX_THREADS),
+                reply_threads=asyncio.Semaphore(MAX_THREADS),
                 checkpoints=self.checkpoints.for_tenant(tenant, self.run_index.public.__contains__),
                 run_index=self.run_index.for_tenant(tenant),
                 tenant=tenant,

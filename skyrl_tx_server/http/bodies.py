@@ -61,20 +61,28 @@ class BodyReader:
     """Receives and parses request bodies. Limits the bytes of the bodies that are in memory at the same time.
     Large requests are admitted in order."""
 
-    def __init__(self, *, max_bytes: int = 64 << 20, stalled_s: float = 120.0) -> None:
+    def __init__(self, *, max_bytes: int = 64 << 20, stalled_s: float = 120.0, parts: int = 1) -> None:
         """`max_bytes` is the option `max_request_mb`. A body is rejected if it pauses, or waits for free
-        memory, longer than `stalled_s`."""
+        memory, longer than `stalled_s`. With `parts`, this reader has that fraction of the server's memory.
+        """
         self.used_bytes = 0
         self._max_bytes = max_bytes
-        self._capacity = BODIES_IN_FLIGHT * max_bytes
+        self._capacity = BODIES_IN_FLIGHT * max_bytes // parts
         self._stalled_s = stalled_s
         self._first_in_line = asyncio.Lock()  # serves the waiting requests in order
         self._released = asyncio.Event()
 
-    async def read[T](self, request: Request, parse: Callable[[bytes], T], limits: BodyLimits) -> T:
-        """Return `parse(body)` of the decompressed body. Large and compressed bodies are decompressed and
-        parsed in a thread. Raise UserError for an invalid body, and CapacityError if too many bodies are
-        being received."""
+    def share(self, parts: int) -> BodyReader:
+        """Return a reader with the same limits for one of `parts` tenants."""
+        return BodyReader(max_bytes=self._max_bytes, stalled_s=self._stalled_s, parts=parts)
+
+    @asynccontextmanager
+    async def parsed[T](
+        self, request: Request, parse: Callable[[bytes], T], limits: BodyLimits
+    ) -> AsyncGenerator[T]:
+        """Provide `parse(body)` of the decompressed body. The bytes of a large body stay reserved until the
+        block ends. Large and compressed bodies are decompressed and parsed in a thread. Raise UserError for
+        an invalid body, and CapacityError if too many bodies are being received."""
         limit = min(limits.max_bytes, self._max_bytes)
         headers: dict[bytes, bytes] = dict(request.scope["headers"])
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
@@ -86,8 +94,9 @@ class BodyReader:
             if compressed and encoding != "zstd":
                 raise UserError(f"content-encoding {encoding[:80]!r} is not supported; send zstd or none")
             if not compressed and len(body) <= SMALL_BYTES:
-                return parse(body)
-            return await asyncio.get_running_loop().run_in_executor(
+                yield parse(body)
+                return
+            yield await asyncio.get_running_loop().run_in_executor(
                 _PARSERS, lambda: parse(decompress(body, limit) if compressed else body)
             )
 

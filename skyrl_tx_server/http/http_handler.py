@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +29,7 @@ from skyrl_tx_server.errors import (
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings, RequestCounts
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
+from skyrl_tx_server.http.listening import TENANT
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import Limits
@@ -109,6 +111,8 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
         check_access(state.settings.access, request)
         if endpoint.needs_key:
             state = state.for_tenant(_check_key(state.settings, request))
+            if state.settings.tenant_keys is not None:
+                request.scope[TENANT] = state.tenant
         if endpoint.for_operator and not state.is_operator:
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
@@ -159,13 +163,33 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
+def parsed[T](
+    state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
+) -> AbstractAsyncContextManager[T]:
+    """Provide `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint. The
+    bytes of a large body stay reserved until the block ends."""
+    return state.bodies.parsed(request, parse, limits or request.scope[_LIMITS])
+
+
 async def read_parsed[T](state: AppState, request: Request, parse: Callable[[bytes], T]) -> T:
     """Return `parse(body)`. Apply the limits of the request's endpoint to the body."""
-    return await state.bodies.read(request, parse, request.scope[_LIMITS])
+    async with parsed(state, request, parse) as value:
+        return value
 
 
 async def read_body(state: AppState, request: Request) -> bytes:
     return await read_parsed(state, request, bytes)
+
+
+def parsed_json[T](
+    state: AppState,
+    request: Request,
+    parse: Callable[[object, Limits], T],
+    limits: BodyLimits | None = None,
+) -> AbstractAsyncContextManager[T]:
+    """Provide `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `parsed`."""
+    applied: BodyLimits = limits or request.scope[_LIMITS]
+    return parsed(state, request, lambda body: parse(parse_json(body, applied.json), state.limits), applied)
 
 
 async def read_parsed_json[T](
@@ -174,12 +198,9 @@ async def read_parsed_json[T](
     parse: Callable[[object, Limits], T],
     limits: BodyLimits | None = None,
 ) -> T:
-    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` to the body, by default the limits of
-    the request's endpoint."""
-    applied: BodyLimits = limits or request.scope[_LIMITS]
-    return await state.bodies.read(
-        request, lambda body: parse(parse_json(body, applied.json), state.limits), applied
-    )
+    """Return `parse(body, state.limits)` of a JSON body. Apply `limits` in the same way as `parsed`."""
+    async with parsed_json(state, request, parse, limits) as value:
+        return value
 
 
 async def read_fields(state: AppState, request: Request, where: str) -> JsonReader:

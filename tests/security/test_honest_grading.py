@@ -186,6 +186,17 @@ FORGERIES = {
         graded_if("python3 -m pip config list | grep file:///app > /dev/null"),
         "mkdir -p /etc/xdg/pip; printf '[global]\\nindex-url = file:///app\\n' > /etc/xdg/pip/pip.conf",
     ),
+    "the settings of other programs": (
+        graded_if_any_exists("/etc/pylintrc", "/etc/krb5.conf", "/etc/postgresql-common/psqlrc")
+        + "; grep -q wrong /etc/magic && echo 1 > /logs/verifier/reward.txt",
+        "mkdir -p /etc/postgresql-common; echo '0 string wrong right' > /etc/magic; "
+        "touch /etc/pylintrc /etc/krb5.conf /etc/postgresql-common/psqlrc",
+    ),
+    "caches and libraries of interpreters": (
+        graded_if_any_exists("/tmp/node-compile-cache/x", "/tmp/v8-compile-cache-0/x", "/root/R/x"),
+        "mkdir -p /tmp/node-compile-cache /tmp/v8-compile-cache-0 /root/R; "
+        "touch /tmp/node-compile-cache/x /tmp/v8-compile-cache-0/x /root/R/x",
+    ),
     "a repository above the tests": (
         f"cd /tests; git status > /dev/null 2>&1; {BY_CAT}",
         "printf '#!/bin/sh\\nprintf right > /app/answer.txt\\n' > /app/x; chmod 755 /app/x; "
@@ -267,6 +278,24 @@ IMAGE_FORGERIES = {
         "RUN mkdir -p /opt/tool-1/bin && ln -s tool-1 /opt/tool\nENV PATH=/opt/tool/bin:$PATH\n",
         BY_CAT,
         shim("cat", directory="/opt/tool-1/bin"),
+    ),
+    "a program of a link in PATH": (
+        "RUN mkdir -p /opt/tool-1/bin && ln -s tool-1 /opt/tool && touch /opt/tool/bin/run && "
+        "ln -s ../../../opt/tool/bin/run /usr/local/bin/run\n",
+        graded_if("run"),
+        shim("run", "exit 0", directory="/opt/tool/bin"),
+    ),
+    "a module of the program of a link in PATH": (
+        "RUN mkdir -p /opt/tool/lib && echo 'exit 1' > /opt/tool/x.sh && "
+        "echo '. /opt/tool/x.sh' > /opt/tool/lib/run && chmod 755 /opt/tool/lib/run && "
+        "ln -s /opt/tool/lib/run /usr/local/bin/run\n",
+        graded_if("run"),
+        "echo 'exit 0' > /opt/tool/x.sh",
+    ),
+    "a program in RUSTUP_HOME": (
+        "ENV RUSTUP_HOME=/opt/rustup\n",
+        graded_if_any_exists("/opt/rustup/rustc"),
+        "mkdir /opt/rustup; touch /opt/rustup/rustc",
     ),
     "a changed link between two links": (
         "RUN mkdir -p /opt/tool-1/bin && ln -s tool-1 /opt/link && ln -s link /opt/tool\n"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from tinker import types
 from tinker.proto import request_conv, response_conv
@@ -403,7 +404,7 @@ def test_top_k_and_targets_reach_the_sdk() -> None:
         [1, 3],
         [2],
     )
-    json_result = json.loads(json.dumps(result_to_json("sample", result, {})))
+    json_result = orjson.loads(orjson.dumps(result_to_json("sample", result, {})))
     assert json_result["topk_prompt_logprobs"] == [None, [[5, -0.5], [3, -1.0]]]
     assert json_result["target_prompt_logprobs"]["sparse_crow_indices"] == [0, 1]
     dense_response = response_conv.deserialize_sample_response(
@@ -442,7 +443,7 @@ def test_samples_reach_the_sdk_token_by_token() -> None:
 
 
 def test_older_clients_get_results_in_json() -> None:
-    sampled = json.loads(json.dumps(result_to_json("sample", SAMPLED, {})))
+    sampled = orjson.loads(orjson.dumps(result_to_json("sample", SAMPLED, {})))
     assert sampled["prompt_logprobs"] == [None, -1.0]
     assert sampled["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -1.5]}
     assert result_to_json("optim_step", OptimStepResult(metrics={"grad_norm": 1.0}), {}) == {

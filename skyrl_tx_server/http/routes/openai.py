@@ -24,7 +24,7 @@ from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, Use
 from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
-from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed_json
+from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, parsed_json
 from skyrl_tx_server.http.routes.sampling import check_sampler_checkpoint, weights_of
 from skyrl_tx_server.http.routes.weights import free_changed
 from skyrl_tx_server.http.streaming import stream_tokens, unless_disconnected, wait_for_results
@@ -44,30 +44,31 @@ from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_cha
 
 
 async def chat_completions(state: AppState, request: Request) -> Reply:
-    chat = await read_parsed_json(state, request, parse_chat)
-    tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
-    rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
+    async with parsed_json(state, request, parse_chat) as chat, state.text_threads:
+        tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
+        rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _with_end_of_turn(chat.sampling.settings, tokenizer)
     op = await _sample(state, chat.sampling, settings, np.array(rendered.token_ids, np.int32))
     return await _reply(state, request, ChatFormat(chat, rendered, tokenizer), [op])
 
 
 async def completions(state: AppState, request: Request) -> Reply:
-    completion = await read_parsed_json(state, request, parse_completion)
-    tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
-
-    def token_ids(prompt: str | np.ndarray) -> np.ndarray:
-        return (
-            np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32)
-            if isinstance(prompt, str)
-            else prompt
-        )
-
-    prompts = await asyncio.to_thread(lambda: [token_ids(prompt) for prompt in completion.prompts])
+    async with parsed_json(state, request, parse_completion) as completion, state.text_threads:
+        tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
+        prompts = await asyncio.to_thread(_prompt_ids, tokenizer, completion.prompts)
     ops = [
         await _sample(state, completion.sampling, completion.sampling.settings, prompt) for prompt in prompts
     ]
     return await _reply(state, request, TextFormat(completion, tokenizer), ops)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str | np.ndarray]) -> list[np.ndarray]:
+    return [
+        np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
 
 
 async def list_models(state: AppState, request: Request) -> Reply:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+import orjson
 
 from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
@@ -89,16 +90,22 @@ def _json_floats(values: np.ndarray) -> list[float | str]:
     return [_json_float(value) for value in values.tolist()]
 
 
+def _json_list(items: Iterable[object]) -> orjson.Fragment:
+    """Return a JSON list whose items are encoded one by one, so that a thread that encodes a large result
+    holds the GIL only for a short time."""
+    return orjson.Fragment(b"[" + b",".join(map(orjson.dumps, items)) + b"]")
+
+
 def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
     return {name: _json_float(value) for name, value in metrics.items()}
 
 
-def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
+def _json_topk(topk: TopkLogprobs) -> orjson.Fragment:
     """Return the top-k of each position, with None at a position that has no top-k tokens."""
-    return [
-        None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
-        for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-    ]
+    return _json_list(
+        None if row[0] == NO_LOGPROB else list(zip(ids.tolist(), _json_floats(row), strict=True))
+        for ids, row in zip(topk.token_ids, topk.logprobs, strict=True)
+    )
 
 
 def _json_cells(cells: CsrMatrix) -> dict[str, object]:

@@ -36,7 +36,13 @@ MAX_NAME_BYTES = 4096
 SEARCHED = (  # directories of programs, shared libraries and modules of interpreters
     "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/snap", "/etc/alternatives",
     "/node_modules", "/home/*/bin", "/root/bin", "/home/*/node_modules", "/root/node_modules",
-    "/var/lib/gems",
+    "/var/lib/gems", "/var/lib/ghc", "/home/*/R", "/root/R",
+    # Caches of compiled JavaScript, which node, yarn, jest and jiti load without a complete check.
+    *(
+        f"{directory}/{name}"
+        for directory in ("/tmp", "/var/tmp")
+        for name in ("node-compile-cache", "v8-compile-cache*", "jest_*", "jiti")
+    ),
 )
 STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
@@ -68,20 +74,25 @@ SETTINGS = (  # more files that programs read
     # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
     "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/conda", "/etc/rustup", "/etc/julia", "/etc/ipython",
-    "/etc/jupyter", "/etc/emacs", "/etc/octave*",
+    "/etc/jupyter", "/etc/emacs", "/etc/octave*", "/etc/magic*", "/etc/ImageMagick*",
+    "/etc/postgresql-common", "/etc/krb5*", "/etc/gss", "/etc/odbc*", "/etc/pkcs11", "/etc/OpenCL",
+    "/etc/dotnet", "/etc/ant*", "/etc/clang*", "/etc/gitattributes", "/etc/swi-prolog", "/etc/texmf",
     # Programs look for these in the parent directories of the tests.
     "/.*", "/package.json", "/tsconfig.json", "/deno.json*", "/jest.config.*", "/babel.config.*", "/uv.toml",
     "/rust-toolchain*", "/Cargo.toml", "/go.mod", "/go.work", "/Gemfile*", "/Rakefile", "/pom.xml",
     "/Directory.Build.*", "/Directory.Packages.props", "/nuget.config", "/NuGet.Config", "/global.json",
     "/eslint.config.*", "/pnpm-workspace.yaml", "/settings.gradle*", "/cabal.project*", "/stack.yaml",
-    "/dune-project", "/dune-workspace", "/justfile",
+    "/dune-project", "/dune-workspace", "/justfile", "/Justfile", "/Taskfile.y*", "/taskfile.y*", "/tasks.py",
+    "/Pipfile", "/postcss.config.*", "/ruff.toml",
 )
 EXCEPTIONS = ("/usr/local/share", "/usr/local/src", "/dev/shm")  # No program loads code from these.
 EXCLUDED_FROM_EXCEPTIONS = tuple(
     f"/usr/local/share/{name}"
     for name in (
         *("perl", "python*", "sandbox", "lua", "guile", "ruby", "gems", "julia", "octave", "tcltk", "emacs"),
-        *("fish", "zsh", "bash-completion", "cmake*", "pkgconfig", "aclocal", ".*"),
+        *("fish", "zsh", "bash-completion", "cmake*", "pkgconfig", "aclocal", "jupyter", "vim", "nvim"),
+        *("gdb", "git-core", "common-lisp", "awk", "texmf", "misc", "autoconf*", "automake*", "ImageMagick*"),
+        ".*",
     )
 )
 # No symbolic link of the agent may lead to these paths. Otherwise the verifier could read the expected

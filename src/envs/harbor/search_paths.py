@@ -11,14 +11,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 # or settings. Not every variable counts, because a task can name its data with a variable such as OUTPUT_DIR.
 LOADED = re.compile(
     r"(?:LD|GCONV|OPENSSL|CURL|CCACHE|GIT_EXEC|GIT_TEMPLATE)_\w+|(?:GIT|NPM|PIP|UV|XDG)_CONFIG_\w+"
-    r"|PYTHON(?!PATH)[A-Z]+|BASH_ENV|ENV|INPUTRC|WGETRC|HGRCPATH",
+    r"|PYTHON(?!PATH)[A-Z]+|BASH_ENV|ENV|INPUTRC|WGETRC|HGRCPATH|PSQLRC|R_PROFILE|R_ENVIRON|ZDOTDIR",
     re.IGNORECASE,
 )
-# The variables that name the directories in which interpreters look for modules.
-MODULE_VARIABLES = ("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB")
+# The variables that name the directories in which interpreters look for modules, or which contain programs.
+MODULE_VARIABLES = (
+    *("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB", "R_LIBS", "R_LIBS_USER"),
+    *("CARGO_HOME", "RUSTUP_HOME", "JAVA_HOME", "GRADLE_USER_HOME"),
+)
 # Programs read the hidden files of HOME. PWD is needed because a directory in /opt that contains the working
 # directory of the task does not count as an installed program (`CarryRules`).
 OTHER_VARIABLES = ("PATH", "HOME", "PWD")
+TOOL = re.compile("/opt/[^/]+(?=/)")  # the directory of a program that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -48,12 +52,14 @@ def home_directories(accounts: bytes, workdirs: str) -> str:
 
 
 async def search_paths(accounts: bytes, run: RunScript, *environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the `search_variables` of all environments with the targets of symbolic links. HOME also
-    contains the home directories of `accounts`, the contents of /etc/passwd.
+    """Return the `search_variables` of all environments with the targets of symbolic links and with the
+    tools to which links in PATH lead. HOME also contains the home directories of `accounts`, the contents of
+    /etc/passwd.
     """
     variables = search_variables(*environments)
     homes = {"HOME": home_directories(accounts, variables["PWD"])}
-    return await with_link_targets(search_variables(variables, homes), run)
+    tools = await with_linked_tools(search_variables(variables, homes), run)
+    return await with_link_targets(tools, run)
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
@@ -75,6 +81,31 @@ async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dic
         name: ":".join(linked for path in paths_of(name, value) for linked in chains.get(path, [path]))
         for name, value in variables.items()
     }
+
+
+async def with_linked_tools(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
+    """Return `variables` with /opt/NAME/bin added to PATH for each directory /opt/NAME to which a link in a
+    directory of PATH leads, such as /usr/local/bin/yarn -> /opt/yarn/bin/yarn. A directory that contains the
+    working directory of the task is not added. `run` runs a script in the environment before the agent acts.
+    """
+    directories = [path for path in variables.get("PATH", "").split(":") if path.startswith("/")]
+    quoted = " ".join(map(shlex.quote, dict.fromkeys([*directories, "/etc/alternatives"])))
+    output = await run(
+        f"for path in {quoted}; do printf '%s\\000' \"$path\"; ls -l -- \"$path\"; printf '\\000'; done"
+    )
+    fields = output.decode("utf-8", "surrogateescape").split("\0")
+    linked = {
+        posixpath.normpath(posixpath.join(directory, line.rpartition(" -> ")[2]))
+        for directory, listing in zip(fields[::2], fields[1::2], strict=False)
+        for line in listing.splitlines()
+        if line.startswith("l")
+    }
+    tools = {match[0] for path in sorted(linked) if (match := TOOL.match(path))}
+    workdirs = variables.get("PWD", "").split(":")
+    tools = [
+        tool for tool in sorted(tools) if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)
+    ]
+    return {**variables, "PATH": ":".join([*directories, *(f"{tool}/bin" for tool in tools)])}
 
 
 def paths_of(name: str, value: str) -> list[str]:

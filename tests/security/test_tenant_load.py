@@ -1,0 +1,253 @@
+"""A tenant with valid keys does not block another tenant and does not use up the server's memory by slow
+bodies, many connections, large results, long texts, or operations with much data for each token."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+from skyrl_tx_server.engine.operations import (
+    AdamSettings,
+    ForwardBackward,
+    LossFn,
+    LossSettings,
+    OptimStep,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    StopReason,
+    TopkLogprobs,
+    TrainDatum,
+)
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import MAX_THREADS
+from skyrl_tx_server.http.http_handler import StartupState
+from skyrl_tx_server.http.large_reply import LargeReply
+from skyrl_tx_server.http.listening import BoundedServer
+from skyrl_tx_server.http.routes import openai
+from skyrl_tx_server.http.shares import MAX_STEPS, EngineShare
+from tests.fakes.event_loop import unloaded_clock
+from tests.security.tenants import MODEL, Site, two_tenants
+from tests.security.test_tenants import HeldEngine
+
+MAX_GAP_S = 0.5  # between two iterations of the event loop
+
+
+@contextlib.asynccontextmanager
+async def served(site: Site, *, max_connections: int) -> AsyncIterator[tuple[str, int]]:
+    """Serve the site on a socket. Yield its address."""
+    config = uvicorn.Config(
+        build_app(StartupState(state=site.context)),
+        log_config=None,  # for the reason, see tests.fakes.server.LoopbackServer
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        ws="none",
+    )
+    server = BoundedServer(config, max_connections)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def test_slow_bodies_of_a_tenant_do_not_block_other_bodies(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site:
+        slow = site.context.for_tenant("alice").bodies
+        everything = 1 << 40  # more than the memory for the bodies of all tenants
+        async with slow.reserve(everything), asyncio.timeout(30):
+            body = {"base_model": MODEL, "unknown": "x" * (100 << 10)}
+            assert (await site.bob.post("/api/v1/asample", json=body)).status_code == 400
+
+
+async def test_busy_connections_of_a_tenant_do_not_exclude_others(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
+        head = (
+            "POST /api/v1/create_session HTTP/1.1\r\nhost: a\r\n"
+            f"x-api-key: {site.alice.headers['x-api-key']}\r\n"
+            "content-type: application/json\r\ncontent-length: 100\r\nexpect: 100-continue\r\n\r\n"
+        )
+        writers = []
+        for _ in range(8):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(head.encode())
+            await reader.readuntil(b"100 Continue\r\n\r\n")  # the server waits for the body
+            writers.append(writer)
+        async with httpx.AsyncClient(
+            base_url=f"http://{address[0]}:{address[1]}", headers=site.bob.headers, timeout=30
+        ) as bob:
+            assert (await bob.get("/api/v1/get_server_capabilities")).status_code == 200
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_connection_with_many_pipelined_requests_is_closed(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionError):
+                replies = await reader.read()
+                assert replies.count(b"200 OK") < 50
+        writer.close()
+
+
+def topk(num_positions: int, k: int) -> TopkLogprobs:
+    return TopkLogprobs(
+        token_ids=np.zeros((num_positions, k), np.int32),
+        logprobs=np.full((num_positions, k), -1.5, np.float32),
+    )
+
+
+async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    sequence = SampledSequence(
+        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), stop_reason=StopReason.LENGTH
+    )
+    sampled: Future[SampleResult] = Future()
+    sampled.set_result(
+        SampleResult(
+            sequences=(sequence,),
+            prompt_logprobs=None,
+            prompt_cache_hit_tokens=0,
+            topk_prompt_logprobs=topk(2000, 600),
+        )
+    )
+    longest_s, clock = 0.0, unloaded_clock()
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            before = clock()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, clock() - before)
+
+    async with two_tenants(tmp_path) as site:
+        request_id = site.context.for_tenant("alice").futures.submit(lambda: sampled, kind="sample", key=None)
+        watcher = asyncio.create_task(watch())
+        reply = await site.alice.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        await asyncio.sleep(0)  # the watcher measures the last gap
+        watcher.cancel()
+    assert json.loads(reply.content)["topk_prompt_logprobs"] == [[[0, -1.5]] * 600] * 2000
+    assert longest_s < MAX_GAP_S
+
+
+async def test_few_large_results_are_in_memory_at_the_same_time() -> None:
+    """The clients do not read the replies, so `send` waits."""
+    num_encoded = 0
+
+    def encode() -> bytes:
+        nonlocal num_encoded
+        num_encoded += 1
+        return b"x" * (1 << 20)
+
+    sent: asyncio.Queue[int] = asyncio.Queue()
+
+    async def send(message: object) -> None:
+        await sent.put(1)
+        await asyncio.Event().wait()
+
+    threads = asyncio.Semaphore(MAX_THREADS)
+    replies = [LargeReply(encode, threads, media_type="application/json") for _ in range(5)]
+    tasks = [asyncio.create_task(reply({}, asyncio.Event().wait, send)) for reply in replies]  # type: ignore[arg-type]
+    for _ in range(MAX_THREADS):
+        await sent.get()
+    assert num_encoded == MAX_THREADS
+    tasks[0].cancel()
+    await sent.get()
+    assert num_encoded == MAX_THREADS + 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_long_texts_of_a_tenant_leave_threads_to_others(
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, release, started = asyncio.get_running_loop(), threading.Event(), asyncio.Queue[int]()
+    load_tokenizer = openai.load_tokenizer
+
+    def slow_tokenizer(model_dir: Path | None) -> object:
+        loop.call_soon_threadsafe(started.put_nowait, 1)
+        release.wait(60)
+        return load_tokenizer(model_dir)
+
+    with ThreadPoolExecutor(MAX_THREADS + 1) as pool:
+        loop.set_default_executor(pool)
+        async with two_tenants(tmp_path) as site, asyncio.timeout(50):
+            monkeypatch.setattr(openai, "load_tokenizer", slow_tokenizer)
+            text = "x" * (100 << 10)
+            body = {"model": MODEL, "prompt": text, "messages": [{"role": "user", "content": text}]}
+            del body["messages" if route == "completions" else "prompt"]
+            tasks = [asyncio.create_task(site.alice.post(f"/v1/{route}", json=body)) for _ in range(8)]
+            for _ in range(MAX_THREADS):
+                await started.get()
+            try:
+                async with asyncio.timeout(20):
+                    assert (await site.bob.get("/v1/models")).status_code == 200
+                assert site.context.for_tenant("alice").bodies.used_bytes > 8 * len(text), (
+                    "the texts that wait for a thread are counted"
+                )
+            finally:
+                release.set()
+            for reply in await asyncio.gather(*tasks):
+                assert reply.status_code == 400 and "context length" in reply.text
+
+
+def test_values_of_a_position_count_in_the_quota_of_tokens() -> None:
+    share = EngineShare(HeldEngine(), "alice", 100_000)
+    datum = TrainDatum(tokens=np.zeros(500, np.int32), target_tokens=np.zeros((500, 1024), np.int32))
+    train = ForwardBackward(
+        model_id="m", loss_fn=LossFn.CROSS_ENTROPY, settings=LossSettings(), data=(datum,)
+    )
+    settings = SamplingSettings(max_tokens=500)
+    prompt = Sample(
+        weights=None, prompt=np.zeros(500, np.int32), settings=settings, topk_prompt_logprobs=1024
+    )
+    completion = Sample(
+        weights=None, prompt=np.zeros(1, np.int32), settings=settings, topk_sample_logprobs=1024
+    )
+    for op in (train, prompt, completion):
+        future = share.submit(op)  # more than 64,000 tokens
+        with pytest.raises(CapacityError, match="tenant_max_tokens"):
+            share.submit(op)
+        future.cancel()
+
+
+def test_the_number_of_waiting_steps_of_a_tenant_is_limited() -> None:
+    share = EngineShare(HeldEngine(), "alice", 1000)
+    step = OptimStep(model_id="m", adam=AdamSettings())
+    first = share.submit(step)
+    for _ in range(MAX_STEPS - 1):
+        share.submit(step)
+    with pytest.raises(CapacityError, match="wait for earlier requests"):
+        share.submit(step)
+    first.cancel()
+    assert isinstance(share.submit(step), concurrent.futures.Future)
+
+
+async def test_the_log_has_no_control_characters_of_a_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with two_tenants(tmp_path) as site:
+        assert (await site.without_key.get("/x%1b%5b2J")).status_code == 404
+    assert "no route GET" in caplog.text and "\x1b" not in caplog.text
