@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
@@ -23,6 +23,9 @@ from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.json_file import read_json_object, write_json
 
 PREFIX, HEAD = "base_model.model.", "lm_head"
+HEAD_WEIGHT = f"{PREFIX}{HEAD}.base_layer.weight"
+"""The weight of the base model that peft saves with an adapter of the output head."""
+TIED_HEAD = "model.embed_tokens.weight"  # the weight of the output head of a model with tied embeddings
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
@@ -132,6 +135,9 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
     rank_per_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
     arrays = {}
     for name, tensor in tensors.items():
+        if name == HEAD_WEIGHT:
+            _check_head(directory, tensor, base)
+            continue
         factor = _FACTOR.fullmatch(name.replace(".base_layer.", "."))
         if factor is None:
             raise UserError(f"{directory}: {name} is not a LoRA factor that this server supports")
@@ -164,6 +170,18 @@ def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
         return array
     padding = [(0, lora.rank - rank) if axis == rank_axis else (0, 0) for axis in range(2)]
     return np.pad(array if rank_axis == 0 else array * np.float32(lora.rank / rank), padding)
+
+
+def _check_head(directory: Path, weight: np.ndarray, base: BaseTensors) -> None:
+    """Raise UserError if `weight` is not the weight of the output head of the base model."""
+    base_name = f"{HEAD}.weight" if f"{HEAD}.weight" in base.files else TIED_HEAD
+    with safe_open(base.files[base_name], framework="np") as opened:
+        base_weight = opened.get_tensor(base_name)
+    if not np.array_equal(weight.astype(np.float32), base_weight.astype(np.float32)):
+        raise UserError(
+            f"{directory}: {HEAD_WEIGHT} differs from the weight of the base model; merge the adapter with "
+            "peft instead"
+        )
 
 
 def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per_expert: int) -> np.ndarray:
@@ -228,7 +246,7 @@ def _missing_factors(
     for module in set[str]().union(*(part for part in parts.values() if part & modules)):
         weight = f"{module}.weight"
         if weight not in base.files:
-            weight = "model.embed_tokens.weight"  # tied head
+            weight = TIED_HEAD
         outputs, inputs = base.shape(weight)
         module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
         for side, shape in (("A", (module_rank, inputs)), ("B", (outputs, module_rank))):

@@ -21,6 +21,7 @@ from skyrl_tx_server.model.model_config import (
 )
 
 DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
+ORIGINAL_LENGTH = "original_max_position_embeddings"  # an entry of the rope settings or of config.json itself
 SIZES = (  # the entries of config.json that must be at least 1
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts", "num_local_experts"),
@@ -123,6 +124,8 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
     num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     max_position_embeddings = int(raw.get("max_position_embeddings", 32768))
     rope = _rope(raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {})
+    if raw.get(ORIGINAL_LENGTH) is not None:  # takes precedence in transformers
+        rope[ORIGINAL_LENGTH] = raw[ORIGINAL_LENGTH]
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1):
         raise ConfigError(
@@ -190,14 +193,20 @@ def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> YarnSca
         case "default":
             return None
         case "llama3":
+            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            if not low < high:
+                raise ConfigError(
+                    f"rope_scaling has low_freq_factor={low} and high_freq_factor={high}; high_freq_factor "
+                    "must be larger"
+                )
             return Llama3Scaling(
                 factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_max_position_embeddings=int(rope[ORIGINAL_LENGTH]),
             )
         case "yarn":
-            original = int(rope.get("original_max_position_embeddings") or max_position_embeddings)
+            original = int(rope.get(ORIGINAL_LENGTH) or max_position_embeddings)
             factor = float(rope.get("factor") or max_position_embeddings / original)
             return YarnScaling(
                 factor=factor,

@@ -1,5 +1,6 @@
 """Runs five versions of the unmodified SDK, each in its own virtual environment, against the real server."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def test_arguments_that_are_no_versions_are_refused(capsys: pytest.CaptureFixtur
     assert "--url, http://h: neither a version nor one of the options" in capsys.readouterr().err
     assert sdk_matrix.main(["--help"]) == 0
     assert "python -m scripts.sdk_matrix" in capsys.readouterr().out
+
+
+def test_the_documents_state_the_tested_versions() -> None:
+    contract, limitations = (
+        (sdk_matrix.ROOT / "docs" / name).read_text() for name in ("server-contract.md", "limitations.md")
+    )
+    listed = contract.split("These\nreleases are tested: ", 1)[1].split("\n\n", 1)[0]
+    assert tuple(re.findall(r"\d+\.\d+\.\d+", listed)) == sdk_matrix.VERSIONS
+    assert f"with {len(sdk_matrix.VERSIONS)} versions of the\n  official SDK" in limitations

@@ -304,6 +304,23 @@ def test_default_adapter_names_and_rslora_are_imported(tmp_path: Path) -> None:
     assert imported.keys() == arrays.keys()
 
 
+def test_the_head_that_peft_saves_with_an_adapter_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default, peft saves the base weight of the head with each adapter of the head."""
+    arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False))
+    main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
+    options = [f"adapter={tmp_path / 'peft'}", f"base_model={FIXTURES / 'tied'}"]
+    head = load_file(FIXTURES / "tied" / "model.safetensors")["model.embed_tokens.weight"]
+    for scale, path, status in ((1.0, "tinker://a/sampler_weights/one", 0), (1.5, SAVED, 2)):
+        weight = {"base_model.model.lm_head.base_layer.weight": head * np.float32(scale)}
+        save_file(arrays | weight, tmp_path / "peft" / "adapter_model.safetensors")
+        assert main(["import", *options, f"checkpoints_dir={tmp_path}", f"checkpoint={path}"]) == status
+    assert "lm_head.base_layer.weight differs from the weight of the base" in capsys.readouterr().err
+    _, imported = CheckpointStore(tmp_path, "local/tied").read("tinker://a/sampler_weights/one")
+    assert imported.keys() == arrays.keys()
+
+
 def test_external_weights_cannot_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"adapter={tmp_path}", f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
     assert main(["import", *options, "checkpoint=tinker://new/external_weights/one"]) == 2

@@ -267,6 +267,11 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ),
         (
             "llama3",
+            {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "low_freq_factor=4.0 and high_freq_factor=4.0; high_freq_factor must be larger",
+        ),
+        (
+            "llama3",
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
             "rope_parameters per layer type are not supported",
         ),
@@ -330,6 +335,13 @@ def test_the_error_for_an_unsupported_config_is_one_line(
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, name, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_an_original_length_outside_the_rope_entry_is_used(tmp_path: Path) -> None:
+    """transformers prefers this entry of config.json to the entry of the same name in rope_parameters."""
+    config = load_model_config(write_config(tmp_path, "llama3", original_max_position_embeddings=48))
+    assert isinstance(config.rope_scaling, Llama3Scaling)
+    assert config.rope_scaling.original_max_position_embeddings == 48
 
 
 def test_qwen3_moe_has_the_default_head_dim_of_transformers(tmp_path: Path) -> None:
