@@ -134,8 +134,9 @@ def fitted(
     )
 
 
-def fitted_to_any(options: Mapping[str, str], user_options: Mapping[str, str]) -> dict[str, str]:
-    """Fit the other lengths to the lengths that the user set, before the context of the server is known."""
+def fitted_to_user_lengths(options: Mapping[str, str], user_options: Mapping[str, str]) -> dict[str, str]:
+    """Reduce the lengths that the user did not set, so that they fit the lengths that the user set. This
+    function is used before the context of the server is known."""
     try:
         return fitted(options, user_options, context=sys.maxsize)[0]
     except ValueError:  # a length is not a number; the trainer reports the option

@@ -56,7 +56,7 @@ from scripts.recipe_options import (
     DEFAULT_TASKS,
     environment_kind,
     fitted,
-    fitted_to_any,
+    fitted_to_user_lengths,
     named_model,
     recipe_defaults,
     wandb_is_set_up,
@@ -315,7 +315,7 @@ def full_recipe(user_options: dict[str, str]) -> int:
         if "wandb_project" not in user_options:
             print_message("wandb is off: set WANDB_API_KEY or WANDB_MODE, or run `wandb login`")
     options = {**defaults, **user_options, "model_name": model.served_name, "skyrl_tx_url": url}
-    config = check_options(fitted_to_any(options, user_options))
+    config = check_options(fitted_to_user_lengths(options, user_options))
     models_or_reason = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
     reason = (
         models_or_reason

@@ -54,14 +54,14 @@ def dequantize(
         scales: [ceil(out / block[0]), ceil(in / block[1])] float32, of the whole matrix.
         first: the row and column of the matrix at which `values` begins.
     """
-    rows, columns = (
+    row_blocks, column_blocks = (
         np.arange(start, start + size) // length
         for start, size, length in zip(first, values.shape, block, strict=True)
     )
     result = values.astype(np.float32)
-    scales_by_column = scales[:, columns]
-    for row_block in np.unique(rows):  # one block row at a time, to save memory
-        start, end = np.searchsorted(rows, [row_block, row_block + 1])
+    scales_by_column = scales[:, column_blocks]  # [row blocks, columns of values]
+    for row_block in np.unique(row_blocks):  # one block row at a time, to save memory
+        start, end = np.searchsorted(row_blocks, [row_block, row_block + 1])
         result[start:end] *= scales_by_column[row_block]
     return result
 

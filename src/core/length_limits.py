@@ -44,9 +44,10 @@ def fitted_lengths(
     `limit` tokens.
 
     `given` contains the options that the user has set (name -> text). An option in `given` is not returned,
-    and max_tokens is not returned if `given` has max_generate_length. `max_tokens` and `threshold` are the
-    current values of max_tokens and proactive_summarization_threshold. Both are reduced to at most a quarter
-    of the context, and the threshold also to at most half of the longest allowed prompt.
+    and max_tokens is not returned if `given` has max_generate_length. The arguments `max_tokens` and
+    `threshold` are the current values of the options max_tokens and proactive_summarization_threshold. Both
+    are reduced to at most a quarter of the context, and the threshold also to at most half of the longest
+    allowed prompt.
 
     >>> fitted_lengths(4096, max_tokens=2048, threshold=8000, given={"max_tokens": "500"})
     {'context_limit': 4096, 'proactive_summarization_threshold': 1024}
@@ -79,13 +80,13 @@ class LengthOptions(ContextOptions):
     max_input_length: int | None = chz.field(
         default=None,
         doc="SkyRL's limit of the prompt: the trial ends if the conversation is longer (with "
-        "enable_summarize, Terminus-2 summarises it first). None: context_limit - 1; the last answer can "
-        "then be shorter than max_tokens, because prompt and answer together have at most context_limit "
-        "tokens",
+        "enable_summarize, Terminus-2 summarises it first). None: context_limit - 1. With None, the last "
+        "answer can be shorter than max_tokens, because prompt and answer together have at most "
+        "context_limit tokens",
         validator=at_least(1),
     )
     max_generate_length: int | None = chz.field(
-        default=None, doc="SkyRL's name of max_tokens; None: max_tokens", validator=at_least(1)
+        default=None, doc="SkyRL's name of max_tokens; None: the value of max_tokens", validator=at_least(1)
     )
     max_sequence_length: int | None = chz.field(
         default=None,

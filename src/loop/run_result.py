@@ -24,7 +24,7 @@ class RunResult:
     error: str  # the message of the error that ended the process; empty if there was none
     num_steps: int  # the last step that has a line in metrics.jsonl; 0 if there is none
     metrics: Mapping[str, float]  # the finite values of the last line of metrics.jsonl
-    held_out: Success
+    held_out: Success  # the held-out success rates before and after training
     checkpoints: Sequence[Checkpoint]  # the oldest first
 
     @property

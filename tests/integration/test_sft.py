@@ -1,4 +1,5 @@
-"""Runs `python -m src.sft` against a real server. RL runs use its checkpoint as start and as teacher."""
+"""Runs `python -m src.sft` against a real server, and RL runs that start from the resulting checkpoint or use
+it as the teacher."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ def test_rl_accepts_an_sft_checkpoint_as_start_and_as_teacher(server_url: str, t
     rl = ["env=examples.count_up:open_count_up", "max_turns=3", "max_tokens=8", "max_steps=1"]
     rl += ["batch_size=2", "group_size=2", "eval_before_train=false", "temperature=1", "reward_coef=0"]
     rl.append(f"teacher={checkpoint.sampler_path}")
-    for directory, start in (("student", []), ("teacher", loaded)):
+    for directory, start in (("from_base", []), ("from_teacher", loaded)):
         test_examples.python("-m", "src.train", *options(server_url, tmp_path / directory), *rl, *start)
-    student_kl, teacher_kl = (
+    kl_from_base, kl_from_teacher = (
         records(tmp_path / directory / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
-        for directory in ("student", "teacher")
+        for directory in ("from_base", "from_teacher")
     )
-    # In the directory "teacher", the policy starts with the weights of the teacher.
-    assert student_kl > 0.01 and teacher_kl == pytest.approx(0, abs=1e-4)
+    # The run "from_teacher" starts with the weights of the teacher, so its KL to the teacher is 0.
+    assert kl_from_base > 0.01 and kl_from_teacher == pytest.approx(0, abs=1e-4)

@@ -1,4 +1,5 @@
-"""The layout [inputs, outputs] of projections on a CPU gives the results of the layout [outputs, inputs]."""
+"""On a CPU, projections that are stored as [inputs, outputs] give the same results as projections that are
+stored as [outputs, inputs]."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ FLOAT32 = np.dtype(np.float32)
 BIG = replace(CONFIG, hidden_size=2048, intermediate_size=8192, num_layers=8)
 
 
-def layout(config: ModelConfig, dtype: np.dtype = FLOAT32) -> bool:
+def is_inputs_first(config: ModelConfig, dtype: np.dtype = FLOAT32) -> bool:
     return with_weight_layout(config, dtype=dtype, num_slots=8, max_lora_rank=4).inputs_first
 
 
@@ -44,28 +45,32 @@ def test_only_projections_are_transposed(family: str, tmp_path: Path) -> None:
     assert jax.tree.map(np.shape, by_input) == jax.tree.map(lambda leaf: leaf.shape, shapes)
 
 
-def test_the_layout_needs_a_large_float32_model_on_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_first_needs_large_float32_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_layout, "rows_are_independent", lambda *_: True)
-    assert layout(BIG) and not layout(CONFIG) and not layout(BIG, np.dtype(np.float16))
+    assert (
+        is_inputs_first(BIG)
+        and not is_inputs_first(CONFIG)
+        and not is_inputs_first(BIG, np.dtype(np.float16))
+    )
     latent = load_model_config(FAMILIES / "deepseek_v3")
     monkeypatch.setattr(weight_layout, "MIN_BYTES", 0)
-    assert layout(CONFIG) and not layout(latent)
+    assert is_inputs_first(CONFIG) and not is_inputs_first(latent)
 
 
-def test_results_that_depend_on_the_rows_keep_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_outputs_first_if_results_depend_on_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_layout, "rows_are_independent", lambda _, numbers: 64 not in numbers)
-    assert not layout(BIG)
+    assert not is_inputs_first(BIG)
 
 
-def test_factors_that_depend_on_the_rows_keep_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_outputs_first_if_factors_depend_on_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = 4
     monkeypatch.setattr(
         weight_layout, "rows_are_independent", lambda shapes, _: all(rank not in shape for shape in shapes)
     )
-    assert not layout(BIG)
+    assert not is_inputs_first(BIG)
 
 
-def test_products_that_depend_on_the_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_depend_on_the_batch_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(64, 32), (32, 64)]
     assert rows_are_independent(shapes, (4, 4))
     einsum = jnp.einsum

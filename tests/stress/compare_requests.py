@@ -4,8 +4,9 @@
 
 `other_tree` is a directory with a checkout or an unpacked `git archive` of another commit. The program passes
 every body to the same parser or route of both versions. Both must return the same operation, or an error of
-the same class or status. Errors that differ only in the message count as reworded, unless
-`INTENDED_DIFFERENCES` lists the difference. The exit status is 1 if other differences exist.
+the same class or status. If two errors differ only in their message, they are reported as
+reworded, unless `INTENDED_DIFFERENCES` lists the difference. The exit status is 1 if results differ in more
+than the message of an error.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def error_kind(result: str) -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    from src.cli.command_line import help_for, parse_as  # the other version may not have these functions
+    # This file also runs as `outcomes` with the modules of the other version, which may lack these functions.
+    from src.cli.command_line import help_for, parse_as
     from src.cli.program import run_program
 
     title = ["python -m tests.stress.compare_requests other_tree=DIR [key=value ...]"]

@@ -7,7 +7,7 @@ requests more than its share of the server, creates many objects, and sends requ
 victim's objects to the routes of VICTIM_ROUTES. RATE is the number of attacks per second of all tenants
 together.
 The last line of the output is a JSON object with the number of attacks of each kind (`attacks`), the number
-of responses with each status (`statuses`) and the responses that a correct server never sends (`faults`, at
+of responses with each status (`statuses`) and the responses that a correct server cannot send (`faults`, at
 most 200). A fault that begins with "cross-tenant" is a response that shows or changes an object of the
 victim.
 """

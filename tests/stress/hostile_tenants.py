@@ -8,13 +8,13 @@ that measures latency and one for each hostile tenant. `hostile_tenant_requests`
 separate process. A new server then repeats the training steps without any other client. The exit status is 0
 only if
 
-- the server survived, sent no response that a correct server never sends and logged no traceback,
+- the server survived, sent only responses that a correct server can send, and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
 - no sample of the latency client failed, and the 99th percentile of the latency of its 4-token samples is at
   most MAX_LATENCY_RATIO times the value without other clients,
 - no hostile tenant read or changed an object of another tenant,
-- the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
-  after all sessions have ended.
+- the minima of resident memory, in equal parts of the run, rose more slowly than MAX_SLOPE_MIB_PER_HOUR, and
+  the server holds no objects after all sessions have ended.
 """
 
 from __future__ import annotations
@@ -229,9 +229,10 @@ def report(run: Run, undisturbed: list[Step]) -> int:
     cross_tenant = [fault for fault in faults if fault.startswith("cross-tenant")]
     per_object, per_hour = run.watch.memory_by_objects()
     held = [objects for _, _, objects in run.watch.objects]
-    samples = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
+    held_at_sixths = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
     print(
-        f"objects     {' '.join(map(str, samples))} models and snapshots held, {per_object:.2f} MiB each; "
+        f"objects     {' '.join(map(str, held_at_sixths))} models and snapshots held (at each sixth of the "
+        f"run), {per_object:.2f} MiB each; "
         f"other memory grows by {per_hour:+.1f} MiB/h"
     )
     quantiles = {}
@@ -244,7 +245,7 @@ def report(run: Run, undisturbed: list[Step]) -> int:
         )
     ratio = quantiles["beside"] / quantiles["alone"]
     checks = {
-        f"responses that a correct server never sends: {len(faults) - len(cross_tenant)}": len(faults)
+        f"responses that a correct server cannot send: {len(faults) - len(cross_tenant)}": len(faults)
         == len(cross_tenant),
         f"reads and writes across tenants: {len(cross_tenant)}": not cross_tenant,
         f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,

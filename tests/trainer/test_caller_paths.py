@@ -10,6 +10,7 @@ import pytest
 from scripts import run_skyrl_tx
 from scripts.caller_paths import CALLER_DIR, with_absolute_paths
 from scripts.run_skyrl_tx import new_server_directory
+from src.cli.command_line import parse
 from src.cli.saved_options import SERVER_FILE, server_directory_of
 from src.records.private_directory import make_private
 
@@ -70,8 +71,9 @@ def test_the_directory_of_a_server_is_found_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
+    config = parse(["backend=skyrl-tx", "skyrl_tx_url=http://h:1", "model_name=m", "tasks_dir=t"])
     for log_path in ("~/runs/a", str(tmp_path / "link")):
-        directory = new_server_directory(log_path)
+        directory = new_server_directory({"log_path": log_path}, config)
         make_private(directory)
         (directory / SERVER_FILE).write_text("[]")
         assert server_directory_of(log_path) == directory

@@ -43,8 +43,8 @@ class TimedPolicy(PolicyWrapper):
     def agent_used_most(self, now: float) -> bool:
         """Return whether the agent used more than half of the time between the start and `now`.
 
-        The agent's time is the time after the first completion, without the time of sampling calls. A
-        sampling call that is in progress counts up to `now`.
+        The agent's time is the time after the first completion, without the time of sampling calls. The
+        time of a sampling call that is in progress is left out up to `now`.
         """
         if self._first_completion is None:
             return False

@@ -75,7 +75,7 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "eps": f"adam_eps={config.adam_eps}",
         "weight decay": f"weight_decay={config.weight_decay}" if config.weight_decay else None,
         "gradient clipping": f"grad_clip_norm={config.grad_clip_norm}" if config.grad_clip_norm else None,
-        "temperature": _tempered(config),
+        "temperature": _temperature_option(config),
         "loads without optimizer": None if config.load_optimizer else "load_optimizer=false",
     }
     needed_by |= {
@@ -86,16 +86,15 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
     for name, option in needed_by.items():
         finding = capabilities.failed_check(name)
         if option is not None and finding is not None:
-            remedy = "use another endpoint"
-            if option != NEEDED_BY_EVERY_RUN:
-                remedy = f"change the option, or {remedy}"
+            reason, remedy = f"does not honour {option}", "change the option, or use another endpoint"
+            if option == NEEDED_BY_EVERY_RUN:
+                reason, remedy = f"lacks {option}", "use another endpoint"
             raise ConfigError(
-                f"{capabilities.url} does not honour {option}: {name}: {finding.seen} "
-                f"({config.capabilities}); {remedy}"
+                f"{capabilities.url} {reason}: {name}: {finding.seen} ({config.capabilities}); {remedy}"
             )
 
 
-def _tempered(config: TrainerConfig) -> str | None:
+def _temperature_option(config: TrainerConfig) -> str | None:
     """Return the option that sets a temperature other than 1; None if no option does."""
     if config.temperature != 1:
         return f"temperature={config.temperature}"

@@ -2,8 +2,8 @@
 
     python -m tests.security.red_team [NAME ...] [--where sandbox|docker] [--as root|user] [--list]
 
-With `--where sandbox --as user`, the attack process and its sandboxes run as an ordinary user; root changes
-to another user for this purpose. With `--where docker --as user`, the agent is an ordinary user of the
+With `--where sandbox --as user`, the attack process and its sandboxes run as an ordinary user, also if root
+starts this program. With `--where docker --as user`, the agent is an ordinary user of the
 container. The exit status is 1 if an attack succeeded or could not run.
 """
 

@@ -22,7 +22,8 @@ assert len({attack.name for attack in ATTACKS}) == len(ATTACKS), "two attacks ha
 
 
 def chosen(names: Sequence[str], where: EnvironmentKind, run_as: RunAs) -> list[Attack]:
-    """Return the attacks of an environment and user. If `names` is not empty, return only these attacks."""
+    """Return the attacks of an environment and user. If `names` is not empty, return only those with a
+    name in `names`."""
     return [
         attack
         for attack in ATTACKS
