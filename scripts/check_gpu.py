@@ -15,7 +15,8 @@ The script prints for each program:
 - the operations and command buffers of the longest loop body (a layer or a decode step)
 - on one GPU, the time that `scripts/simulate/compiled_costs.py` calculates for the compiled operations, and
   the operations that take the longest
-- the registers, spilled bytes and waits of each kernel in KERNELS
+- the registers and spilled bytes of each kernel in KERNELS, and for each of its waits for asynchronous
+  copies, the number of groups of copies that may still be in progress
 
 The script exits with status 0 if all these conditions hold, and with status 1 otherwise:
 
@@ -196,7 +197,7 @@ def compile_sampling(
 ) -> LoopBody:
     """Compile the prefill program for tile batches of both sizes, and a decode dispatch. Each sequence has
     POSITIONS positions. Return the body of the loop over decode steps."""
-    width, copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
+    width, no_copies = POSITIONS // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     num_devices = 1 if model.mesh is None else model.mesh.size
     pages = max(
         config.rows * width, num_devices * config.cache_gib * 2**30 // page_bytes(model, np.dtype("bfloat16"))
@@ -209,11 +210,12 @@ def compile_sampling(
         cache = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), cache
         )
-    bank = jax.tree.map(
+    lora_slots = jax.tree.map(
         lambda leaf: np.broadcast_to(np.zeros((), jnp.bfloat16), (4, *np.shape(leaf))),
         zero_adapter(model, RANK),
     )
-    bank, devices = with_shardings(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
+    lora_slots = with_shardings(model, lora_slots)
+    devices = 1 if model.mesh is None else model.mesh.shape["fsdp"]
     settings = batch_settings([None] * config.rows, model.vocab_size)
 
     def zeros(*shape: int) -> np.ndarray:
@@ -227,15 +229,15 @@ def compile_sampling(
                 starts=zeros(num_tiles), lengths=zeros(num_tiles), tables=zeros(num_tiles, width)
             ),
             adapters=lora_indices(zeros(num_tiles), counts=(1, 4)),
-            before=copies,
-            after=copies,
+            before=no_copies,
+            after=no_copies,
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
             sequence_adapters=lora_indices(zeros(config.rows), counts=(1, 4)),
         )
         name = f"prefill, {num_tiles} tiles of {PREFILL_TILE} tokens"
-        compile_for(name, prefill, cache, params, bank, batch, settings, config=model, tempered=False)
+        compile_for(name, prefill, cache, params, lora_slots, batch, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
         before=Carry.empty(config.rows),
@@ -257,7 +259,7 @@ def compile_sampling(
         decode_steps,
         cache,
         params,
-        bank,
+        lora_slots,
         rows,
         settings,
         config=model,
@@ -361,8 +363,8 @@ class LoopBody:
 
 
 def longest_body(path: Path) -> LoopBody | None:
-    """Return the loop body with the most operations in the file `path`, XLA's list of operations, or None
-    if the program has no loop."""
+    """Return the loop body with the most operations, or None if the program has no loop. The file `path` is
+    XLA's list of the operations of the program."""
     bodies: list[LoopBody] = []
     open_bodies: list[tuple[int, LoopBody]] = []  # (indentation of the line `body:`, body)
     buffer_indentation = sys.maxsize  # indentation of the current command buffer; maxsize: no command buffer
@@ -401,7 +403,7 @@ class Kernel:
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.registers} registers, {self.spilled_bytes} bytes spilled, "
-            f"groups of copies in progress after waits: {', '.join(map(str, self.waits))}"
+            f"groups of copies that may be in progress after each wait: {', '.join(map(str, self.waits))}"
         )
 
     def failures(self) -> Iterator[str]:

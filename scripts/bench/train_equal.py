@@ -1,10 +1,13 @@
-"""Compare the time of forward_backward in our engine and in other programs, for 8 sequences of 512 tokens.
+"""Compare the time of forward_backward in our engine and in other programs, for 8 sequences with the same
+length of 512 tokens.
 
 Each program runs in two cases: the backward pass recomputes every layer, or it keeps the activations. In the
 second case, our engine still recomputes the values that `Remat.ACTIVATIONS` lists, such as norms. Our engine
 runs with `train_tokens_per_batch=8192`, and a second time with 4096.
 
     taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
+
+PYTHON is the interpreter in which Hugging Face (`hf`) or SkyRL's tx (`tx`) is installed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from skyrl_tx_server.config.bounds import MAX_DEVICES, YEAR_S, BoundedOptions, b
 from skyrl_tx_server.errors import ConfigError
 
 CLUSTER_KEY_VARIABLE = "SKYRL_TX_CLUSTER_KEY"
-CLUSTER_KEY = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
+CLUSTER_KEY_NAME = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
 """The name of the cluster key in messages."""
 MIN_CLUSTER_KEY = 32
 """Minimum length of the cluster key in characters."""

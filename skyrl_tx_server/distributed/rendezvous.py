@@ -21,7 +21,7 @@ import chz
 import jax
 
 from skyrl_tx_server.config.engine_options import EngineOptions
-from skyrl_tx_server.config.process_options import CLUSTER_KEY, ProcessOptions
+from skyrl_tx_server.config.process_options import CLUSTER_KEY_NAME, ProcessOptions
 from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
 from skyrl_tx_server.distributed.multihost import RankZero, WorkerRank
@@ -110,7 +110,7 @@ def join(options: ProcessOptions, settings: EngineOptions, on_lost: Callable[[st
             channel.send_bytes(json.dumps(asdict(_handshake(options, settings))).encode())
             answer = json.loads(_reply(channel, where, timeout_s=timeout_s + HANDSHAKE_S))
         except WrongKeyError as error:
-            raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
+            raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY_NAME}") from None
         except TamperedError as error:
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
@@ -152,7 +152,7 @@ def accept_process(
             "%s: a connection was refused: %s. All processes of a server need the same %s",
             options.coordinator_address,
             error,
-            CLUSTER_KEY,
+            CLUSTER_KEY_NAME,
         )
         candidate.close()
         return

@@ -1,4 +1,4 @@
-"""Merges an adapter into a base model file by file, so that the model may be larger than memory."""
+"""Merges an adapter into a base model, one file at a time, so that the model may be larger than memory."""
 
 from __future__ import annotations
 

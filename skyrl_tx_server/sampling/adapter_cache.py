@@ -8,8 +8,9 @@ its decode slot to another request, does not pin its snapshot, but the snapshot 
 
 A trainer saves an in-memory snapshot every step, and the Tinker API has no call that drops one. The server
 drops a snapshot when its session ends. If a tenant has more than `tenant_max_snapshots`, the server drops the
-least recently used ones. When host memory runs out, the cache deletes the copies in host memory of the least
-recently used snapshots that no sequence uses. Such a snapshot is lost when it is evicted from its LoRA slot.
+least recently used ones. When host memory runs out, the cache takes the snapshots that no sequence uses, the
+least recently used first, and deletes their copies in host memory. Such a snapshot is lost when it is evicted
+from its LoRA slot.
 """
 
 from __future__ import annotations
@@ -185,9 +186,9 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete a snapshot as soon as no sequence uses it. For a checkpoint, this deletes only the copy on
-        the device, because other weights may later be saved to its path. Raises NotFoundError if an in-memory
-        snapshot is neither in host memory nor on the device."""
+        """Delete a snapshot as soon as no sequence uses it. For a checkpoint, this deletes the copy on the
+        device, because other weights may later be saved to its path, and not the files. Raises NotFoundError
+        if an in-memory snapshot is neither in host memory nor on the device."""
         if not is_on_disk(weights) and weights not in self.in_host_memory and weights not in self.on_device:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):

@@ -42,7 +42,8 @@ def with_locations_from_environment(
 ) -> list[str]:
     """Return `argv` with options from environment variables.
 
-    - tau2_home is added from TAU2_HOME if `argv` has an option `env` whose environment reads tau2_home.
+    - tau2_home is added from TAU2_HOME if the last option `env` (in SkyRL: `environment.env_class`) names a
+      task environment that reads tau2_home.
     - skyrl_tx_url is added from SKYRL_TX_URL if `argv` has backend=skyrl-tx.
 
     An option is added only if it is in `names` and not in `argv`, and its environment variable is not empty.
@@ -50,7 +51,7 @@ def with_locations_from_environment(
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     pairs = [argument.partition("=") for argument in argv]
-    # SkyRL names the environment environment.env_class.
+    # In SkyRL, the option `environment.env_class` selects the task environment.
     environments = [value for name, _, value in pairs if name.rpartition(".")[2] in ("env", "env_class")]
     reads_tau2 = bool(environments) and environments[-1] not in WITHOUT_TAU2
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME") if reads_tau2 else None}
@@ -62,8 +63,8 @@ def with_locations_from_environment(
 
 
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with taxonomy_feedback=true if TAXONOMY_FEEDBACK is `true`, and with taxonomy_alpha from
-    TAXONOMY_ALPHA.
+    """Return `argv` with the options of the judge: taxonomy_feedback=true if TAXONOMY_FEEDBACK is `true`, and
+    taxonomy_alpha from TAXONOMY_ALPHA.
 
     The added options come last, so they override options of the same name in `argv`. If SKYRL_MODE is unset,
     it is set to `train`. If SKYRL_MODE has a value other than `train`, TAXONOMY_FEEDBACK has no effect.

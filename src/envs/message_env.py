@@ -95,8 +95,9 @@ class MessageEnv(Protocol):
           PromptTooLong report a failure that the answer did not cause. The trial becomes a `TrialFailure` of
           the kind `env_server` for an EnvServerError, `backend` for a BackendError and `env_error` for the
           others. An attempt that fails with `env_error` is not repeated.
-        - An AgentFault and any exception not named above are attributed to the answer. The trial has the
-          reward 0. The graded-zero reason is that of the AgentFault, and `env_error` for the others.
+        - An AgentFault, a PromptTooLong and any exception not named above are attributed to the answer. The
+          trial has the reward 0. The graded-zero reason is that of the AgentFault, and `env_error` for the
+          others.
         """
         ...
 
@@ -204,8 +205,8 @@ class _Episode:
             try:
                 turn = await self._sample(prompt_ids, max_tokens=max_tokens)
             except PromptTooLong:
-                # If the endpoint refuses the first prompt, `context_limit` exceeds the endpoint's context,
-                # and the trial fails.
+                # The endpoint refuses the first prompt only if `context_limit` exceeds the endpoint's
+                # context. The trial then fails.
                 if self._num_answers == 1:
                     raise
                 self.stop_reason = StopReason.CONTEXT_LENGTH

@@ -18,8 +18,9 @@ LOCAL_SERVER = "http://localhost:8000"
 
 
 def with_backend(argv: Sequence[str]) -> list[str]:
-    """Add backend=skyrl-tx if a model gives the answers, no option names a backend or an endpoint, and there
-    is neither a valid key nor a stored credential for the Tinker cloud."""
+    """Add backend=skyrl-tx if the answers come from a model of a Tinker endpoint (`_has_model`), no option
+    names a backend or an endpoint, and there is neither a valid key nor a stored credential for the Tinker
+    cloud."""
     values = values_of(argv)
     if not _has_model(values) or values.keys() & {"backend", "skyrl_tx_url", "tinker_base_url"}:
         return list(argv)
@@ -33,7 +34,8 @@ def with_backend(argv: Sequence[str]) -> list[str]:
 async def with_local_server(
     argv: Sequence[str], typed: Sequence[str], *, url: str = LOCAL_SERVER
 ) -> list[str]:
-    """Add skyrl_tx_url=`url` if a model gives the answers and backend=skyrl-tx has no address.
+    """Add skyrl_tx_url=`url` if the answers come from a model of a Tinker endpoint and backend=skyrl-tx has
+    no address.
 
     Raises ConfigError if no server is ready at `url`. The error message shows a command to type, which is
     made from `typed`: the user's arguments and the options of config files.

@@ -94,18 +94,18 @@ def test_the_llama3_fixture_detects_missing_rope_scaling() -> None:
     assert difference(unscaled, "llama3") > 0.1
 
 
-@pytest.mark.parametrize("feature", ["score scale", "groups", "bias", "weights' scale", "pairs"])
+@pytest.mark.parametrize("feature", ["score scale", "groups", "bias", "expert scale", "interleaved pairs"])
 def test_the_deepseek_fixture_detects_each_missing_feature(feature: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
     latent, scaling = present(config.latent), config.rope_scaling
     assert config.experts is not None and config.experts.groups is not None
     assert isinstance(scaling, YarnScaling)
-    groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(feature, {})
+    groups = {"groups": {"per_token": 4}, "expert scale": {"scale": 1.0}}.get(feature, {})
     config = replace(config, experts=replace(config.experts, groups=replace(config.experts.groups, **groups)))
     if feature == "score scale":
         config = replace(config, rope_scaling=replace(scaling, mscale_all_dim=0.0))
-    if feature == "pairs":
+    if feature == "interleaved pairs":
         config = replace(config, latent=replace(latent, interleaved=False))
     if feature == "bias":
         params = replace(
@@ -338,7 +338,7 @@ def test_the_error_for_an_unsupported_config_is_one_line(
 
 
 def test_an_original_length_outside_the_rope_entry_is_used(tmp_path: Path) -> None:
-    """transformers prefers this entry of config.json to the entry of the same name in rope_parameters."""
+    """transformers prefers the entry at the top level of config.json to the same entry in rope_parameters."""
     config = load_model_config(write_config(tmp_path, "llama3", original_max_position_embeddings=48))
     assert isinstance(config.rope_scaling, Llama3Scaling)
     assert config.rope_scaling.original_max_position_embeddings == 48

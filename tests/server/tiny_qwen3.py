@@ -52,7 +52,8 @@ def params(dtype: str = "float32") -> Params:
 
 
 def adapter(spec: LoraSpec = SPEC) -> Adapter:
-    """Return an adapter like a trained one: B is random where `spec` trains and zero elsewhere.
+    """Return an adapter like a trained one: B is random in the first `spec.rank` rows for the projections
+    that `spec` trains, and zero elsewhere.
 
     The arrays are new device arrays in each call.
     """
@@ -69,7 +70,8 @@ def adapter(spec: LoraSpec = SPEC) -> Adapter:
 def data(
     lengths: tuple[int, ...], *, weights: bool = False, advantages: bool = False
 ) -> tuple[TrainDatum, ...]:
-    """Return one datum with random tokens per length. `advantages` also adds logprobs of the sampler."""
+    """Return one datum for each length, with random tokens. `advantages` also adds logprobs of the
+    sampler."""
     random = np.random.default_rng(0)
     drawn = []
     for length in lengths:

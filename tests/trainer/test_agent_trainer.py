@@ -42,7 +42,7 @@ OPTIONS = {
 }
 
 
-def run_of(path: Path, **changes: str) -> TrainerConfig:
+def write_run(path: Path, **changes: str) -> TrainerConfig:
     """Write the directory of a run and return its configuration."""
     options = OPTIONS | {"log_path": str(path)} | changes
     config = parse([f"{name}={value}" for name, value in options.items()])
@@ -52,7 +52,7 @@ def run_of(path: Path, **changes: str) -> TrainerConfig:
 
 
 def test_resume_restores_every_option_of_a_run(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run", eval_tasks="['a,b', 'c*']")
+    config = write_run(tmp_path / "run", eval_tasks="['a,b', 'c*']")
     assert config.eval_tasks == ["a,b", "c*"]
     resumed = parse(resumed_arguments(str(tmp_path / "run"), []))
     assert resumed == chz.replace(config, behavior_if_log_dir_exists="resume")
@@ -60,13 +60,13 @@ def test_resume_restores_every_option_of_a_run(tmp_path: Path) -> None:
 
 
 def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> None:
-    run_of(tmp_path / "run")
+    write_run(tmp_path / "run")
     resumed = parse(resumed_arguments(str(tmp_path / "run"), ["max_steps=9", "eval_tasks=none"]))
     assert resumed.max_steps == 9 and resumed.eval_tasks is None and resumed.max_tokens == 100
 
 
 def test_a_run_of_version_0_1_with_an_unused_tau2_home_resumes(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_run(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tau2_home": "/tau2"}))
     assert parse(resumed_arguments(str(tmp_path), [])).tau2_home is None
@@ -105,7 +105,7 @@ def test_every_command_is_a_module_that_exists() -> None:
 
 
 def test_the_commands_of_a_run_search_their_help(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_run(tmp_path)
     for run in ([], [str(tmp_path)]):
         for module, name in (("src.train", "resume"), ("src.evaluate", "evaluate")):
             assert command_line(name, [*run, "--help", "lora"]) == [module, "--help", "lora"]
@@ -141,7 +141,7 @@ def test_a_model_directory_is_requested_by_its_served_name(tmp_path: Path) -> No
 
 def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    run_of(directory, eval_group_size="3", eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
+    write_run(directory, eval_group_size="3", eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
     command, *arguments = command_line("evaluate", [str(directory), "max_tokens=50"])
     config = parse_as(EvaluateConfig, arguments)
     assert command == "src.evaluate" and config.checkpoint == config.held_out_of == str(directory)
@@ -158,7 +158,7 @@ def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
 
 def test_evaluate_writes_to_the_directory_of_the_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    run_of(directory)
+    write_run(directory)
     written_to = [
         parse_as(EvaluateConfig, evaluated_arguments(str(directory), changes)).log_path
         for changes in ([], ["log_path=/elsewhere"], [f"logs_dir={tmp_path}"])
@@ -177,7 +177,7 @@ def test_evaluate_writes_to_the_directory_of_the_run(tmp_path: Path) -> None:
 def test_a_wrong_evaluate_argument_gives_a_one_line_error(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    run_of(tmp_path / "run")
+    write_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
         command_line("evaluate", [argument.replace("RUN", str(tmp_path / "run")) for argument in arguments])
 
@@ -185,7 +185,7 @@ def test_a_wrong_evaluate_argument_gives_a_one_line_error(
 def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     (tmp_path / "tasks").mkdir()
-    run_of(run, tasks_dir=str(tmp_path / "tasks"))
+    write_run(run, tasks_dir=str(tmp_path / "tasks"))
     assert command_line("resume", [str(run), "max_steps=9"])[0] == "src.train"
     side_files = tmp_path / "run.server"
     side_files.mkdir()

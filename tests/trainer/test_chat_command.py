@@ -23,7 +23,7 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.text_engine import save_tokenizer
 from tests.fakes.tokenizer import toy_chat
-from tests.trainer.test_agent_trainer import run_of
+from tests.trainer.test_agent_trainer import write_run
 
 OPTIONS = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "context_limit=60", "max_tokens=8"]
 
@@ -99,7 +99,7 @@ def test_a_lost_server_ends_the_chat() -> None:
 
 def test_chat_takes_the_options_of_a_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    run_of(directory, eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
+    write_run(directory, eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
     command, *arguments = command_line("chat", [str(directory), "system=S"])
     config = parse_as(ChatConfig, arguments)
     assert (command, config.checkpoint, config.system) == ("src.evaluate.chat", str(directory), "S")
@@ -117,7 +117,7 @@ def test_chat_takes_the_options_of_a_run(tmp_path: Path) -> None:
 
 
 def test_chat_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_of(tmp_path / "run")
+    write_run(tmp_path / "run")
     (tmp_path / "run.server").mkdir()
     (tmp_path / "run.server" / SERVER_FILE).write_text('["base_model=m"]')
     (tmp_path / "run.server" / "api_key").write_text("tml-old\n")
@@ -138,7 +138,7 @@ def test_chat_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.official_sdk
-def test_the_program_answers_and_ends_with_its_input(
+def test_the_program_ends_when_its_input_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)

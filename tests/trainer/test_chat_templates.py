@@ -41,7 +41,7 @@ def test_calls_are_read_back(family: Family):
 
 
 @pytest.mark.seed_behaviour(4)
-def test_a_template_without_tools_gets_them_as_text(caplog):
+def test_tools_that_a_template_ignores_are_in_the_system_message(caplog):
     tokenizer = family_tokenizer(DEEPSEEK)
     chat = Chat(tokenizer)
     for messages in (OPENING, [QUESTION]):
@@ -53,7 +53,7 @@ def test_a_template_without_tools_gets_them_as_text(caplog):
     ]
 
 
-def test_a_template_that_rejects_tools_gets_them_as_text():
+def test_tools_that_a_template_rejects_are_in_the_system_message():
     tokenizer = family_tokenizer(DEEPSEEK)
     tokenizer.chat_template = "{% if tools %}{{ raise_exception('no') }}{% endif %}" + tokenizer.chat_template
     assert "- get_order(id: string)" in tokenizer.decode(Chat(tokenizer).render(OPENING, tools=TOOLS))

@@ -21,7 +21,7 @@ from src.policy.options import AdapterOptions
 from src.records.run_directory import RunDirectory, find_run_directory
 from src.sft.config import SftConfig
 from tests.fakes.server import fake_context, serving
-from tests.trainer.test_agent_trainer import run_of
+from tests.trainer.test_agent_trainer import write_run
 from tests.trainer.test_backend import settings
 
 PARTS = ("train_attn", "train_mlp", "train_unembed")
@@ -100,7 +100,7 @@ def test_an_adapter_without_a_trained_part_is_refused() -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_resumed_run_keeps_its_trained_parts(tmp_path: Path, part: str) -> None:
     path = tmp_path / "run"
-    run_of(path, **{part: "false"})
+    write_run(path, **{part: "false"})
     resume = [*TRAIN, f"log_path={path}", "behavior_if_log_dir_exists=resume"]
     with pytest.raises(ConfigError, match=f"has {part}=False, not True; resume it with that value"):
         find_run_directory(parse([*resume, "model_name=org/name"]), name="other")

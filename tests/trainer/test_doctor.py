@@ -42,7 +42,7 @@ FULL = SOLVED | {"stop_reason": "context_length"}
 LOST = {"task": "b", "trial": "b__1", "failure": "verifier", "message": "no reward.txt\nmore"}
 
 
-def run_of(
+def write_run(
     path: Path,
     *,
     trials: list[dict[str, object]] | None = None,
@@ -67,7 +67,7 @@ def problems(path: Path) -> dict[str, Finding]:
 
 
 def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run_of(tmp_path / "run"))]) == 0
+    assert main([str(write_run(tmp_path / "run"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and all(line.startswith("ok ") for line in lines)
     assert "ok      reward: 0.107 in the first third of 9 steps, 0.607 in the last" in lines
@@ -136,7 +136,7 @@ def test_a_healthy_run_gives_only_ok_lines(tmp_path: Path, capsys: pytest.Captur
 def test_each_problem_is_reported_without_other_problems(
     tmp_path: Path, changes: dict, name: ProblemName, measured: str, command: str
 ) -> None:
-    path = run_of(tmp_path / "run", **changes)
+    path = write_run(tmp_path / "run", **changes)
     (finding,) = problems(path).values()
     assert finding.name == name and finding.measured.startswith(measured) and "\n" not in finding.measured
     assert finding.command == f"agent-trainer {command.format(run=path)}"
@@ -155,7 +155,7 @@ def test_each_problem_is_reported_without_other_problems(
     ],
 )
 def test_a_check_passes_if_one_of_its_conditions_is_not_met(tmp_path: Path, changes: dict) -> None:
-    assert problems(run_of(tmp_path / "run", **changes)) == {}
+    assert problems(write_run(tmp_path / "run", **changes)) == {}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_check_passes_if_one_of_its_conditions_is_not_met(tmp_path: Path, chan
 def test_a_new_run_is_advised_where_dynamic_sampling_is_excluded(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
-    run = run_of(
+    run = write_run(
         tmp_path / "run", options={"group_size": 6, **options}, env__all__by_group__frac_mixed=[0.1] * 9
     )
     command = problems(run)[ProblemName.GROUPS_ALIKE].command
@@ -174,7 +174,7 @@ def test_a_new_run_is_advised_where_dynamic_sampling_is_excluded(
 
 
 def test_a_failed_allocation_is_found_in_the_logs(tmp_path: Path) -> None:
-    path = run_of(tmp_path / "run")
+    path = write_run(tmp_path / "run")
     side_files = tmp_path / "run.server"
     side_files.mkdir()
     (side_files / "server.json").write_text('["base_model=org/base"]')
@@ -201,7 +201,7 @@ def test_a_machine_needs_one_kind_of_sandbox(
 ) -> None:
     for name in ("why_no_sandbox", "why_no_engine"):
         monkeypatch.setattr(machine_checks, name, lambda name=name: "absent" if name in missing else None)
-    path = run_of(tmp_path / "run")
+    path = write_run(tmp_path / "run")
     assert problems(path) == {}  # this environment needs no sandbox
     (path / "config.json").write_text(json.dumps(CONFIG | {"env": "harbor", "environment_type": "modal"}))
     assert problems(path) == {}  # the trials do not run on this machine
@@ -222,7 +222,7 @@ def test_a_run_without_steps_has_no_problem(tmp_path: Path) -> None:
         json.dumps({"event": "ended", "state": "too_many_failures", "cause": "no trial was graded"}) + "\n"
     )
     assert problems(tmp_path)[ProblemName.FAILURES].measured == "the run ended: no trial was graded"
-    (run_of(tmp_path / "run", trials=[SOLVED] * 99 + [LOST]) / "journal.jsonl").write_text(
+    (write_run(tmp_path / "run", trials=[SOLVED] * 99 + [LOST]) / "journal.jsonl").write_text(
         (tmp_path / "journal.jsonl").read_text()
     )
     assert problems(tmp_path / "run")[ProblemName.FAILURES].measured == "the run ended: no trial was graded"
@@ -291,7 +291,7 @@ def test_the_machine_is_checked_without_a_run(
 def test_a_wrong_doctor_argument_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    path = run_of(tmp_path / "run")
+    path = write_run(tmp_path / "run")
     assert main([argument.replace("RUN", str(path)) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error

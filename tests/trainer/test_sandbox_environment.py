@@ -42,7 +42,7 @@ async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "requested", "available", "without_network"),
+    ("config", "has_network_option", "with_network", "without_network"),
     [
         ({}, False, NetworkAccess.PUBLIC, NetworkAccess.LACKING),
         ({"network_mode": "no-network"}, False, NetworkAccess.OFF, NetworkAccess.OFF),
@@ -55,17 +55,17 @@ async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> Non
 )
 def test_a_task_has_harbors_default_network(
     config: dict[str, object],
-    requested: bool,
-    available: NetworkAccess,
+    has_network_option: bool,
+    with_network: NetworkAccess,
     without_network: NetworkAccess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Harbor warns that allow_internet is deprecated
         parsed = EnvironmentConfig.model_validate(config)
-    for reason, expected in ((None, available), ("it needs a package", without_network)):
+    for reason, expected in ((None, with_network), ("it needs a package", without_network)):
         monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
-        assert network_access(parsed, has_network_option=requested) is expected
+        assert network_access(parsed, has_network_option=has_network_option) is expected
 
 
 async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ class HuggingFace:
                 for sequence in sequences[first : first + micro_batch_size]
             ]
             tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
-            counts = torch.nn.utils.rnn.pad_sequence(
+            target_mask = torch.nn.utils.rnn.pad_sequence(
                 [torch.ones(len(sequence) - 1, device=self._device) for sequence in part], batch_first=True
             )
-            mask = torch.nn.functional.pad(counts, (0, 1)) if not bool(counts.all()) else None
+            mask = torch.nn.functional.pad(target_mask, (0, 1)) if not bool(target_mask.all()) else None
             logits = self._model(
                 tokens[:, :-1], attention_mask=None if mask is None else mask[:, :-1], use_cache=False
             ).logits.float()
             logprobs = logits.gather(-1, tokens[:, 1:, None])[..., 0] - torch.logsumexp(logits, -1)
-            (-(logprobs * counts).sum()).backward()
+            (-(logprobs * target_mask).sum()).backward()
 
     def optim_step(self) -> None:
         self._optimizer.step()

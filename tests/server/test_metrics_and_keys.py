@@ -99,7 +99,7 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
     assert all(float(line.split()[1]) > 0 for (line,) in lines_by_kind.values())
 
 
-async def test_renamed_metrics_keep_their_former_names(
+async def test_renamed_metrics_also_have_their_former_names(
     context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = {
@@ -127,7 +127,7 @@ async def test_renamed_metrics_keep_their_former_names(
     assert statistics["decode_blocks"] == statistics["decode_dispatches"] == 3
 
 
-async def test_early_requests_and_unknown_routes_are_counted(context: AppState) -> None:
+async def test_requests_before_the_start_and_unknown_routes_count(context: AppState) -> None:
     startup = StartupState()
     transport = httpx.ASGITransport(build_app(startup))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
