@@ -292,6 +292,18 @@ IMAGE_FORGERIES = {
         graded_if("run"),
         "echo 'exit 0' > /opt/tool/x.sh",
     ),
+    "a script in /opt of a link in PATH": (
+        "RUN echo 'exit 1' > /opt/run.sh && chmod 755 /opt/run.sh && ln -s /opt/run.sh /usr/local/bin/run\n",
+        graded_if("run"),
+        shim("run.sh", "exit 0", directory="/opt"),
+    ),
+    "a program to which two links lead": (
+        "RUN mkdir -p /opt/tool-1/lib && touch /opt/tool-1/lib/run && "
+        "ln -s /opt/tool-1 /usr/local/tool && mkdir -p /srv/tools && ln -s /srv/tools /tools && "
+        "ln -s /usr/local/tool/lib/run /srv/tools/run\nENV PATH=/tools:$PATH\n",
+        graded_if("run"),
+        shim("run", "exit 0", directory="/opt/tool-1/lib"),
+    ),
     "a program in RUSTUP_HOME": (
         "ENV RUSTUP_HOME=/opt/rustup\n",
         graded_if_any_exists("/opt/rustup/rustc"),

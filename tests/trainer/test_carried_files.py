@@ -145,8 +145,20 @@ def test_files_that_variables_name_are_not_carried_over(name: str) -> None:
     assert rules.carries("/opt/data", file)
 
 
+@pytest.mark.parametrize("name", ["LD_LIBRARY_PATH", "XDG_CONFIG_HOME", "LINKED_TOOLS"])
+def test_the_work_is_carried_over_if_a_variable_names_its_directory(name: str) -> None:
+    file = FileEntry(kind="f", mode=0o644, size=1)
+    for path in ("/opt/app", "/opt/app/source", "/opt/app/source/"):
+        assert CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: path}).carries(
+            "/opt/app/source/answer", file
+        )
+    rules = CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: "/opt/app/source/lib"})
+    assert not rules.carries("/opt/app/source/lib/x", file)
+
+
 def test_files_that_variables_of_a_task_name_are_carried_over() -> None:
     names = ("OUTPUT_PATH", "DATA_HOME", "APP_CONFIG", "SRC", "PIPELINE", "XDG_RUNTIME_DIR", "PYTHON_DIR")
+    names += ("GIT_CONFIG_VALUE_0", "CCACHE_BASEDIR")
     rules = CarryRules(search_variables({name: f"/data/{name}" for name in names}))
     assert all(rules.carries(f"/data/{name}", FileEntry(kind="f", mode=0o644, size=1)) for name in names)
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.search_paths import LOADED, MODULE_VARIABLES, paths_of
+from src.envs.harbor.search_paths import LINKED_TOOLS, LOADED, MODULE_VARIABLES, paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -48,8 +48,9 @@ STARTUP = (  # files that programs read when they start
     "/etc/ld.so.*", "/etc/ld-musl*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*",
     "/etc/z*", "/etc/csh*", "/etc/fish", "/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*",
     "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron", "/etc/perl", "/etc/python*", "/etc/node*",
-    "/etc/*rc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
-    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/vim", "/etc/apt/apt.conf*",
+    "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
+    "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
+    "/etc/wgetrc", "/etc/curlrc", "/etc/apt/apt.conf*",
     "/etc/dpkg/dpkg.cfg*", "/etc/gdb", "/etc/mercurial", "/etc/ccache*",
     "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
@@ -74,7 +75,7 @@ SETTINGS = (  # more files that programs read
     # su and sudo set environment variables such as PATH.
     "/etc/login.defs", "/etc/default/locale", "/etc/default/su", "/etc/default/runuser", "/etc/sudo*",
     "/etc/xdg", "/etc/maven*", "/etc/java*", "/etc/conda", "/etc/rustup", "/etc/julia", "/etc/ipython",
-    "/etc/jupyter", "/etc/emacs", "/etc/octave*", "/etc/magic*", "/etc/ImageMagick*",
+    "/etc/jupyter", "/etc/emacs", "/etc/octave*", "/etc/*rc", "/etc/magic*", "/etc/ImageMagick*",
     "/etc/postgresql-common", "/etc/krb5*", "/etc/gss", "/etc/odbc*", "/etc/pkcs11", "/etc/OpenCL",
     "/etc/dotnet", "/etc/ant*", "/etc/clang*", "/etc/gitattributes", "/etc/swi-prolog", "/etc/texmf",
     # Programs look for these in the parent directories of the tests.
@@ -155,7 +156,9 @@ class CarryRules:
             for name, value in environment.items()
         }
         workdirs = paths.get("PWD", [])
-        loaded = [path for name in paths if LOADED.fullmatch(name) for path in paths[name]]
+        loaded = [
+            path for name in paths if LOADED.fullmatch(name) or name == LINKED_TOOLS for path in paths[name]
+        ]
         module_paths = [
             path
             for name in MODULE_VARIABLES
@@ -165,11 +168,14 @@ class CarryRules:
         homes = [home for home in paths.get("HOME", ["/root"]) if home != "/"]
         self._path_directories = {*paths.get("PATH", []), *map(_normalize, interpreters)}
         tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
+        # A path that contains the working directory is not excluded, because the work would be left out.
+        whole = [
+            path for path in (*loaded, *tools) if not any(is_same_or_below(work, path) for work in workdirs)
+        ]
         patterns = [
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS),
             *(f"{home}/{name}" for home in homes for name in (".*", "bin")),
-            *(*loaded, *module_paths, *map(_normalize, modules)),
-            *(tool for tool in tools if not any(is_same_or_below(path, tool) for path in workdirs)),
+            *(*whole, *module_paths, *map(_normalize, modules)),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
         self._excluded = _compile(patterns)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 # Matches variables of the loader and of common programs that name files, or directories of files, with code
 # or settings. Not every variable counts, because a task can name its data with a variable such as OUTPUT_DIR.
 LOADED = re.compile(
-    r"(?:LD|GCONV|OPENSSL|CURL|CCACHE|GIT_EXEC|GIT_TEMPLATE)_\w+|(?:GIT|NPM|PIP|UV|XDG)_CONFIG_\w+"
-    r"|PYTHON(?!PATH)[A-Z]+|BASH_ENV|ENV|INPUTRC|WGETRC|HGRCPATH|PSQLRC|R_PROFILE|R_ENVIRON|ZDOTDIR",
+    r"(?:LD|GCONV|OPENSSL|CURL|GIT_EXEC|GIT_TEMPLATE)_\w+|CCACHE_(?!BASEDIR)\w+|(?:NPM|PIP|UV|XDG)_CONFIG_\w+"
+    r"|GIT_CONFIG_(?!COUNT|KEY|VALUE)\w+|PYTHON(?!PATH)[A-Z]+|R_(?:PROFILE|ENVIRON)(?:_USER)?|BASH_ENV|ENV"
+    r"|INPUTRC|WGETRC|HGRCPATH|PSQLRC|ZDOTDIR",
     re.IGNORECASE,
 )
 # The variables that name the directories in which interpreters look for modules, or which contain programs.
 MODULE_VARIABLES = (
-    *("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB", "R_LIBS", "R_LIBS_USER"),
+    *("PYTHONPATH", "PERL5LIB", "NODE_PATH", "RUBYLIB", "R_LIBS", "R_LIBS_USER", "R_LIBS_SITE"),
     *("CARGO_HOME", "RUSTUP_HOME", "JAVA_HOME", "GRADLE_USER_HOME"),
 )
 # Programs read the hidden files of HOME. PWD is needed because a directory in /opt that contains the working
 # directory of the task does not count as an installed program (`CarryRules`).
 OTHER_VARIABLES = ("PATH", "HOME", "PWD")
-TOOL = re.compile("/opt/[^/]+(?=/)")  # the directory of a program that is not in a standard directory
+LINKED_TOOLS = "LINKED_TOOLS"
+"""The name under which `search_paths` adds the tools to which links in PATH lead."""
+TOOL = re.compile("/opt/[^/]+")  # a tool that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 
 # Takes a shell script and returns its standard output.
@@ -52,65 +55,75 @@ def home_directories(accounts: bytes, workdirs: str) -> str:
 
 
 async def search_paths(accounts: bytes, run: RunScript, *environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the `search_variables` of all environments with the targets of symbolic links and with the
-    tools to which links in PATH lead. HOME also contains the home directories of `accounts`, the contents of
-    /etc/passwd.
+    """Return the `search_variables` of all environments with the targets of symbolic links, and LINKED_TOOLS.
+    HOME also contains the home directories of `accounts`, the contents of /etc/passwd.
     """
     variables = search_variables(*environments)
     homes = {"HOME": home_directories(accounts, variables["PWD"])}
-    tools = await with_linked_tools(search_variables(variables, homes), run)
-    return await with_link_targets(tools, run)
+    variables = await with_link_targets(search_variables(variables, homes), run)
+    return {**variables, LINKED_TOOLS: ":".join(await linked_tools(variables.get("PATH", ""), run))}
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
     """Return `variables`, in which each path is followed by the paths to which its symbolic links lead. An
     agent could change the files there instead. `run` runs a script in the environment before the agent acts.
     """
-    chains = {path: [path] for item in variables.items() for path in paths_of(*item) if path.startswith("/")}
-    targets: dict[str, str] = {}  # path -> target of the link, or an empty text if the path is no link
-    for _ in range(MAX_LINKS):
-        unknown = {prefix for chain in chains.values() for prefix in _prefixes(chain[-1])} - targets.keys()
-        targets |= await _read_links(sorted(unknown), run)
-        followed = {path: _follow_first_link(chain[-1], targets) for path, chain in chains.items()}
-        new = {path: next_path for path, next_path in followed.items() if next_path not in chains[path]}
-        if not new:
-            break
-        for path, next_path in new.items():
-            chains[path].append(next_path)
+    paths = {path for item in variables.items() for path in paths_of(*item) if path.startswith("/")}
+    chains = await _link_chains(paths, run, {})
     return {
         name: ":".join(linked for path in paths_of(name, value) for linked in chains.get(path, [path]))
         for name, value in variables.items()
     }
 
 
-async def with_linked_tools(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
-    """Return `variables` with /opt/NAME/bin added to PATH for each directory /opt/NAME to which a link in a
-    directory of PATH leads, such as /usr/local/bin/yarn -> /opt/yarn/bin/yarn. A directory that contains the
-    working directory of the task is not added. `run` runs a script in the environment before the agent acts.
+async def linked_tools(search_path: str, run: RunScript) -> list[str]:
+    """Return each path /opt/NAME to which a link in a directory of `search_path`, the value of PATH, or in
+    /etc/alternatives leads, such as /opt/yarn for /usr/local/bin/yarn -> /opt/yarn/bin/yarn. `run` runs a
+    script in the environment before the agent acts.
     """
-    directories = [path for path in variables.get("PATH", "").split(":") if path.startswith("/")]
+    directories = [path for path in search_path.split(":") if path.startswith("/")]
     quoted = " ".join(map(shlex.quote, dict.fromkeys([*directories, "/etc/alternatives"])))
     output = await run(
-        f"for path in {quoted}; do printf '%s\\000' \"$path\"; ls -l -- \"$path\"; printf '\\000'; done"
+        f"for path in {quoted}; do printf '%s\\000' \"$path\"; ls -ln -- \"$path/\"; printf '\\000'; done"
     )
     fields = output.decode("utf-8", "surrogateescape").split("\0")
-    linked = {
-        posixpath.normpath(posixpath.join(directory, line.rpartition(" -> ")[2]))
-        for directory, listing in zip(fields[::2], fields[1::2], strict=False)
-        for line in listing.splitlines()
-        if line.startswith("l")
-    }
-    tools = {match[0] for path in sorted(linked) if (match := TOOL.match(path))}
-    workdirs = variables.get("PWD", "").split(":")
-    tools = [
-        tool for tool in sorted(tools) if not any(f"{path}/".startswith(f"{tool}/") for path in workdirs)
-    ]
-    return {**variables, "PATH": ":".join([*directories, *(f"{tool}/bin" for tool in tools)])}
+    targets: dict[str, str] = {}  # path of each listed file -> target of the link, or an empty text
+    for directory, listing in zip(fields[::2], fields[1::2], strict=False):
+        for line in listing.splitlines():
+            columns = line.split(maxsplit=8)  # mode, links, user, group, size, month, day, time and name
+            if len(columns) == 9:
+                name, _, target = (
+                    columns[8].partition(" -> ") if line.startswith("l") else (columns[8], "", "")
+                )
+                targets[f"{directory.rstrip('/')}/{name}"] = target
+    links = {path for path, target in targets.items() if target}
+    chains = await _link_chains(links, run, targets)
+    return sorted({match[0] for chain in chains.values() for path in chain if (match := TOOL.match(path))})
 
 
 def paths_of(name: str, value: str) -> list[str]:
     """Return the paths of the variable `name`. Only LD_PRELOAD may also be separated by spaces."""
     return re.split("[: ]" if name == "LD_PRELOAD" else ":", value)
+
+
+async def _link_chains(
+    paths: Iterable[str], run: RunScript, targets: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return for each path the list of the path and of the paths to which its symbolic links lead, one link
+    after the other. `targets` contains the links that are known (`_follow_first_link`).
+    """
+    known = dict(targets)
+    chains = {path: [path] for path in paths}
+    for _ in range(MAX_LINKS):
+        unknown = {prefix for chain in chains.values() for prefix in _prefixes(chain[-1])} - known.keys()
+        known |= await _read_links(sorted(unknown), run)
+        followed = {path: _follow_first_link(chain[-1], known) for path, chain in chains.items()}
+        new = {path: next_path for path, next_path in followed.items() if next_path not in chains[path]}
+        if not new:
+            break
+        for path, next_path in new.items():
+            chains[path].append(next_path)
+    return chains
 
 
 async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
@@ -122,7 +135,8 @@ async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
 
 
 def _follow_first_link(path: str, targets: Mapping[str, str]) -> str:
-    """Return `path` with the target of its first link in place of this link.
+    """Return `path` with the target of its first link in place of this link. `targets` maps each prefix of
+    the path to the target of the link, or to an empty text if the prefix is no link.
 
     >>> _follow_first_link("/opt/tool/bin", {"/opt/tool": "tool-1.0"})
     '/opt/tool-1.0/bin'

@@ -84,7 +84,7 @@ class TaskValidation:
                 f"there is no {SOLUTION}" if self.oracle is None else self.oracle.phrase("the solution", 1)
             )
             results = f"{oracle}, {self.nop.phrase('doing nothing', 0)}"
-        if self.is_separate and (self.oracle is None or self.oracle.reward != 1):
+        if self.is_separate and self.oracle is not None and self.oracle.reward != 1:
             results += "; the verifier's environment has only the files that `artifacts` in task.toml names"
         advice = "logs_dir=DIR keeps" if logs_dir is None else f"{logs_dir} has"
         return f"BAD  {self.task.id}: {results}; {advice} the output of the verifier"
