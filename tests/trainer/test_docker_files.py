@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,11 +111,15 @@ class TreeContainer:
     def __init__(self, kinds: Mapping[str, int | None]) -> None:
         self.attrs = {"Config": {"Env": []}, "Mounts": []}
         self.id = "c"
+        self.exec_error = b""  # the output of each command, in place of running it
         self.requests: list[str] = []
         self._kinds = kinds
 
     def exec_run(self, command: list[str], *, user: str, stderr: bool) -> SimpleNamespace:
-        return SimpleNamespace(output=b"")
+        """Run a script that reads search paths on this machine."""
+        if self.exec_error:
+            return SimpleNamespace(output=self.exec_error)
+        return SimpleNamespace(output=subprocess.run(command, capture_output=True).stdout)
 
     @property
     def client(self) -> SimpleNamespace:
@@ -274,6 +279,19 @@ async def commands_of_unpack(
     fresh = cast(Any, SimpleNamespace(session_id="s"))
     await DockerFiles(fresh, {}).unpack(fresh, io.BytesIO(), changes)
     return commands
+
+
+@pytest.mark.parametrize("output", [b"\0", b"OCI runtime exec failed: context deadline exceeded"])
+async def test_search_paths_that_were_not_read_completely_are_an_error(
+    output: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = TreeContainer({})
+    container.exec_error = output
+    monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
+    monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
+    environment = cast(Any, SimpleNamespace(session_id="s", task_env_config=SimpleNamespace(workdir=None)))
+    with pytest.raises(SandboxError, match="was not completed"):
+        await DockerFiles(environment, {}).snapshot()
 
 
 async def test_removed_files_are_removed_in_a_fresh_container(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ MAX_EXPORT_REQUESTS = 5000  # the number of requests of one export; a request ta
 MAX_HEADER_BYTES = 2**16  # of the first member of an archive, with its extended headers
 GO_MODE_DIRECTORY = 1 << 31  # os.ModeDir of Go, in the status of a path
 MAX_PREFIXES = 200  # the number of prefixes that are searched for Python interpreters
+END_OF_OUTPUT = "end of output"  # a script prints this text last
 MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
 # Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.
@@ -280,7 +281,16 @@ def _variables(container: Any) -> dict[str, str]:
 
 
 def _output_of(container: Any, script: str) -> bytes:
-    return container.exec_run(["sh", "-c", script], user="root", stderr=False).output
+    """Return the standard output of a shell script. Raises SandboxError if the engine did not run all of it,
+    because incomplete search paths would let the agent's programs into the environment of the verifier.
+    """
+    command = ["sh", "-c", f"{script}\nprintf '{END_OF_OUTPUT}'"]
+    output: bytes = container.exec_run(command, user="root", stderr=False).output
+    if not output.endswith(END_OF_OUTPUT.encode()):
+        raise SandboxError(
+            f"a command in the container was not completed: {output[-200:].decode(errors='replace')!r}"
+        )
+    return output.removesuffix(END_OF_OUTPUT.encode())
 
 
 def _difference(container: Any) -> dict[str, int]:

@@ -88,7 +88,7 @@ async def linked_tools(search_path: str, run: RunScript) -> list[str]:
     )
     fields = output.decode("utf-8", "surrogateescape").split("\0")
     targets: dict[str, str] = {}  # path of each listed file -> target of the link, or an empty text
-    for directory, listing in zip(fields[::2], fields[1::2], strict=False):
+    for directory, listing in zip(fields[:-1:2], fields[1::2], strict=True):
         for line in listing.splitlines():
             columns = line.split(maxsplit=8)  # mode, links, user, group, size, month, day, time and name
             if len(columns) == 9:
@@ -131,7 +131,8 @@ async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
         return {}
     quoted = " ".join(map(shlex.quote, paths))
     output = await run(f'for path in {quoted}; do printf \'%s\\000\' "$(readlink -- "$path")"; done')
-    return dict(zip(paths, output.decode("utf-8", "surrogateescape").split("\0"), strict=False))
+    targets = output.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    return dict(zip(paths, targets, strict=True))
 
 
 def _follow_first_link(path: str, targets: Mapping[str, str]) -> str:
