@@ -126,7 +126,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"log_path {path} is in use by a running process; stop it first, or give another log_path"
+                f"{path} is in use by a running process; stop it first, or give another log_path"
             ) from error
         except OSError as error:
             logger.warning(
