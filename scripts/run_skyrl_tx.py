@@ -34,6 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -97,15 +98,18 @@ from src.sft.config import SftConfig
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
-STOP_WITHOUT_SERVER_S = 15.0  # the time of the trainer to stop after its server has ended
 SHARED_WITH_SFT = (
     *("model_name", "tokenizer", "skyrl_tx_url", "seed", "context_limit"),
     *("lora_rank", "lora_alpha", "train_attn", "train_mlp", "train_unembed"),
 )
 """Options of the RL run that the supervised fine-tuning before it also uses."""
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
+LOCKS = ExitStack()
+"""The locks of server directories that this process holds until `main` ends. Another launcher can therefore
+not replace the key of a server that this process has started for a training run."""
 PR_SET_PDEATHSIG = 1
 ACTION_MODULES = {"evaluate": "src.evaluate", "chat": "src.evaluate.chat"}
+TRAINING_MODULES = ("src.train", "src.sft")  # the programs whose runs can be resumed
 CONFIG_CLASSES = {
     "src.train": TrainerConfig,
     "src.sft": SftConfig,
@@ -139,17 +143,18 @@ def main(argv: list[str]) -> int:
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
     try:
-        if "resume" in user_options:
-            return with_server_of("resume", user_options, resumed_arguments)
-        if "evaluate" in user_options:
-            return with_server_of("evaluate", user_options, evaluated_arguments)
-        if "quickstart" in user_options:
-            return quick_start(user_options)
-        if "chat" in user_options:
-            return with_server_of("chat", user_options, chat_arguments)
-        if "model_name" not in user_options:
-            user_options = {**model_of_a_running_server(user_options), **user_options}
-        return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
+        with LOCKS:
+            if "resume" in user_options:
+                return with_server_of("resume", user_options, resumed_arguments)
+            if "evaluate" in user_options:
+                return with_server_of("evaluate", user_options, evaluated_arguments)
+            if "quickstart" in user_options:
+                return quick_start(user_options)
+            if "chat" in user_options:
+                return with_server_of("chat", user_options, chat_arguments)
+            if "model_name" not in user_options:
+                user_options = {**model_of_a_running_server(user_options), **user_options}
+            return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
     except (ConfigError, StorageError, ServerConfigError) as error:
         return fail(str(error))
     except KeyboardInterrupt:  # Ctrl-C before the trainer starts; a running trainer handles it
@@ -225,7 +230,7 @@ def quick_start(user_options: dict[str, str]) -> int:
         key=key,
     )
     if warm_start is not None:
-        status, weights = fine_tune(warm_start, options, server_directory, key=key)
+        status, weights = fine_tune(warm_start, options, server_directory, server, key=key)
         if status != 0:
             stop(server)
             return status
@@ -246,18 +251,20 @@ def without(options: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def new_server_directory(options: dict[str, str], config: TrainerConfig) -> Path:
-    """Return the directory for the server of a new run, which `server_directory_of` finds again.
+    """Lock and return the directory for the server of a new run, which `server_directory_of` finds again.
 
     A new server replaces the key and the arguments of an earlier server in this directory. This function
-    therefore raises ConfigError if another process uses the run directory, or if it has a run that is neither
-    resumed nor deleted. If the user must choose, the choice becomes an option.
+    therefore raises ConfigError if another process uses one of the two directories, or if the run directory
+    has a run that is neither resumed nor deleted. If the user must choose, the choice becomes an option.
     """
     run = resolved(Path(options["log_path"]))
     with lock_run_dir(run):
         if has_results(run):
             behavior = chosen_behavior(run, config.behavior_if_log_dir_exists)
             options["behavior_if_log_dir_exists"] = behavior
-    return run.with_name(f"{run.name}.server")
+        server_directory = run.with_name(f"{run.name}.server")
+        LOCKS.enter_context(lock_run_dir(server_directory))
+    return server_directory
 
 
 def missing_package(base_model: str) -> list[str] | None:
@@ -269,7 +276,12 @@ def missing_package(base_model: str) -> list[str] | None:
 
 
 def fine_tune(
-    warm_start: WarmStart, options: Mapping[str, str], server_directory: Path, *, key: str
+    warm_start: WarmStart,
+    options: Mapping[str, str],
+    server_directory: Path,
+    server: subprocess.Popen[bytes],
+    *,
+    key: str,
 ) -> tuple[int, str]:
     """Fine-tune the model on demonstrations, before the RL with `options`. Return the exit status of
     `src.sft` and the path of the trained weights, which is empty after a failure."""
@@ -279,7 +291,7 @@ def fine_tune(
     print_message(f"supervised fine-tuning on {warm_start.num_demonstrations} demonstrations: {chats}")
     shared = {name: options[name] for name in SHARED_WITH_SFT if name in options}
     arguments = {**shared, **warm_start.options, "data": str(chats), "log_path": str(run)}
-    status = run_program("src.sft", trainer_arguments(arguments), key=key)
+    status = run_program("src.sft", trainer_arguments(arguments), key=key, server=server)
     checkpoint = checkpoints.last(run) if status == 0 else None
     return status, "" if checkpoint is None else checkpoint.state_path
 
@@ -412,6 +424,12 @@ def with_server_of(
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         print_message(f"using the server at {url}")
         return train(options, None, key=key_file.read_text().strip(), module=module)
+    lock = lock_run_dir(server_directory)
+    if module in TRAINING_MODULES:
+        LOCKS.enter_context(lock)
+    else:
+        with lock:  # only a check, because several evaluations and chats can run at the same time
+            pass
     server_arguments = json.loads((server_directory / SERVER_FILE).read_text(encoding="utf-8"))
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     key = new_key()
@@ -524,7 +542,8 @@ def run_program(
     """Run a program of the trainer and pass SIGTERM on to it. Return its exit status, or 128 + N if signal N
     ended it.
 
-    If `server` ends first, stop the program and return 1, because no other process starts this server again.
+    If `server` ends first, send SIGTERM to the program, because no other process starts this server again.
+    The program stops within its own time limits; if its status is not 0, return 1.
     """
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
@@ -540,20 +559,21 @@ def run_program(
         server_status = server.wait()
         if trainer.poll() is None:
             server_ended.set()
+            advice = (
+                "to start the server again and continue the run, use `.venv/bin/agent-trainer resume RUN`"
+                if module in TRAINING_MODULES
+                else "start the command again"
+            )
             print_message(
                 f"the server has ended with status {server_status}; the end of its log, which is named "
-                "above, may state the cause. Stopping; `.venv/bin/agent-trainer resume RUN` continues the run"
+                f"above, may state the cause. This command stops; {advice}"
             )
             trainer.terminate()
-            try:
-                trainer.wait(STOP_WITHOUT_SERVER_S)
-            except subprocess.TimeoutExpired:
-                trainer.terminate()  # the second signal ends the trainer at once
 
     if server is not None:
         threading.Thread(target=stop_without, args=(server,), daemon=True).start()
     status = trainer.wait()
-    if server_ended.is_set():
+    if status != 0 and server_ended.is_set():
         return 1
     return status if status >= 0 else 128 - status
 

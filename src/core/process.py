@@ -27,7 +27,9 @@ from src.core.event_loop import warn_if_blocked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_TIMEOUT_S = 10.0  # default of the argument `stop_timeout_s`; enough if the program saves nothing
-STOP_GRACE_S = 3.0  # the event loop has this time after the stop timeout to cancel its tasks
+# The event loop has this time after the stop timeout to cancel its tasks, to close the session and to record
+# the end of the run.
+STOP_GRACE_S = 8.0
 STOPPING = "stopping: saving a checkpoint first (press Ctrl-C again to stop at once)"
 EXIT_S = 3.0  # the maximum time for joining threads and running the exit handlers
 

@@ -153,6 +153,11 @@ def read_document[T](path: Path, schema: TypeAdapter[T]) -> T:
     """Read a file that contains one JSON value, check it against `schema` and return the value."""
     with _read_errors(path):
         content = path.read_bytes()
+    return parse_document(content, schema, path)
+
+
+def parse_document[T](content: bytes, schema: TypeAdapter[T], path: Path) -> T:
+    """Return the JSON value in `content`, which was read from the file `path`, checked against `schema`."""
     return _checked(content, schema, lambda value: value, str(path))
 
 

@@ -25,7 +25,7 @@ from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
 from src.records.options import RunDirectoryOptions
 from src.records.private_directory import make_parents, make_private, resolved
-from src.records.reading import read_document
+from src.records.reading import parse_document
 from src.records.rollout_store import any_graded
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def lock_run_dir(path: Path) -> Generator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"log_path {path} is in use by a running process; stop it first, or give another log_path"
+                f"{path} is in use by a running process; stop it first, or give another log_path"
             ) from error
         except OSError as error:
             logger.warning(
@@ -197,11 +197,16 @@ def has_files(path: Path) -> bool:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options in the config.json of the directory `path`, under their present names.
 
-    Raises ConfigError if there is no such file or if it is damaged.
+    Raises ConfigError if there is no such file, if it cannot be read or if it is damaged.
     """
-    if not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"{path} has no {CONFIG_FILE}; give the directory of a run")
-    return present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any])))
+    file = path / CONFIG_FILE
+    try:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} has no {CONFIG_FILE}; give the directory of a run") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; give the directory of a run") from error
+    return present_options(parse_document(content, TypeAdapter(dict[str, Any]), file))
 
 
 def require_run(path: Path, saved: Mapping[str, Any]) -> None:

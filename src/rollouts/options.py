@@ -67,8 +67,9 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send the datums of each finished group to forward_backward at once, while other groups of the "
-        "batch are still rolled out; every group has the same weight in the loss",
+        doc="Send the datums of each finished group to forward_backward as soon as the step takes the group "
+        "from the pipeline, while other groups are still rolled out; every group has the same weight in the "
+        "loss",
     )
 
     @property

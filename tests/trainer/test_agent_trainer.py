@@ -78,6 +78,8 @@ def test_a_directory_without_a_run_gives_a_one_line_error(
 ) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of a run"):
         resumed_arguments(str(tmp_path), [])
+    with pytest.raises(ConfigError, match=r"config\.json: File name too long; give the directory of a run"):
+        resumed_arguments(str(tmp_path / ("a" * 300)), [])
     (tmp_path / "config.json").write_text("[1]")
     assert main(["resume", str(tmp_path)]) == 2
     assert "config.json: Input should be an object; restore the file" in capfd.readouterr().err

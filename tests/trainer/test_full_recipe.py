@@ -19,12 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import chz
 import pytest
 
 from scripts import recipe_options, run_skyrl_tx
+from scripts.quick_starts import QUICKSTARTS
 from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_defaults, wandb_is_set_up
 from scripts.run_skyrl_tx import check_tokenizer_and_tasks, in_trainer_names, main, trainer_arguments
 from src.cli.command_line import parse
+from src.config import TrainerConfig
 from src.core.errors import BackendError, ConfigError
 from src.envs.harbor import environment
 from src.policy.backend import check_alive
@@ -179,12 +182,53 @@ def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatc
     assert trained == []
 
 
+@pytest.mark.parametrize("directory", ["run", "run.server"])
 @pytest.mark.parametrize("run", [["model_name=org/name", "tasks_dir=tasks"], ["quickstart=terminal"]])
-def test_no_server_starts_for_a_directory_in_use(run: list[str], trained, tmp_path: Path, capfd) -> None:
-    with lock_run_dir(tmp_path / "run"):
+def test_no_server_starts_for_a_directory_in_use(
+    run: list[str], directory: str, trained, tmp_path: Path, capfd
+) -> None:
+    with lock_run_dir(tmp_path / directory):
         assert main([*run, f"log_path={tmp_path / 'run'}"]) == 2
-    assert f"log_path {tmp_path / 'run'} is in use by a running process" in capfd.readouterr().err
+    assert f"{tmp_path / directory} is in use by a running process" in capfd.readouterr().err
     assert trained == [] and not (tmp_path / "run.server").exists()
+
+
+@pytest.mark.parametrize("run", [["model_name=org/name", "tasks_dir=tasks"], ["quickstart=terminal"]])
+def test_a_run_locks_the_directory_of_its_server(
+    run: list[str], trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start_server = run_skyrl_tx.start_server
+
+    def start_locked(url: str, arguments: tuple[str, ...], directory: Path, *, key: str) -> object:
+        with pytest.raises(ConfigError, match="is in use"), lock_run_dir(directory):
+            pass
+        return start_server(url, arguments, directory, key=key)
+
+    monkeypatch.setattr(run_skyrl_tx, "start_server", start_locked)
+    assert main([*run, f"log_path={tmp_path / 'run'}"]) == 0
+    with lock_run_dir(tmp_path / "run.server"):  # the lock ends with the command
+        assert len(trained) == 1
+
+
+@pytest.mark.parametrize("action", ["resume", "evaluate", "chat"])
+def test_no_server_of_a_run_starts_during_another_start(action: str, trained, tmp_path: Path, capfd) -> None:
+    run, server_directory = tmp_path / "run", tmp_path / "run.server"
+    for directory in (run, server_directory):
+        directory.mkdir()
+    saved = TrainerConfig(
+        backend="skyrl-tx",
+        skyrl_tx_url="http://127.0.0.1:1",
+        model_name="m",
+        tasks_dir=str(tmp_path / "tasks"),
+    )
+    (run / "config.json").write_text(json.dumps(chz.asdict(saved)))
+    (run / "checkpoints.jsonl").touch()
+    (server_directory / "server.json").write_text("[]")
+    (server_directory / "api_key").write_text(KEY)
+    with lock_run_dir(server_directory):
+        assert main([f"{action}={run}"]) == 2
+    assert f"{server_directory} is in use by a running process" in capfd.readouterr().err
+    assert trained == [] and (server_directory / "api_key").read_text() == KEY
 
 
 def test_no_server_starts_for_a_directory_with_another_run(trained, tmp_path: Path, capfd) -> None:
@@ -335,10 +379,37 @@ def test_a_relative_path_of_the_quick_starts_model_is_known(trained, monkeypatch
 
 def test_a_run_ends_when_its_server_ends(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of the tests stay in place
+    start = subprocess.Popen
+
+    def start_without_function(command: list[str], *, preexec_fn: object = None, **options: Any) -> object:
+        # Other tests import JAX, whose fork handler gives a warning. `Popen` runs fork handlers only if
+        # `preexec_fn` is given.
+        return start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_without_function)
     server = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     never_ends = ("http.server", ["0", "--bind", "127.0.0.1"])
     assert run_skyrl_tx.run_program(*never_ends, key=None, server=server) == 1
-    assert "the server has ended with status 3; the end of its log" in capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert "the server has ended with status 3; the end of its log" in output
+    assert "start the command again" in output and "resume" not in output
+
+
+def test_the_fine_tuning_of_a_quick_start_ends_with_its_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    watched: list[object] = []
+
+    def run_program(module: str, arguments: list[str], *, key: str, server: object = None) -> int:
+        watched.append(server)
+        return 1
+
+    monkeypatch.setattr(run_skyrl_tx, "run_program", run_program)
+    warm_start, server = QUICKSTARTS["terminal"].warm_start, object()
+    fine_tune: Any = run_skyrl_tx.fine_tune
+    options = {"log_path": str(tmp_path / "run")}
+    assert fine_tune(warm_start, options, tmp_path, server, key=KEY) == (1, "")
+    assert watched == [server]
 
 
 def test_xla_programs_are_printed_only_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:

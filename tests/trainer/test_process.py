@@ -1,9 +1,13 @@
-"""Tests that `exit_process` ends a program with its exit status while daemon threads run."""
+"""Tests that `exit_process` ends a program with its exit status while daemon threads run, and tests the time
+limits of a stop."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+from src.core.process import STOP_GRACE_S
+from src.policy.backend import CLOSE_TIMEOUT_S
 
 # Rust code of pydantic calls Python code in the daemon thread, as in threads of the tinker SDK. Without
 # `exit_process`, the finalization of the interpreter can abort the process.
@@ -39,3 +43,7 @@ def test_threads_and_exit_handlers_end_before_the_process() -> None:
     )
     assert (program.returncode, program.stderr) == (7, "")
     assert program.stdout.splitlines() == ["the program", "the thread", "the exit handler"]
+
+
+def test_a_stop_without_a_server_has_time_to_close_the_session() -> None:
+    assert STOP_GRACE_S > CLOSE_TIMEOUT_S
