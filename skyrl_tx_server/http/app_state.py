@@ -41,6 +41,12 @@ class HttpSettings:
     access: AccessPolicy = field(default_factory=AccessPolicy)  # the accepted `Host` and `Origin` headers
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
+    max_connections: int = 4096
+
+    @property
+    def num_tenants(self) -> int:
+        """The number of tenants, and 1 for a server without tenants."""
+        return max(1, 0 if self.tenant_keys is None else len(self.tenant_keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +69,8 @@ class AppState:
     run_index: RunIndex
     settings: HttpSettings
     requests: RequestCounts = field(default_factory=Counter)
+    in_progress: Counter[str] = field(default_factory=Counter)
+    """Number of requests in progress by tenant. A request is in progress until its reply is sent."""
     bodies: BodyReader = field(default_factory=BodyReader)
     text_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     """Held while a thread converts a long text of this tenant to tokens."""
@@ -79,8 +87,7 @@ class AppState:
             return self
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
         if tenant not in self.tenants:
-            keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
-            num_tenants = max(1, 1 if keys is None else len(keys))
+            num_tenants, quota = self.settings.num_tenants, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),

@@ -49,7 +49,7 @@ MAX_GAP_S = 0.5  # between two iterations of the event loop
 
 
 @contextlib.asynccontextmanager
-async def served(site: Site, *, max_connections: int) -> AsyncIterator[tuple[str, int]]:
+async def served(site: Site) -> AsyncIterator[tuple[str, int]]:
     """Serve the site on a socket. Yield its address."""
     config = uvicorn.Config(
         build_app(StartupState(state=site.context)),
@@ -59,7 +59,7 @@ async def served(site: Site, *, max_connections: int) -> AsyncIterator[tuple[str
         timeout_graceful_shutdown=1,
         ws="none",
     )
-    server = BoundedServer(config, max_connections)
+    server = BoundedServer(config, site.context.settings.max_connections)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -78,29 +78,58 @@ async def test_slow_bodies_of_a_tenant_do_not_block_other_bodies(tmp_path: Path)
             assert (await site.bob.post("/api/v1/asample", json=body)).status_code == 400
 
 
+def raw_request(client: httpx.AsyncClient, route: str, body: bytes, *headers: str) -> bytes:
+    lines = (
+        f"POST /api/v1/{route} HTTP/1.1",
+        "host: a",
+        f"x-api-key: {client.headers['x-api-key']}",
+        "content-type: application/json",
+        *headers,
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def poll(site: Site, client: httpx.AsyncClient, tenant: str) -> bytes:
+    """Return a request for the result of an operation that never ends."""
+    never: Future[SampleResult] = Future()
+    request_id = site.context.for_tenant(tenant).futures.submit(lambda: never, kind="sample", key=None)
+    body = json.dumps({"request_id": request_id}).encode()
+    return raw_request(client, "retrieve_future", body, f"content-length: {len(body)}")
+
+
 async def test_busy_connections_of_a_tenant_do_not_exclude_others(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
-        head = (
-            "POST /api/v1/create_session HTTP/1.1\r\nhost: a\r\n"
-            f"x-api-key: {site.alice.headers['x-api-key']}\r\n"
-            "content-type: application/json\r\ncontent-length: 100\r\nexpect: 100-continue\r\n\r\n"
+    """Alice sends 8 requests without their bodies, then 8 connections with pipelined requests. A request of
+    Bob is in progress at the same time."""
+    async with (
+        two_tenants(tmp_path, max_connections=8) as site,
+        served(site) as address,
+        asyncio.timeout(60),
+        httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", headers=site.bob.headers) as bob,
+    ):
+        waiting_reader, waiting_writer = await asyncio.open_connection(*address)
+        waiting_writer.write(poll(site, site.bob, "bob"))
+        without_body = raw_request(
+            site.alice, "create_session", b"", "content-length: 100", "expect: 100-continue"
         )
-        writers = []
-        for _ in range(8):
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(head.encode())
-            await reader.readuntil(b"100 Continue\r\n\r\n")  # the server waits for the body
-            writers.append(writer)
-        async with httpx.AsyncClient(
-            base_url=f"http://{address[0]}:{address[1]}", headers=site.bob.headers, timeout=30
-        ) as bob:
+        for request in (without_body, 2 * poll(site, site.alice, "alice")):
+            streams = []
+            for _ in range(8):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(request)
+                streams.append((reader, writer))
+            refused = await streams[-1][0].read()  # the server closes the connection after the reply
+            assert refused.startswith(b"HTTP/1.1 429") and b"too many requests in progress" in refused
             assert (await bob.get("/api/v1/get_server_capabilities")).status_code == 200
-        for writer in writers:
-            writer.close()
+            for _, writer in streams:
+                writer.close()
+        assert (await waiting_reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408"), (
+            "the connection of Bob's request stays open"
+        )
+        waiting_writer.close()
 
 
 async def test_a_connection_with_many_pipelined_requests_is_closed(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
+    async with two_tenants(tmp_path) as site, served(site) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
         async with asyncio.timeout(30):
